@@ -1,0 +1,48 @@
+# Each target does all of its own set-up: a machine needs python 3.11 or newer with venv, make, and PyPI.
+PYTHON ?= python3
+BIN := .venv/bin
+RUN := OMP_NUM_THREADS=1 $(BIN)/python
+
+.PHONY: help test demo lint bench clean
+
+help:
+	@echo "make test   install into .venv and run every test"
+	@echo "make demo   install into .venv; an archive -> a verified dataset, shown, in demo/"
+	@echo "make lint   ruff and mypy"
+	@echo "make bench  measure this machine; a record in benchmarks/results"
+	@echo "make clean  remove .venv and demo/"
+
+.venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c "import sys; sys.exit(None if sys.version_info >= (3, 11) else 'python 3.11 or newer is needed: make PYTHON=python3.11')"
+	@echo "installing into .venv: about 1 GB, some minutes"
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check pip==26.3
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	    --editable ".[cu13,cluster,s3,formats]" --group test --group lint
+	@touch $@
+
+test: .venv/installed
+	$(RUN) -m pytest -n 2 --dist loadfile
+
+demo: .venv/installed
+	rm -rf demo
+	$(RUN) -m data_tools synth demo/archive --patients 100 --workers 2
+	$(RUN) -m data_tools shard demo/archive --out demo/dataset --format both --workers 2
+	$(RUN) -m data_tools verify demo/dataset --source demo/archive --deep
+	$(RUN) -m data_tools show demo/dataset --png demo/summary.png > demo/summary.txt
+	$(RUN) -m data_tools show demo/dataset --crop 0 --png demo/ecg.png
+	@echo "look at demo/summary.png and demo/ecg.png"
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/installed
+	$(RUN) -m benchmarks.run ingest
+	$(RUN) -m benchmarks.run loader
+	$(RUN) -m benchmarks.run scaling
+	$(RUN) -m benchmarks.report
+
+clean:
+	rm -rf .venv demo

@@ -1,0 +1,262 @@
+"""ECG archives -> verified datasets.
+
+  python -m data_tools synth  OUT --patients 100              a synthetic archive in the real layouts
+  python -m data_tools shard  SRC [SRC ...] --out DATASET     an archive -> shards; run again after any interruption
+  python -m data_tools verify DATASET [--source SRC] [--deep] is it what it says? exit 0 only if everything holds
+  python -m data_tools show   DATASET|RECORD [--png FILE]     a summary; a 12-lead plot
+
+SRC and DATASET may be folders or s3:// addresses (AWS_ENDPOINT_URL and the usual credentials are honoured).
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from data_tools.errors import DataError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        run: Callable[[argparse.Namespace], int] = options.run
+        return run(options)
+    except KeyboardInterrupt:
+        print("interrupted: run the same command again to go on", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (DataError, OSError) as error:
+        print(f"data_tools {options.command}: {error}", file=sys.stderr)
+        return 2
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (--help shows all)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser("python -m data_tools", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="synth|shard|verify|show")
+
+    synth = commands.add_parser("synth", help="a synthetic archive", description="Write an archive of synthetic patients.")
+    synth.add_argument("out", metavar="OUT", help="an empty or new folder")
+    synth.add_argument("--patients", type=_positive, default=100, help="PTB-XL patients, and as many further records (100)")
+    synth.add_argument("--sessions", type=_positive, default=2, help="recordings of each PTB-XL patient (2)")
+    synth.add_argument("--seed", type=_natural, default=0, help="same seed, same bytes (0)")
+    synth.add_argument("--layout", choices=("physionet2021", "ptbxl"), default="physionet2021", help="(physionet2021)")
+    synth.add_argument("--workers", type=_positive, default=1, help="processes (1)")
+    synth.set_defaults(run=_synth)
+
+    shard = commands.add_parser(
+        "shard", help="archives -> dataset", description="Archives -> dataset. Finishes what was begun."
+    )
+    shard.add_argument("sources", metavar="SRC", nargs="+", help="a folder or s3:// address of an archive")
+    shard.add_argument("--out", metavar="DATASET", required=True, help="where to write")
+    shard.add_argument("--source", default="auto", metavar="KIND", help=SOURCE_HELP)
+    shard.add_argument("--patients", metavar="CSV", help="ptbxl_database.csv, if it is not in the Challenge's archive")
+    shard.add_argument("--format", choices=("tar", "zarr", "both"), default="tar", help="(tar)")
+    shard.add_argument(
+        "--plan", choices=("paper", "all", "paper-split"), default="paper", help="who trains and who tests (paper)"
+    )
+    shard.add_argument("--seed", type=_natural, default=0, help="of the order and of the roles (0)")
+    shard.add_argument("--workers", type=_positive, default=os.cpu_count() or 1, help="processes (all cores)")
+    shard.add_argument("--cluster", metavar="tcp://HOST:8786", help="a Dask scheduler instead of processes")
+    shard.add_argument("--extend", metavar="DATASET", help="keep this dataset's shards and add SRC's new records after them")
+    shard.add_argument("--pseudonymize", metavar="KEYFILE", help="replace record and patient ids by keyed hashes")
+    shard.add_argument("--anonymous", action="store_true", help="read public buckets without credentials")
+    shard.add_argument("--strict", action="store_true", help="exit 2 if any record was refused")
+    shard.set_defaults(run=_shard)
+
+    verify = commands.add_parser("verify", help="check a dataset", description="Exit 0 only if everything holds.")
+    verify.add_argument("dataset", metavar="DATASET")
+    verify.add_argument("--source", metavar="SRC", action="append", help="compare with the archive; once for each SRC")
+    verify.add_argument("--kind", default="auto", metavar="KIND", help="as --source of shard (auto)")
+    verify.add_argument("--deep", action="store_true", help="also derive everything again that can be derived")
+    verify.add_argument("--workers", type=_positive, default=os.cpu_count() or 1, help="processes (all cores)")
+    verify.add_argument("--pseudonymize", metavar="KEYFILE", help="the key the dataset was made with, for --source")
+    verify.add_argument("--anonymous", action="store_true", help="read public buckets without credentials")
+    verify.set_defaults(run=_verify)
+
+    show = commands.add_parser("show", help="a summary or a plot", description="Of a dataset, one of its crops, or a record.")
+    show.add_argument("what", metavar="DATASET|RECORD", help="a dataset, or a WFDB header file")
+    show.add_argument("--crop", metavar="ROW", type=_natural, help="one crop of the dataset instead of the summary")
+    show.add_argument("--anonymous", action="store_true", help="read public buckets without credentials")
+    show.add_argument("--png", metavar="FILE", help="draw it")
+    show.set_defaults(run=_show)
+    return parser
+
+
+SOURCE_HELP = "auto, physionet2021, ptbxl, mimic-iv-ecg, code15, wfdb, or your own module:Class (auto)"
+
+
+def _positive(text: str) -> int:
+    value = _natural(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def _natural(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
+def _quiet() -> bool:
+    return not sys.stderr.isatty()
+
+
+def _synth(options: argparse.Namespace) -> int:
+    from data_tools.synth import synthesise
+
+    counts = synthesise(
+        options.out,
+        options.patients,
+        options.sessions,
+        options.seed,
+        options.layout,
+        options.workers,
+        progress=not _quiet(),
+    )
+    print(f"{options.out}: {sum(counts.values()):,} synthetic records: {', '.join(f'{n} {k}' for k, n in counts.items())}")
+    return 0
+
+
+def _shard(options: argparse.Namespace) -> int:
+    from data_tools.build import Settings, shard
+    from data_tools.pseudonyms import read_key
+    from data_tools.sources import PhysioNet2021, open_sources
+    from data_tools.summary import describe
+
+    started = time.monotonic()
+    key = read_key(options.pseudonymize) if options.pseudonymize else None
+    sources = [source for url in options.sources for source in open_sources(url, options.source, options.anonymous)]
+    for source in sources:
+        if options.patients and isinstance(source, PhysioNet2021):
+            source.table = options.patients
+    for note in (note for source in sources for note in source.notes()):
+        print(f"note: {note}", file=sys.stderr)
+    settings = Settings(
+        out=options.out,
+        plan=options.plan,
+        seed=options.seed,
+        format=options.format,
+        workers=options.workers,
+        cluster=options.cluster,
+        pseudonym_key=key,
+        extend=options.extend,
+        quiet=_quiet(),
+    )
+    dataset = shard(sources, settings)
+    print(describe(dataset))
+    refused = sum(source["records"]["refused"] for source in dataset.meta["sources"])
+    print(f"\n{refused} records refused; {time.monotonic() - started:.1f} s")
+    if options.strict and refused:
+        print(f"data_tools shard: --strict: {refused} records were refused, see {options.out}/rejects.csv", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from data_tools.dataset import Dataset
+    from data_tools.pseudonyms import read_key
+    from data_tools.sources import open_sources
+    from data_tools.verify import verify
+
+    started = time.monotonic()
+    key = read_key(options.pseudonymize) if options.pseudonymize else None
+    dataset = Dataset.open(options.dataset, options.anonymous)
+    sources = [source for url in options.source or () for source in open_sources(url, options.kind, options.anonymous)]
+    found = verify(dataset, sources, options.deep, options.workers, key, _quiet())
+    for finding in found:
+        print(finding)
+    checked = (
+        "bytes, rows and roles" + (", every derived value" * options.deep) + (", the archive's samples" if sources else "")
+    )
+    verdict = f"{len(found)} findings" if found else f"everything holds ({checked})"
+    print(f"{options.dataset}: {len(dataset):,} crops, {verdict}; {time.monotonic() - started:.1f} s")
+    return 1 if found else 0
+
+
+def _show(options: argparse.Namespace) -> int:
+    from data_tools import plot
+    from data_tools.dataset import Dataset
+    from data_tools.summary import describe, figure
+
+    if options.what.endswith(".hea"):
+        drawn = _record_figure(options.what)
+    else:
+        dataset = Dataset.open(options.what, options.anonymous)
+        if options.crop is None:
+            print(describe(dataset))
+            drawn = figure(dataset) if options.png else None
+        else:
+            drawn = _crop_figure(dataset, options.crop)
+    if options.png:
+        plot.save(drawn, options.png)
+        print(f"drawn: {options.png}")
+    return 0
+
+
+def _crop_figure(dataset: Any, row: int) -> Any:
+    from data_tools.plot import ecg_figure
+    from data_tools.prepare import FS_HZ, HALF
+
+    if row >= len(dataset):
+        raise DataError(f"--crop {row}: the dataset has crops 0 to {len(dataset) - 1}")
+    facts = dataset.table().slice(row, 1).to_pylist()[0]
+    for name, value in facts.items():
+        if name not in ("labels", "offset", "crc32c", "waveform"):
+            print(f"{name:15}{'' if value is None else value}")
+    mv = dataset.read(row)[:, : HALF * facts["halves"]] / 1000.0
+    title = f"{facts['source']}/{facts['record']}, from {facts['start_s']:g} s"
+    return ecg_figure(mv, FS_HZ, title, _caption(facts["age"], facts["sex"], facts["dx"]), facts["missing_leads"])
+
+
+def _record_figure(path: str) -> Any:
+    import numpy as np
+
+    from data_tools.dataset import CROP_SHAPE
+    from data_tools.errors import ReadError
+    from data_tools.plot import ecg_figure
+    from data_tools.prepare import FS_HZ, HALF, crop_count, prepare_crop
+    from data_tools.sources.wfdb_folder import WfdbFolder
+    from data_tools.storage import folder
+
+    place = Path(path)
+    source = WfdbFolder(folder(str(place.parent)))
+    try:
+        record = source.read(place.name)
+        seconds = record.signal.shape[1] / record.fs_hz
+        print(
+            f"{place.name}: {len(record.leads)} leads, {record.fs_hz:g} Hz, {seconds:g} s, dx {', '.join(record.dx) or 'none'}"
+        )
+        for reason, detail in record.warnings:
+            print(f"  {reason}: {detail}")
+        if not crop_count(record.signal.shape[1], record.fs_hz):
+            raise ReadError("too short", f"{seconds:g} s")
+        crop = np.empty(CROP_SHAPE, "<i2")
+        facts = prepare_crop(record, 0, crop)
+    except ReadError as error:
+        raise DataError(f"{path} would be refused: {error}") from None
+    mv = crop[:, : HALF * facts.halves] / 1000.0
+    return ecg_figure(mv, FS_HZ, record.name, _caption(record.age, record.sex, record.dx), facts.missing)
+
+
+def _caption(age: float | None, sex: str | None, dx: list[str] | tuple[str, ...]) -> str:
+    from data_tools.labels import ABBREVIATIONS, CLASS_OF
+
+    names = [ABBREVIATIONS[CLASS_OF[code]] if code in CLASS_OF else code for code in dx]
+    return ", ".join([*(f"{age:.0f} years" for age in [age] if age is not None), *([sex] if sex else []), *names])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""The dataset on disk or in a bucket, format version 1: the one room that the data tools and the engine both enter.
+
+    DATASET/dataset.json      what it is: preprocessing, sources, roles, shards with their sha256, the fingerprint
+            samples.parquet   one row a crop, in shard order
+            rejects.csv       every record, lead or crop that was refused, repaired or flagged
+            shards/00000.tar  <key>.ecg = int16 little-endian [12, 5000] microvolts, <key>.json; 00000.idx for DALI
+            store.zarr/       optional twin: int16 [crops, 12, 5000]
+
+`Dataset.open` reads dataset.json and nothing else; columns are read when asked for, crops by offset with their checksum.
+"""
+
+import hashlib
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data_tools.errors import DatasetError as DatasetError  # the engine has it from here
+from data_tools.errors import ReadError
+from data_tools.record import LEADS
+from data_tools.storage import Folder, folder
+
+FORMAT_VERSION = 1
+CROP_SAMPLES = 5000
+CROP_SHAPE = (len(LEADS), CROP_SAMPLES)
+CROP_BYTES = 2 * len(LEADS) * CROP_SAMPLES
+SHARD_CROPS = 1024
+META, SAMPLES, REJECTS, STORE = "dataset.json", "samples.parquet", "rejects.csv", "store.zarr"
+MAX_META = 256 * 2**20
+
+COLUMNS = pa.schema(
+    [
+        ("shard", pa.int32()),  # -1 in a dataset that is only zarr, where the row is the address
+        ("offset", pa.int64()),
+        ("crc32c", pa.uint32()),
+        ("waveform", pa.uint64()),  # crc32c of the limb leads, then of the chest leads: equal for equal waveforms
+        ("source", pa.string()),
+        ("record", pa.string()),
+        ("patient", pa.string()),
+        ("start_s", pa.float64()),
+        ("halves", pa.uint8()),
+        ("missing_leads", pa.list_(pa.string())),
+        ("flags", pa.list_(pa.string())),
+        ("pretrain", pa.bool_()),
+        ("dx_role", pa.string()),
+        ("id_role", pa.string()),
+        ("dx", pa.list_(pa.string())),
+        ("labels", pa.list_(pa.bool_(), 26)),
+        ("age", pa.float32()),
+        ("sex", pa.string()),
+        ("fs_source_hz", pa.float64()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    root: Folder
+    meta: dict[str, Any]
+
+    @classmethod
+    def open(cls, url: str, anonymous: bool = False) -> "Dataset":
+        root = folder(url, anonymous)
+        try:
+            meta = json.loads(root.read(META, MAX_META))
+        except ReadError as error:
+            hint = "unfinished, or no dataset: `data_tools shard` run again with the same --out finishes it"
+            raise DatasetError(f"{url}: no {META} ({hint})" if error.reason == "missing file" else f"{url}: {error}") from None
+        except ValueError as error:
+            raise DatasetError(f"{url}/{META}: not JSON ({error})") from None
+        version = meta.get("format_version") if isinstance(meta, dict) else None
+        if version != FORMAT_VERSION:
+            raise DatasetError(f"{url}: format version {version}, this program reads {FORMAT_VERSION}: use its own version")
+        if meta.get("fingerprint") != fingerprint(meta):
+            raise DatasetError(f"{url}/{META}: its fingerprint is not that of its contents: it was changed by hand")
+        return cls(root, meta)
+
+    def __len__(self) -> int:
+        return int(self.meta["crops"])
+
+    @property
+    def fingerprint(self) -> str:
+        return str(self.meta["fingerprint"])
+
+    @property
+    def shards(self) -> list[dict[str, Any]]:
+        return list(self.meta["shards"])
+
+    def table(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """Rows in shard order. On a local disk the file is mapped, and only the columns asked for are decoded."""
+        if self.root.remote:
+            data = self.root.read(SAMPLES, self.meta["samples"]["bytes"])
+            return pq.read_table(io.BytesIO(data), columns=columns, schema=COLUMNS)
+        try:
+            return pq.read_table(f"{self.root.url}/{SAMPLES}", columns=columns, memory_map=True, schema=COLUMNS)
+        except (OSError, pa.ArrowInvalid) as error:
+            raise DatasetError(f"{self.root.url}/{SAMPLES}: {error}"[:300]) from None
+
+    def column(self, name: str) -> np.ndarray:
+        values: np.ndarray = self.table([name])[name].to_numpy()
+        return values
+
+    @cached_property
+    def addresses(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """shard, offset and crc32c of every crop: 16 bytes each."""
+        table = self.table(["shard", "offset", "crc32c"])
+        return tuple(table[name].to_numpy() for name in ("shard", "offset", "crc32c"))
+
+    def select(self, pretrain: bool | None = None, dx: str | None = None, identity: str | None = None) -> np.ndarray:
+        """Rows of a role: select(dx="test"), select(pretrain=True), select(identity="gallery")."""
+        keep = np.ones(len(self), bool)
+        for name, wanted in (("pretrain", pretrain), ("dx_role", dx), ("id_role", identity)):
+            if wanted is not None:
+                keep &= self.column(name) == wanted
+        return np.flatnonzero(keep)
+
+    def read(self, row: int, check: bool = True) -> np.ndarray:
+        """One crop, int16 [12, 5000] in microvolts."""
+        shard, offset, crc = (int(column[row]) for column in self.addresses)
+        if shard < 0:
+            crop = np.ascontiguousarray(self.store[row], "<i2")
+            data, name = crop.tobytes(), f"{STORE}"
+        else:
+            name = f"shards/{self.shards[shard]['name']}"
+            data = self._range(name, offset)
+        if check and google_crc32c.value(data) != crc:
+            raise DatasetError(f"{self.root.url}/{name}: crop {row} at byte {offset} fails its crc32c: restore the file")
+        return np.frombuffer(data, "<i2").reshape(CROP_SHAPE)
+
+    @cached_property
+    def store(self) -> Any:
+        """The zarr twin."""
+        return open_store(self.root, "r")
+
+    def _range(self, name: str, offset: int) -> bytes:
+        try:
+            return self.root.read_range(name, offset, CROP_BYTES)
+        except FileNotFoundError:
+            raise DatasetError(f"{self.root.url}/{name}: missing") from None
+
+
+def open_store(root: Folder, mode: str) -> Any:
+    import zarr
+
+    try:
+        options = {"anon": True} if getattr(root, "anonymous", False) else None
+        return zarr.open_array(f"{root.url}/{STORE}", mode=mode, storage_options=options)
+    except (FileNotFoundError, KeyError, ValueError) as error:
+        raise DatasetError(f"{root.url}/{STORE}: {error}"[:300]) from None
+
+
+def fingerprint(meta: dict[str, Any]) -> str:
+    """Of everything that dataset.json says, which names every shard and table by its sha256."""
+    rest = {name: value for name, value in meta.items() if name != "fingerprint"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def waveform(crop: np.ndarray) -> tuple[int, int]:
+    """(crc32c of the crop, its waveform hash). One and a half passes at memory speed."""
+    limb, chest = crop[: len(LEADS) // 2], crop[len(LEADS) // 2 :]
+    first = google_crc32c.value(limb)
+    return google_crc32c.extend(first, chest), first << 32 | google_crc32c.value(chest)

@@ -1,0 +1,24 @@
+"""What can go wrong, as one line for the user: the commands print the message and exit with 2; anything else is a bug."""
+
+
+class DataError(Exception):
+    """Wrong arguments, or one of the three below."""
+
+
+class ReadError(DataError):
+    """A record, or a part of one, that cannot be used: `reason` is one of a fixed set of words, counted in rejects.csv."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason, self.detail = reason, detail
+
+    def __reduce__(self) -> tuple[type["ReadError"], tuple[str, str]]:
+        return ReadError, (self.reason, self.detail)
+
+
+class StorageError(DataError):
+    """The place itself fails (network, credentials, a full disk): the run stops, and goes on when it is started again."""
+
+
+class DatasetError(DataError):
+    """A dataset that is not what it says: the message names the file, the crop and the check."""

@@ -1,0 +1,216 @@
+"""What goes into which shard, decided from headers alone: a seeded permutation of all crops over shards of 1,024.
+
+The plan is columns, not objects: about a hundred bytes a record, so that eleven million records fit one machine.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b, sha256
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from tqdm import tqdm
+
+from data_tools import cluster, pseudonyms
+from data_tools.dataset import FORMAT_VERSION, SHARD_CROPS
+from data_tools.errors import ReadError, StorageError
+from data_tools.prepare import SPEC_HASH, crop_count, dropped_s
+from data_tools.sources.base import Source, carefully
+from data_tools.storage import ahead
+
+Reject = tuple[str, str, str, str]  # source, record, reason, detail
+SCAN_CHUNK = 2048
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
+
+
+class PlannedShard(NamedTuple):
+    crops: list[tuple[int, str, str, int]]  # archive, key, label, crop of the record
+    identity: str  # two shards with the same identity have the same bytes, wherever the archive lies
+    seen: str  # the same, and the files were not touched since
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One entry a usable record; crops are numbered record by record, `order` is their permutation."""
+
+    sources: tuple[Source, ...]
+    archive: np.ndarray  # into sources
+    keys: pa.Array
+    labels: pa.Array  # "source/record"
+    fingerprints: np.ndarray  # uint64
+    stamps: np.ndarray  # uint64
+    tables: str  # a hash of the sources' tables
+    first_crop: np.ndarray  # [records + 1]
+    order: np.ndarray  # [crops]
+    seen: dict[str, int]  # records by source name
+    dropped_s: dict[str, float]
+    rejects: list[Reject]
+
+    @property
+    def shards(self) -> int:
+        return -(-len(self.order) // SHARD_CROPS)
+
+    def shard(self, index: int) -> PlannedShard:
+        crops = self.order[index * SHARD_CROPS : (index + 1) * SHARD_CROPS]
+        records = np.searchsorted(self.first_crop, crops, side="right") - 1
+        parts = (crops - self.first_crop[records]).tolist()
+        taken = pa.array(records)
+        keys, labels = self.keys.take(taken).to_pylist(), self.labels.take(taken).to_pylist()
+        marks = (f"{a}#{b}:{c:016x}" for a, b, c in zip(labels, parts, self.fingerprints[records].tolist(), strict=True))
+        identity = sha256("\n".join([f"{FORMAT_VERSION} {SPEC_HASH} {self.tables}", *marks]).encode())
+        seen = sha256(identity.digest() + self.stamps[records].tobytes())
+        crops_of = list(zip(self.archive[records].tolist(), keys, labels, parts, strict=True))
+        return PlannedShard(crops_of, identity.hexdigest(), seen.hexdigest())
+
+
+def make_plan(
+    sources: Iterable[Source],
+    seed: int,
+    known: Collection[str] = (),
+    key: bytes | None = None,
+    workers: int = 1,
+    dask: str | None = None,
+    quiet: bool = True,
+) -> Plan:
+    """Read every header. `known` are the "source/record" labels, as shown under `key`, of a dataset that is being extended:
+    those records are not taken twice."""
+    sources = tuple(sources)
+    columns: dict[int, _Scan] = {}
+    with tqdm(unit=" records", desc="headers", disable=quiet) as bar:
+        for scan in cluster.run(_scan, _chunks(sources), workers, dask):
+            columns[scan.chunk] = scan
+            bar.update(scan.seen)
+    scans = [columns[chunk] for chunk in sorted(columns)]
+    if not scans:
+        raise StorageError(f"no records in {', '.join(source.root.url for source in sources)}")
+    labels = pa.concat_arrays([scan.labels for scan in scans])
+    fresh = _first_of_each(labels, known, key)
+    rejects = [reject for scan in scans for reject in scan.rejects]
+    for label in labels.filter(pa.array(~fresh)).to_pylist():
+        source, _, name = label.partition("/")
+        rejects.append((source, name, "record read already", "another of this name came first"))
+    crops = np.concatenate([scan.crops for scan in scans])[fresh]
+    first_crop = np.concatenate([[0], np.cumsum(crops, dtype=np.int64)])
+    if not first_crop[-1]:
+        reasons = ", ".join(sorted({reason for _, _, reason, _ in rejects}))
+        raise StorageError(f"no usable record in {', '.join(source.root.url for source in sources)} ({reasons})")
+    return Plan(
+        sources,
+        np.concatenate([np.full(len(scan.crops), scan.archive, np.int16) for scan in scans])[fresh],
+        pa.concat_arrays([scan.keys for scan in scans]).filter(pa.array(fresh)),
+        labels.filter(pa.array(fresh)),
+        np.concatenate([scan.fingerprints for scan in scans])[fresh],
+        np.concatenate([scan.stamps for scan in scans])[fresh],
+        sha256(b"".join(sha256(source.tables()).digest() for source in sources)).hexdigest(),
+        first_crop,
+        permutation(int(first_crop[-1]), seed),
+        _sum(scan.seen_by_source for scan in scans),
+        _sum(scan.dropped_s for scan in scans),
+        rejects,
+    )
+
+
+def permutation(count: int, seed: int) -> np.ndarray:
+    """Sorted by a mixed counter (SplitMix64): no library's generator, so no library's next version changes it."""
+    x = np.arange(count, dtype=np.uint64) + np.uint64(seed * 0xD1B54A32D192ED03 % 2**64)
+    x *= np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.argsort(x ^ (x >> np.uint64(31)), kind="stable")
+
+
+@dataclass(frozen=True)
+class _Scan:
+    chunk: int
+    archive: int
+    keys: pa.Array
+    labels: pa.Array
+    fingerprints: np.ndarray
+    stamps: np.ndarray
+    crops: np.ndarray
+    seen: int
+    seen_by_source: dict[str, int]
+    dropped_s: dict[str, float]
+    rejects: list[Reject]
+
+
+def _chunks(sources: tuple[Source, ...]) -> Iterator[tuple[int, int, Source, list[str]]]:
+    number = 0
+    for archive, source in enumerate(sources):
+        keys = iter(source.keys())
+        while chunk := list(islice(keys, SCAN_CHUNK)):
+            yield number, archive, source, chunk
+            number += 1
+
+
+def _scan(task: tuple[int, int, Source, list[str]]) -> _Scan:
+    chunk, archive, source, keys = task
+    rows: list[tuple[str, str, int, int, int]] = []
+    rejects: list[Reject] = []
+    seen: dict[str, int] = {}
+    dropped: dict[str, float] = {}
+    read = partial(carefully, source.header)
+    for key, header in zip(keys, ahead(read, keys) if source.root.remote else map(read, keys), strict=True):
+        name, filed = record_stem(key), source.source_of(key)
+        try:
+            if isinstance(header, ReadError):
+                raise header
+            name, filed = header.name, header.source
+            if not (_NAME.fullmatch(name) and _NAME.fullmatch(filed)):
+                raise ReadError("record name", "letters, digits, _ and - only, 64 at most")
+            crops = crop_count(header.samples, header.fs_hz)
+            if not crops:
+                raise ReadError("too short", f"{header.samples / header.fs_hz:.2f} s, 5 s are needed")
+            lost = dropped_s(header.samples, header.fs_hz)
+            dropped[filed] = dropped.get(filed, 0.0) + lost
+            words = header.fingerprint + f"{header.samples} {header.fs_hz}".encode()
+            rows.append((key, f"{filed}/{name}", _hash(words), _hash(header.stamp), crops))
+        except ReadError as error:
+            rejects.append((filed, record_stem(name), error.reason, error.detail))
+        seen[filed] = seen.get(filed, 0) + 1
+    columns: list[Any] = list(zip(*rows, strict=True)) or [()] * 5
+    return _Scan(
+        chunk,
+        archive,
+        pa.array(columns[0], pa.large_string()),
+        pa.array(columns[1], pa.large_string()),
+        np.array(columns[2], np.uint64),
+        np.array(columns[3], np.uint64),
+        np.array(columns[4], np.int32),
+        len(keys),
+        seen,
+        dropped,
+        rejects,
+    )
+
+
+def _hash(words: bytes) -> int:
+    return int.from_bytes(blake2b(words, digest_size=8).digest())
+
+
+def record_stem(key: str) -> str:
+    """A name for a record that has not told its own."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "_", key.rsplit("/", 1)[-1].rsplit(".", 1)[0])[:64] or "_"
+
+
+def _first_of_each(labels: pa.Array, known: Collection[str], key: bytes | None) -> np.ndarray:
+    codes = pc.dictionary_encode(labels)
+    fresh = np.zeros(len(labels), bool)
+    fresh[np.unique(codes.indices.to_numpy(), return_index=True)[1]] = True
+    if known:
+        pairs = (label.split("/", 1) for label in labels.to_pylist())
+        fresh &= np.fromiter((f"{s}/{pseudonyms.shown(key, 'r', s, n)}" not in known for s, n in pairs), bool, len(labels))
+    return fresh
+
+
+def _sum(dictionaries: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    total: dict[str, Any] = {}
+    for dictionary in dictionaries:
+        for name, value in dictionary.items():
+            total[name] = total.get(name, 0) + value
+    return dict(sorted(total.items()))

@@ -1,0 +1,200 @@
+"""A record of any archive -> crops of 10 s: 12 leads in order, 500 Hz, int16 microvolts.
+
+Leads are placed by name; physical = (digital - baseline) / gain; another rate is resampled (polyphase FIR, anti-aliased);
+what was not measured becomes a lead of zeros that is named as missing. A record that already has the form is copied bit
+for bit. `SPEC` says all this in numbers; its hash goes into every dataset and every model trained on it.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+import numpy as np
+from scipy.signal import firwin, upfirdn
+
+from data_tools import quality
+from data_tools.errors import ReadError
+from data_tools.record import LEADS, MV_PER_UNIT, EcgRecord, lead_rows, unit_name
+
+FS_HZ, CROP, HALF = 500, 5000, 2500
+CROP_BYTES = len(LEADS) * CROP * 2
+MAX_UV = 32_767
+MAX_MV = 1e9  # more is no voltage, and would overflow in the filter
+MAX_RATIO = 2000  # of the polyphase filter: its length grows with it
+RATE_RANGE_HZ = (50.0, 2000.0)
+_TAPS_PER_PHASE, _KAISER_BETA = 10, 5.0
+
+SPEC = {
+    "fs_hz": FS_HZ,
+    "leads": list(LEADS),
+    "uv_per_lsb": 1.0,
+    "crop_samples": CROP,
+    "remainder": "at least 2500 samples: a last crop, its second half zero; less: dropped",
+    "invalid": "a lead with any sample not measured is zero in that crop",
+    "saturation_uv": MAX_UV,
+    "filter": "none",
+    "normalisation": "none",
+    "resampling": f"polyphase FIR, Kaiser beta {_KAISER_BETA}, {_TAPS_PER_PHASE} zero crossings a side, edges held",
+}
+SPEC_HASH = hashlib.sha256(json.dumps(SPEC, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Crop:
+    """What is known of a crop besides its samples."""
+
+    start_s: float
+    halves: int
+    missing: tuple[str, ...]
+    flags: tuple[str, ...]
+
+
+def samples_at_500(samples: int, fs_hz: float) -> int:
+    up, down = rate_ratio(fs_hz)
+    return -(-samples * up // down)
+
+
+def crop_count(samples: int, fs_hz: float) -> int:
+    """How many crops a record gives; a remainder under 5 s gives none."""
+    full, rest = divmod(samples_at_500(samples, fs_hz), CROP)
+    return full + (rest >= HALF)
+
+
+def dropped_s(samples: int, fs_hz: float) -> float:
+    """Seconds at a record's end that no crop holds."""
+    rest = samples_at_500(samples, fs_hz) % CROP
+    return (rest - HALF if rest >= HALF else rest) / FS_HZ
+
+
+@lru_cache(maxsize=256)
+def rate_ratio(fs_hz: float) -> tuple[int, int]:
+    if not RATE_RANGE_HZ[0] <= fs_hz <= RATE_RANGE_HZ[1]:
+        raise ReadError("sampling rate", f"{fs_hz} Hz")
+    ratio = Fraction(FS_HZ) / Fraction(fs_hz).limit_denominator(100)
+    if max(ratio.numerator, ratio.denominator) > MAX_RATIO:
+        raise ReadError("sampling rate", f"{fs_hz} Hz has no ratio to 500 Hz within {MAX_RATIO}")
+    return ratio.numerator, ratio.denominator
+
+
+def prepare_crop(record: EcgRecord, index: int, out: np.ndarray) -> Crop:
+    """Write crop `index` of the record into `out` [12, 5000] int16; a crop without a valid lead is refused."""
+    length = samples_at_500(record.signal.shape[1], record.fs_hz)
+    start = index * CROP
+    stop = min(start + CROP, length)
+    if stop - start < CROP:  # a remainder: its first five seconds
+        stop = start + HALF
+    if stop > length or start < 0:
+        raise ReadError("too short", f"no crop {index} in {length / FS_HZ:g} s")
+    rows = lead_rows(record.leads)
+    flags: list[str] = []
+    out[:, stop - start :] = 0
+    body = out[:, : stop - start]
+    if _is_canonical(record, rows):
+        body[:] = record.signal[:, start:stop]
+        low = body.min(axis=1)
+        missing = low == -MAX_UV - 1
+        body[missing], low[missing] = 0, 0
+    else:
+        missing, flags = _convert(record, rows, start, body)
+        body[missing] = 0
+        low = body.min(axis=1)
+    high = body.max(axis=1)
+    flat = (low == high) & ~missing
+    if (flat | missing).all():
+        raise ReadError("no valid lead", f"at {start / FS_HZ:g} s")
+    flags += [f"flat:{LEADS[lead]}" for lead in np.flatnonzero(flat)]
+    flags += quality.amplitude_flags(low, high) + quality.einthoven_flags(body, missing)
+    return Crop(
+        start / FS_HZ,
+        2 if stop - start == CROP else 1,
+        tuple(LEADS[lead] for lead in np.flatnonzero(missing)),
+        tuple(flags),
+    )
+
+
+def _is_canonical(record: EcgRecord, rows: dict[int, int]) -> bool:
+    """Already 12 leads in order at 500 Hz in whole microvolts, no baseline: the bytes can be taken as they are."""
+    if record.signal.dtype != np.int16 or record.fs_hz != FS_HZ or unit_name(record.unit) != "mV":
+        return False
+    if len(record.leads) != len(LEADS) or any(rows.get(lead) != lead for lead in range(len(LEADS))):
+        return False
+    if record.invalid != -MAX_UV - 1 and int(record.signal.min()) < -MAX_UV:
+        return False
+    return _is_all(record.gain, 1000.0) and _is_all(record.baseline, 0.0)
+
+
+def _is_all(value: tuple[float, ...] | float, wanted: float) -> bool:
+    return value == wanted if isinstance(value, (int, float)) else all(one == wanted for one in value)
+
+
+def _column(value: tuple[float, ...] | float, rows: int) -> np.ndarray:
+    return np.broadcast_to(np.asarray(value, np.float64), (rows,))
+
+
+def _convert(record: EcgRecord, rows: dict[int, int], start: int, body: np.ndarray) -> tuple[np.ndarray, list[str]]:
+    """Any numbers, any lead order, any rate: only the samples that this crop needs are touched."""
+    gain = _column(record.gain, len(record.leads))
+    baseline = _column(record.baseline, len(record.leads))
+    if not (np.isfinite(gain).all() and (gain > 0).all() and np.isfinite(baseline).all()):
+        raise ReadError("gain", f"{record.gain}"[:60])
+    leads, taken = list(rows), list(rows.values())
+    first, last, lead_in = _needed(record, start, body.shape[1])
+    values = record.signal[taken, first:last].astype(np.float64)
+    invalid = np.zeros(values.shape, bool) if record.signal.dtype.kind in "iu" else ~np.isfinite(values)
+    if record.invalid is not None:
+        invalid |= values == record.invalid
+    values[invalid] = 0.0
+    with np.errstate(over="ignore"):  # absurd floats stay finite on their way to saturation
+        values -= baseline[taken, None]
+        values /= gain[taken, None]
+        values *= MV_PER_UNIT[unit_name(record.unit)]
+    if record.signal.dtype.kind == "f":
+        np.clip(values, -MAX_MV, MAX_MV, out=values)
+    values[invalid] = 0.0
+    if record.fs_hz != FS_HZ:
+        values = _resample(values, *rate_ratio(record.fs_hz))[:, lead_in : lead_in + body.shape[1]]
+    values *= 1000.0
+    np.rint(values, out=values)
+    saturated = bool(values.max() > MAX_UV or values.min() < -MAX_UV)
+    body[:] = 0
+    body[leads] = np.clip(values, -MAX_UV, MAX_UV, out=values)
+    missing = np.ones(len(LEADS), bool)
+    missing[leads] = invalid.any(axis=1)
+    return missing, ["saturated"] if saturated else []
+
+
+def _needed(record: EcgRecord, start: int, length: int) -> tuple[int, int, int]:
+    """Source samples for output samples [start, start + length), and how many outputs precede `start` in their resampling.
+
+    The window begins at a multiple of `down`, so every output sees the same filter phase and the same samples as it would
+    in a resampling of the whole record: crops do not depend on how a record is cut."""
+    samples = record.signal.shape[1]
+    up, down = rate_ratio(record.fs_hz)
+    if up == down:
+        return start, start + length, 0
+    margin = -(-_TAPS_PER_PHASE * max(up, down) // up) + 1  # the filter's reach in source samples
+    block = max(0, start * down // up - margin) // down
+    last = min(samples, -(-(start + length) * down // up) + margin)
+    return block * down, last, start - block * up
+
+
+@lru_cache(maxsize=16)
+def _filter(up: int, down: int) -> np.ndarray:
+    half = _TAPS_PER_PHASE * max(up, down)
+    taps: np.ndarray = firwin(2 * half + 1, 1.0 / max(up, down), window=("kaiser", _KAISER_BETA)) * up
+    return taps
+
+
+def _resample(x: np.ndarray, up: int, down: int) -> np.ndarray:
+    """Output k lies at source time k * down / up. The ends are held, not zero: a record does not begin with a step."""
+    taps = _filter(up, down)
+    reach = -(-(len(taps) // 2) // up)
+    reach += -reach % down  # a whole number of phases
+    held = np.pad(x, ((0, 0), (reach, reach)), mode="edge")
+    delay = reach * up + len(taps) // 2  # of the wanted first output, in the up-sampled stream
+    lead_in = -delay % down  # zero taps that bring it onto the output's grid
+    filtered: np.ndarray = upfirdn(np.concatenate([np.zeros(lead_in), taps]), held, up, down, axis=1)
+    first = (delay + lead_in) // down
+    return filtered[:, first : first + -(-x.shape[1] * up // down)]

@@ -1,0 +1,96 @@
+"""One ECG as an archive holds it: the record, its leads and its units.
+
+Every source yields `EcgRecord`s; everything after the sources (prepare, build, verify, plot) knows nothing else.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from data_tools.errors import ReadError
+
+LEADS = ("I", "II", "III", "aVR", "aVL", "aVF", "V1", "V2", "V3", "V4", "V5", "V6")
+LEAD_INDEX = {lead.upper(): i for i, lead in enumerate(LEADS)} | {"DI": 0, "DII": 1, "DIII": 2}
+
+MV_PER_UNIT = {"V": 1e3, "mV": 1.0, "uV": 1e-3, "nV": 1e-6}
+_UNITS = {"v": "V", "mv": "mV", "uv": "uV", "µv": "uV", "μv": "uV", "nv": "nV"}
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What the plan must know of a record before anyone reads its signal."""
+
+    name: str
+    source: str
+    samples: int
+    fs_hz: float
+    fingerprint: bytes = b""  # of the file's own words (checksums, sizes): a part of the dataset's identity
+    stamp: bytes = b""  # sizes and times of its files: an interrupted run reads anew what changed meanwhile; nothing more
+
+
+@dataclass(frozen=True, slots=True)
+class EcgRecord:
+    """`signal` is [leads, samples]; physical value = (signal - baseline) / gain, in `unit`."""
+
+    name: str
+    signal: np.ndarray
+    fs_hz: float
+    leads: tuple[str, ...]
+    unit: str = "mV"
+    gain: tuple[float, ...] | float = 1.0
+    baseline: tuple[float, ...] | float = 0.0
+    invalid: int | None = None  # the digital value that stands for "not measured"; NaN always does
+    source: str = ""
+    patient: str | None = None
+    age: float | None = None
+    sex: str | None = None
+    dx: tuple[str, ...] = ()
+    warnings: tuple[tuple[str, str], ...] = field(default=())  # (reason, detail): usable, but worth a line in rejects.csv
+
+    def __post_init__(self) -> None:
+        """A source of one's own may hand over anything: what does not fit is this record's fault, and not the run's."""
+        rows = len(self.leads)
+        if self.signal.ndim != 2 or self.signal.dtype.kind not in "iuf" or len(self.signal) != rows:
+            raise ReadError("signal shape", f"{self.signal.dtype} {self.signal.shape} for {rows} leads")
+        if any(hasattr(value, "__len__") and len(value) != rows for value in (self.gain, self.baseline)):
+            raise ReadError("gain", f"{np.size(self.gain)} gains and {np.size(self.baseline)} baselines for {rows} leads")
+        texts = {type(text) for text in (self.name, self.source, self.patient or "", self.sex or "", *self.leads, *self.dx)}
+        if not all(issubclass(kind, str) for kind in texts) or not isinstance(self.age, (int, float, type(None))):
+            raise ReadError("record field", "name, source, patient, sex, leads and dx are text, age is Python's int or float")
+
+
+def unit_name(text: str) -> str:
+    """`mv`, `mV`, `MV` -> `mV`. An unknown unit is refused: a guess would be wrong by a factor of 1,000."""
+    try:
+        return _UNITS[text.strip().lower()]
+    except KeyError:
+        raise ReadError("unknown unit", repr(text[:20])) from None
+
+
+def lead_rows(names: tuple[str, ...]) -> dict[int, int]:
+    """Which row of the signal holds which canonical lead: {index in LEADS: row}. Channels that are no ECG lead are left out."""
+    rows: dict[int, int] = {}
+    for row, name in enumerate(names):
+        lead = LEAD_INDEX.get(name.strip().upper())
+        if lead is None:
+            continue
+        if lead in rows:
+            raise ReadError("duplicated lead", LEADS[lead])
+        rows[lead] = row
+    if not rows:
+        raise ReadError("no known lead", ", ".join(names)[:80])
+    return rows
+
+
+def clean_age(value: object) -> float | None:
+    """Years, or None. All ages over 89 (PTB-XL writes 300) become 90: they identify people."""
+    try:
+        age = float(str(value))
+    except ValueError:
+        return None
+    return min(age, 90.0) if math.isfinite(age) and 0 <= age <= 300 else None
+
+
+def clean_sex(value: object) -> str | None:
+    return {"m": "M", "male": "M", "f": "F", "female": "F"}.get(str(value).strip().lower())

@@ -1,0 +1,64 @@
+"""Tar shards as WebDataset and DALI read them: ustar, uncompressed, `<key>.ecg` then `<key>.json`, and an index beside.
+
+Headers are written by hand: a fixed 512-byte form without times, owners or links, so the same crops give the same bytes.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from typing import BinaryIO
+
+BLOCK = 512
+ECG, JSON = "ecg", "json"
+
+
+def member_header(name: str, size: int) -> bytes:
+    """A ustar header of a regular file, mode 0644, owner 0, time 0."""
+    raw = name.encode("ascii")
+    if len(raw) > 99 or not 0 <= size < 8**11:
+        raise ValueError(f"a tar member of this form cannot be: {name!r}, {size} bytes")
+    fields = raw.ljust(100, b"\0") + b"0000644\0" + b"0000000\0" * 2 + b"%011o\0" % size + b"00000000000\0"
+    tail = b"0" + bytes(100) + b"ustar\00000" + bytes(64) + b"0000000\0" * 2 + bytes(167)
+    total = sum(fields) + 8 * 32 + sum(tail)
+    return fields + b"%06o\0 " % total + tail
+
+
+class TarWriter:
+    """Appends members to an open file; offsets, size and sha256 come as they are written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.size, self.sha256 = file, 0, hashlib.sha256()
+        self.index: list[str] = []
+
+    def add(self, key: str, ecg: bytes | memoryview, text: bytes) -> int:
+        """One crop; -> the offset of its signal."""
+        line, at = [], 0
+        for ending, data in ((ECG, ecg), (JSON, text)):
+            size = len(data)
+            name = f"{key}.{ending}"
+            self._write(member_header(name, size))
+            line.append(f"{ending} {self.size} {size} {name}")
+            at = at or self.size
+            self._write(data)
+            self._write(bytes(-size % BLOCK))
+        self.index.append(" ".join(line))
+        return at
+
+    def close(self) -> str:
+        """End of archive; -> the index's text."""
+        self._write(bytes(2 * BLOCK))
+        return f"v1.2 {len(self.index)}\n" + "".join(line + "\n" for line in self.index)
+
+    def _write(self, data: bytes | memoryview) -> None:
+        self.file.write(data)
+        self.sha256.update(data)
+        self.size += len(data)
+
+
+def read_index(text: str) -> Iterator[dict[str, tuple[int, int, str]]]:
+    """Each crop's members: {"ecg": (offset, size, name), "json": ...}."""
+    lines = text.splitlines()
+    if not lines or lines[0].split() != ["v1.2", str(len(lines) - 1)]:
+        raise ValueError("not an index of version v1.2 with as many lines as it says")
+    for line in lines[1:]:
+        words = line.split()
+        yield {words[i]: (int(words[i + 1]), int(words[i + 2]), words[i + 3]) for i in range(0, len(words), 4)}

@@ -1,0 +1,158 @@
+"""CODE-15 %: `exams_part<k>.hdf5` (float tracings, 400 Hz, zero padding at both ends) and exams.csv.
+
+Releases and copies differ in the unit of the tracings, and no file says which: it is measured (see `_unit`), not believed.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_tools.errors import ReadError, StorageError
+from data_tools.record import EcgRecord, Header, clean_age
+from data_tools.sources.base import Source
+from data_tools.sources.tables import once, read_table
+from data_tools.storage import Folder
+
+TABLE, MAX_TABLE, FS_HZ = "exams.csv", 512 * 2**20, 400.0
+LEADS = ("DI", "DII", "DIII", "AVR", "AVL", "AVF", "V1", "V2", "V3", "V4", "V5", "V6")
+LABELS = {
+    "1dAVb": "270492004",
+    "RBBB": "59118001",
+    "LBBB": "164909002",
+    "SB": "426177001",
+    "ST": "427084000",
+    "AF": "164889003",
+}
+MAX_EXAMS = 1_000_000  # in one part; the release has 20,001
+MAX_CHUNK = 64 * 2**20  # a chunk is decompressed whole, whatever part of it is asked for
+UNIT_SAMPLE = 200
+# steps per mV of the units in which copies are found, and the decade in which the median ECG's largest lead must lie
+UNITS = {"V": 1e-3, "mV": 1.0, "0.1 mV": 10.0, "uV": 1e3}
+TYPICAL_MV = (0.6, 6.0)
+
+
+class Code15(Source):
+    name = "code15"
+    licence = "CC-BY-4.0"
+
+    @staticmethod
+    def detect(names: set[str]) -> bool:
+        return TABLE in names and any(name.endswith(".hdf5") for name in names)
+
+    def keys(self) -> Iterator[str]:
+        for part in sorted(name for name in self.root.children() if name.endswith(".hdf5")):
+            for row in np.flatnonzero(_open(self.root, part)["exam_id"][:]):  # a part ends with a filler, exam 0
+                yield f"{part.removesuffix('.hdf5')}#{row}"
+
+    def tables(self) -> bytes:
+        return self.root.read(TABLE, MAX_TABLE)
+
+    def header(self, key: str) -> Header:
+        """The padding decides the length, so the tracing itself is read."""
+        record = self.read(key)
+        return Header(record.name, self.name, record.signal.shape[1], FS_HZ, record.signal[:, :64].tobytes()[:512])
+
+    def read(self, key: str) -> EcgRecord:
+        part, _, row = key.rpartition("#")
+        file = _open(self.root, f"{part}.hdf5")
+        exam = str(int(file["exam_id"][int(row)]))
+        table = _exams(self.root)
+        if exam not in table:
+            raise ReadError("not in exams.csv", f"exam {exam}")
+        try:
+            tracing = file["tracings"][int(row)]
+        except OSError as error:
+            raise ReadError("unreadable file", f"{part}: {error}"[:100]) from None
+        measured = np.flatnonzero(np.any(tracing != 0, axis=1))
+        if not len(measured):
+            raise ReadError("no valid lead", "all zero")
+        signal = tracing[measured[0] : measured[-1] + 1].T
+        patient, age, sex, dx = table[exam]
+        gain = _unit(self.root)
+        return EcgRecord(exam, signal, FS_HZ, LEADS, "mV", gain, source=self.name, patient=patient, age=age, sex=sex, dx=dx)
+
+    def notes(self) -> list[str]:
+        unit = next(name for name, gain in UNITS.items() if gain == _unit(self.root))
+        return [f"{self.root.url}: the tracings' unit is {unit}, by the size of {UNIT_SAMPLE} ECGs"]
+
+
+@lru_cache(maxsize=32)
+def _open(root: Folder, part: str) -> Any:
+    """An HDF5 file may point into other files or unfold to any size: such files are refused."""
+    try:
+        import h5py
+    except ImportError:
+        raise StorageError("CODE-15 needs the extra formats: pip install 'omnilead[formats]'") from None
+    if root.remote:
+        raise StorageError(f"{root.url}/{part}: copy HDF5 files to a local disk first")
+    path = Path(root.url, part)
+    if path.is_symlink() or not path.is_file():
+        raise ReadError("not a regular file", part)
+    try:
+        file = h5py.File(path, "r")
+        tracings, exams = (_dataset(h5py, file, part, name) for name in ("tracings", "exam_id"))
+    except (OSError, KeyError, RuntimeError) as error:
+        raise ReadError("unreadable file", f"{part}: {error}"[:100]) from None
+    if tracings.ndim != 3 or tracings.shape[2] != 12 or tracings.dtype.kind != "f":
+        raise ReadError("unexpected HDF5 shape", f"{part}: {tracings.shape} {tracings.dtype}")
+    if exams.shape != tracings.shape[:1] or exams.dtype.kind not in "iu" or exams.shape[0] > MAX_EXAMS:
+        raise ReadError("unexpected HDF5 shape", f"{part}: exam_id {exams.shape} {exams.dtype}")
+    if not 1 <= tracings.shape[1] <= 20_000 or (tracings.chunks and np.prod(tracings.chunks) * 8 > MAX_CHUNK):
+        raise ReadError("unexpected HDF5 shape", f"{part}: {tracings.shape} in chunks of {tracings.chunks}")
+    return file
+
+
+def _dataset(h5py: Any, file: Any, part: str, name: str) -> Any:
+    """The link is looked at before it is followed: to open what it names may be the harm."""
+    link = file.get(name, getlink=True)
+    if link is None:
+        raise ReadError("unexpected HDF5 shape", f"{part}: no {name}")
+    if not isinstance(link, h5py.HardLink):
+        raise ReadError("HDF5 points elsewhere", f"{part}: {name}")
+    found = file[name]
+    if not isinstance(found, h5py.Dataset):
+        raise ReadError("unexpected HDF5 shape", f"{part}: {name} is no dataset")
+    if found.is_virtual or found.external:
+        raise ReadError("HDF5 points elsewhere", f"{part}: {name}")
+    return found
+
+
+@once
+def _exams(root: Folder) -> dict[str, tuple[str | None, float | None, str | None, tuple[str, ...]]]:
+    """exam_id -> patient, age, sex, diagnoses. Dates of death and follow-up times are never taken in."""
+    return {
+        row["exam_id"]: (
+            row["patient_id"] or None,
+            clean_age(row["age"]),
+            {"true": "M", "false": "F"}.get(row["is_male"].lower()),
+            tuple(code for name, code in LABELS.items() if row[name].lower() == "true"),
+        )
+        for row in read_table(root, TABLE, MAX_TABLE, ("exam_id", "patient_id", "age", "is_male", *LABELS))
+    }
+
+
+@once
+def _unit(root: Folder) -> float:
+    """Steps per mV: the one unit that gives the median ECG a largest lead of 0.6 to 6 mV peak to peak; a decade holds one."""
+    sizes = []
+    for part in sorted(name for name in root.children() if name.endswith(".hdf5")):
+        tracings = _open(root, part)["tracings"]
+        for row in range(0, len(tracings), max(1, len(tracings) // UNIT_SAMPLE)):
+            try:
+                size = float(np.ptp(tracings[row], axis=0).max())
+            except OSError:  # a damaged chunk: refused when its exam is read
+                continue
+            if np.isfinite(size) and size > 0:
+                sizes.append(size)
+        if len(sizes) >= UNIT_SAMPLE:
+            break
+    median = float(np.median(sizes)) if sizes else 0.0
+    for gain in UNITS.values():
+        if TYPICAL_MV[0] <= median / gain < TYPICAL_MV[1]:
+            return gain
+    raise StorageError(
+        f"{root.url}: the median tracing spans {median:.3g}, which is an ECG's size in none of {', '.join(UNITS)}"
+    )

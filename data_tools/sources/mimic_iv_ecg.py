@@ -1,0 +1,43 @@
+"""MIMIC-IV-ECG: `files/p1000/p10001725/s41420867/41420867.dat`, leads in its own order, 200 steps a mV.
+
+record_list.csv names the records and their patients; of its columns the path and the subject are read, never the time.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+
+from data_tools.errors import ReadError
+from data_tools.record import EcgRecord, Header
+from data_tools.sources.base import WfdbSource, with_orphans
+from data_tools.sources.tables import read_table
+
+LIST, MAX_LIST = "record_list.csv", 512 * 2**20
+_PATH = re.compile(r"files/p\d{4}/p(\d{8})/s(\d+)/\2", re.ASCII)
+
+
+class MimicIvEcg(WfdbSource):
+    name = "mimic-iv-ecg"
+    licence = "ODbL-1.0"
+
+    @staticmethod
+    def detect(names: set[str]) -> bool:
+        return {LIST, "files"} <= names
+
+    def keys(self) -> Iterator[str]:
+        """The list's rows; without a list, the tree itself. A row whose subject contradicts its path is refused on reading."""
+        if not self.root.exists(LIST):
+            yield from with_orphans(self.root.names("files"), ".dat")
+            return
+        for row in read_table(self.root, LIST, MAX_LIST, ("subject_id", "path")):
+            found = _PATH.fullmatch(row["path"])
+            yield f"{row['path']}.hea" if found and found[1] == row["subject_id"] else f"{LIST}: {row['path']}.hea"
+
+    def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
+        found = _PATH.fullmatch(key.removesuffix(".hea"))
+        return dataclasses.replace(record, patient=found[1] if found else None)
+
+    def header(self, key: str) -> Header:
+        if key.startswith(LIST):
+            raise ReadError("patient contradicts the path", key.rsplit("/", 1)[-1][:40])
+        return super().header(key)

@@ -1,0 +1,74 @@
+"""PhysioNet/CinC Challenge 2021: `training/<database>/g<k>/<id>.hea` and `.mat` (MATLAB level 4), every database in one tree.
+
+PTB-XL's records (HRnnnnn) have patients only through PTB-XL's own table: put ptbxl_database.csv beside `training`.
+"""
+
+import dataclasses
+import posixpath
+from collections.abc import Iterator
+
+from data_tools.record import EcgRecord
+from data_tools.sources.base import WfdbSource, with_orphans
+from data_tools.sources.ptbxl import TABLE, patients
+from data_tools.sources.tables import once
+from data_tools.storage import Folder, folder
+
+DATABASES = (
+    "chapman_shaoxing",
+    "cpsc_2018",
+    "cpsc_2018_extra",
+    "georgia",
+    "ningbo",
+    "ptb",
+    "ptb-xl",
+    "st_petersburg_incart",
+)
+TABLE_PLACES = (TABLE, f"ptb-xl/{TABLE}", f"training/{TABLE}", f"training/ptb-xl/{TABLE}")
+
+
+class PhysioNet2021(WfdbSource):
+    name = "physionet2021"
+    licence = "CC-BY-4.0"
+    suffix = ".mat"
+    table: str | None = None  # PTB-XL's table, where it does not lie in the archive
+
+    @staticmethod
+    def detect(names: set[str]) -> bool:
+        return "training" in names or bool(names & set(DATABASES) - {"ptb-xl"})
+
+    def keys(self) -> Iterator[str]:
+        """Of a folder with databases in it, these alone: PTB-XL's own release and other archives may lie beside them."""
+        names = self.root.children()
+        places = ["training"] if "training" in names else [name for name in names if name in DATABASES]
+        for place in places or [""]:
+            if place != "ptb-xl" or not self.root.exists("ptb-xl/records500"):
+                yield from with_orphans(self.root.names(place), ".mat")
+
+    def source_of(self, key: str) -> str:
+        parts = [*self.root.url.split("/")[-2:], *key.split("/")[:-1]]  # the root may be a database, or one of its folders
+        return next((part for part in reversed(parts) if part in DATABASES), self.name)
+
+    def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
+        if record.source != "ptb-xl" or not record.name.startswith("HR"):
+            return record
+        return dataclasses.replace(
+            record, patient=_patients(self.root, self.table).get(record.name.removeprefix("HR").lstrip("0"))
+        )
+
+    def tables(self) -> bytes:
+        return repr(sorted(_patients(self.root, self.table).items())).encode()
+
+    def notes(self) -> list[str]:
+        if _patients(self.root, self.table) or not any(map(self.root.exists, ("training/ptb-xl", "ptb-xl/g1"))):
+            return []
+        return [
+            f"{self.root.url}: no {TABLE}, so patients of PTB-XL are unknown, and no gallery or probe: give it with --patients"
+        ]
+
+
+@once
+def _patients(root: Folder, table: str | None) -> dict[str, str]:
+    if table:
+        return patients(folder(posixpath.dirname(table) or "."), posixpath.basename(table))
+    place = next((place for place in TABLE_PLACES if root.exists(place)), None)
+    return patients(root, place) if place else {}

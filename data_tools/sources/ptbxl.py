@@ -1,0 +1,80 @@
+"""PTB-XL's own release: `records500/<thousand>/<id>_hr.dat` with ptbxl_database.csv (patient, age, sex, SCP statements).
+
+Records are filed under the Challenge's names (ecg_id 11 is HR00011), so one ECG in both releases is one record.
+"""
+
+import ast
+import dataclasses
+from collections.abc import Iterator
+
+from data_tools.errors import ReadError
+from data_tools.labels import HEART_AXIS_CODES, SCP_CODES
+from data_tools.record import EcgRecord, clean_age
+from data_tools.sources.base import WfdbSource, with_orphans
+from data_tools.sources.tables import once, read_table
+from data_tools.storage import Folder
+
+TABLE, MAX_TABLE = "ptbxl_database.csv", 256 * 2**20
+MAX_STATEMENTS = 4096  # characters of scp_codes: the parser behind literal_eval recurses
+
+
+class PtbXl(WfdbSource):
+    name = "ptb-xl"
+    licence = "CC-BY-4.0"
+
+    @staticmethod
+    def detect(names: set[str]) -> bool:
+        return {"records500", TABLE} <= names
+
+    def keys(self) -> Iterator[str]:
+        return with_orphans(self.root.names("records500"), ".dat")
+
+    def tables(self) -> bytes:
+        return self.root.read(TABLE, MAX_TABLE)
+
+    def name_of(self, key: str, stem: str) -> str:
+        number = stem.removesuffix("_hr")
+        if not number.isdigit():
+            raise ReadError("record name", stem)
+        return f"HR{int(number):05d}"
+
+    def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
+        row = _rows(self.root, TABLE).get(record.name.removeprefix("HR").lstrip("0"))
+        if row is None:
+            return dataclasses.replace(record, warnings=(*record.warnings, ("not in ptbxl_database.csv", "")))
+        return dataclasses.replace(
+            record,
+            patient=patient_id(row["patient_id"]),
+            age=clean_age(row["age"]),
+            sex={"0": "M", "1": "F"}.get(row["sex"].split(".")[0]),
+            dx=_diagnoses(row),
+        )
+
+
+def patient_id(text: str) -> str | None:
+    """The table writes whole numbers as floats: 15709.0."""
+    text = text.removesuffix(".0")
+    return text if text.isascii() and text.isdigit() else None
+
+
+def patients(root: Folder, place: str) -> dict[str, str]:
+    """ecg_id -> patient."""
+    found = {number: patient_id(row["patient_id"]) for number, row in _rows(root, place).items()}
+    return {number: patient for number, patient in found.items() if patient}
+
+
+def _diagnoses(row: dict[str, str]) -> tuple[str, ...]:
+    try:
+        statements = ast.literal_eval(row["scp_codes"][:MAX_STATEMENTS])
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        statements = {}
+    codes = [SCP_CODES.get(name) for name in statements] if isinstance(statements, dict) else []
+    codes.append(HEART_AXIS_CODES.get(row["heart_axis"]))
+    return tuple(dict.fromkeys(code for code in codes if code))
+
+
+@once
+def _rows(root: Folder, place: str) -> dict[str, dict[str, str]]:
+    """The six columns that are used, by ecg_id; all others (dates, reports, names of staff) are never taken in."""
+    columns = ("ecg_id", "patient_id", "age", "sex", "scp_codes", "heart_axis")
+    return {row["ecg_id"].split(".")[0]: row for row in read_table(root, place, MAX_TABLE, columns)}

@@ -1,0 +1,155 @@
+"""The signals of a WFDB record. Format 16 (every ECG archive's) is a direct read; all other formats go through `wfdb`."""
+
+import posixpath
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from data_tools.errors import ReadError
+from data_tools.labels import parse_dx
+from data_tools.record import EcgRecord
+from data_tools.sources.wfdb_header import WfdbHeader
+from data_tools.storage import Folder
+
+MAT_OFFSET = 24  # of a MATLAB level-4 file whose only variable is `val`: five int32 words, then "val\\0"
+# The value by which each format marks a sample that was not measured.
+INVALID = {
+    16: -(2**15),
+    24: -(2**23),
+    32: -(2**31),
+    61: -(2**15),
+    80: -(2**7),
+    160: -(2**15),
+    212: -(2**11),
+    310: -512,
+    311: -512,
+    508: -(2**7),
+    516: -(2**15),
+    524: -(2**23),
+}
+# (bytes, samples) of a format's smallest whole unit, from which a file's size follows; of FLAC it does not.
+UNITS = {
+    8: (1, 1),
+    16: (2, 1),
+    24: (3, 1),
+    32: (4, 1),
+    61: (2, 1),
+    80: (1, 1),
+    160: (2, 1),
+    212: (3, 2),
+    310: (4, 3),
+    311: (4, 3),
+}
+FLAC = (508, 516, 524)
+MAX_FALLBACK_VALUES = 8_000_000  # wfdb widens to int64
+
+
+def own_name(name: str, key: str) -> str:
+    """The header must be that of the file's own record: copies under other names are someone else's ECG."""
+    stem = posixpath.basename(key).removesuffix(".hea")
+    if name != stem:
+        raise ReadError("record name differs from file name", f"{name} in {stem}.hea")
+    return stem
+
+
+def read_record(root: Folder, key: str, header: WfdbHeader, name: str, source: str) -> EcgRecord:
+    """The record behind a parsed header. Checksums and first values are compared: a difference is a warning."""
+    place = posixpath.dirname(key)
+    if len(set(header.formats)) > 1:
+        raise ReadError("mixed signal formats", ", ".join(map(str, header.formats)))
+    if header.formats[0] == 16 and len(set(header.files)) == 1 and len(set(header.offsets)) == 1:
+        signal = _read_format_16(root, posixpath.join(place, header.files[0]), header)
+        warnings = _compare(header, signal)
+    else:
+        signal, warnings = _read_with_wfdb(root, place, header), []
+    dx, dropped = parse_dx(header.dx)
+    if dropped:
+        warnings.append(("diagnosis without a code", f"{dropped} dropped"))
+    return EcgRecord(
+        name=name,
+        source=source,
+        signal=signal,
+        fs_hz=header.fs_hz,
+        leads=header.leads,
+        gain=header.gains,
+        baseline=header.baselines,
+        invalid=INVALID.get(header.formats[0]),
+        age=header.age,
+        sex=header.sex,
+        dx=dx,
+        warnings=tuple(warnings),
+    )
+
+
+def _read_format_16(root: Folder, name: str, header: WfdbHeader) -> np.ndarray:
+    signals, offset = len(header.leads), header.offsets[0]
+    size = offset + 2 * signals * header.samples
+    data = root.read(name, size)
+    if len(data) != size:
+        raise ReadError("signal file size", f"{len(data)} bytes, {size} announced")
+    if name.lower().endswith(".mat"):
+        words = np.frombuffer(data[:20], "<i4").tolist() if len(data) >= MAT_OFFSET else []
+        if offset != MAT_OFFSET or words != [30, signals, header.samples, 0, 4] or data[20:24] != b"val\0":
+            raise ReadError("not the expected MATLAB file", f"offset {offset}, words {words}")
+    interleaved = np.frombuffer(data, "<i2", offset=offset).reshape(header.samples, signals)
+    return np.ascontiguousarray(interleaved.T)  # once, here: all that follows goes lead by lead
+
+
+def _compare(header: WfdbHeader, signal: np.ndarray) -> list[tuple[str, str]]:
+    sums = np.add.reduce(signal, axis=1, dtype=np.int16).astype(np.int64)  # wraps, as the format's checksum does
+    differing = (
+        ("checksum differs", (sums - header.checksums) % 65536),  # some write it signed, some not
+        ("first value differs", signal[:, 0] - np.array(header.initials)),
+    )
+    return [
+        (reason, f"{np.count_nonzero(difference)} leads, first {header.leads[int(np.argmax(difference != 0))][:8]}")
+        for reason, difference in differing
+        if difference.any()
+    ]
+
+
+def _checked(root: Folder, place: str, file: str, header: WfdbHeader) -> bytes:
+    """A file's bytes, as many as its format and length make: `wfdb` reads a longer file, and a MATLAB file, without a word."""
+    code = header.formats[0]
+    offsets = {offset for name, offset in zip(header.files, header.offsets, strict=True) if name == file}
+    if file.lower().endswith(".mat"):
+        raise ReadError("not the expected MATLAB file", f"format {code}, offsets {sorted(offsets)}")
+    if len(offsets) > 1 or code not in (*UNITS, *FLAC):
+        raise ReadError("signal format", f"{code}, offsets {sorted(offsets)}")
+    if code in FLAC:
+        return root.read(posixpath.join(place, file), 8 * MAX_FALLBACK_VALUES)
+    values = header.samples * header.files.count(file)
+    unit, per_unit = UNITS[code]
+    least, most = -(-values * unit // per_unit), -(-values // per_unit) * unit  # the last unit may be whole or cut
+    data = root.read(posixpath.join(place, file), max(offsets) + most)
+    if len(data) < max(offsets) + least:
+        raise ReadError("signal file size", f"{len(data)} bytes, {max(offsets) + least} announced")
+    return data
+
+
+def _read_with_wfdb(root: Folder, place: str, header: WfdbHeader) -> np.ndarray:
+    """A copy of the checked files in a folder of its own, so that `wfdb` sees no link, no path and no other file."""
+    import wfdb
+
+    if len(header.leads) * header.samples > MAX_FALLBACK_VALUES:
+        raise ReadError("too long for its format", f"{header.samples} samples of format {header.formats[0]}")
+    with tempfile.TemporaryDirectory() as scratch:
+        for file in dict.fromkeys(header.files):
+            Path(scratch, file).write_bytes(_checked(root, place, file, header))
+        signal_lines = [
+            f"{file} {code}{f'+{offset}' if offset else ''} 1(0)/mV 16 0 {first} {checksum} 0 s{i}"
+            for i, (file, code, offset, first, checksum) in enumerate(
+                zip(header.files, header.formats, header.offsets, header.initials, header.checksums, strict=True)
+            )
+        ]
+        text = "\n".join([f"x {len(signal_lines)} {header.fs_hz} {header.samples}", *signal_lines])
+        Path(scratch, "x.hea").write_text(text + "\n")
+        try:
+            record = wfdb.rdrecord(str(Path(scratch, "x")), physical=False)
+        except Exception as error:  # whatever a broken file makes of it
+            raise ReadError("wfdb cannot read it", f"format {header.formats[0]}: {type(error).__name__}") from None
+    signal = np.asarray(record.d_signal).T
+    if signal.shape != (len(header.leads), header.samples):
+        raise ReadError("signal file size", f"{signal.shape[1]} samples, {header.samples} announced")
+    return signal

@@ -1,0 +1,176 @@
+"""Who trains and who tests: roles from keyed hashes, the same for a record today and after more data has come.
+
+A *group* is what must not be torn apart: the records of one patient, and records that share a waveform. Each group draws
+its roles once. Everything works on whole columns (numpy), so ten million records take seconds.
+
+`paper`        by group, as the paper describes it (no leaks); the default
+`paper-split`  by crop, as the authors' code does it: crops of one ECG fall on both sides. For comparison only
+`all`          everything is for pre-training
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+PLANS = ("paper", "all", "paper-split")
+DX_SOURCES = ("cpsc_2018", "georgia")
+ID_SOURCE = "ptb-xl"
+NONE, TRAIN, VALID, TEST, GALLERY, PROBE = range(6)
+ROLE_NAMES = ("", "train", "valid", "test", "gallery", "probe")
+
+
+@dataclass(frozen=True)
+class Records:
+    """One entry a record; `crop_record` says to which of them each crop belongs."""
+
+    source: np.ndarray  # int, into source_names
+    source_names: tuple[str, ...]
+    names: pa.Array  # of strings
+    patients: pa.Array  # of strings, null where unknown
+    crop_record: np.ndarray  # [crops] int64
+    crop_start: np.ndarray  # [crops] seconds
+    waveform: np.ndarray  # [crops] uint64
+
+    def is_from(self, *sources: str) -> np.ndarray:
+        return np.isin(self.source, [i for i, name in enumerate(self.source_names) if name in sources])
+
+    def label(self, record: int) -> str:
+        return f"{self.source_names[self.source[record]]}/{self.names[record]}"
+
+
+@dataclass(frozen=True)
+class Roles:
+    """One entry a crop."""
+
+    pretrain: np.ndarray
+    dx: np.ndarray
+    identity: np.ndarray
+
+
+def assign(records: Records, plan: str, seed: int) -> Roles:
+    crops = len(records.crop_record)
+    if plan == "all":
+        return Roles(np.ones(crops, bool), np.zeros(crops, np.int8), np.zeros(crops, np.int8))
+    if plan == "paper-split":
+        return _leaking(records, seed)
+    group = _groups(records)
+    chance_dx, chance_id = _chances(records, group, seed)
+    in_dx = records.is_from(*DX_SOURCES)
+    dx_of_group = np.select([chance_dx < 0.8, chance_dx < 0.9], [TRAIN, VALID], TEST).astype(np.int8)
+    identity, tested = _gallery_probe(records, seed)
+    kept_out = np.bincount(group, weights=tested) > 0  # groups that no training may see
+    kept_out |= (np.bincount(group, weights=in_dx) > 0) & (dx_of_group != TRAIN)
+    of_crop = group[records.crop_record]
+    pretrain = ~kept_out[of_crop]
+    dx = np.where(in_dx[records.crop_record], dx_of_group[of_crop], NONE)
+    identity[pretrain] = np.where(chance_id < 0.8, TRAIN, VALID)[of_crop[pretrain]]
+    return Roles(pretrain, dx.astype(np.int8), identity)
+
+
+def leaks(records: Records, roles: Roles) -> list[str]:
+    """Every way in which a patient or a waveform stands on two sides, in words; an empty list is a clean split."""
+    found = []
+    group = _groups(records)[records.crop_record]
+    size = int(group.max()) + 1 if len(group) else 0
+
+    def has(mask: np.ndarray) -> np.ndarray:
+        return np.bincount(group[mask], minlength=size) > 0
+
+    dx = [has(roles.dx == role) for role in (TRAIN, VALID, TEST)]
+    tested = has((roles.identity == GALLERY) | (roles.identity == PROBE))
+    trained = [has(roles.identity == role) for role in (TRAIN, VALID)]
+    pretrain = has(roles.pretrain)
+    for what, clash in (
+        ("two of diagnosis train, valid and test", np.sum(dx, axis=0) > 1),
+        ("pre-training and diagnosis valid or test", pretrain & (dx[1] | dx[2])),
+        ("pre-training and gallery or probe", pretrain & tested),
+        ("identification train or valid, and gallery or probe", (trained[0] | trained[1]) & tested),
+        ("identification train and valid", trained[0] & trained[1]),
+    ):
+        if clash.any():
+            record = records.crop_record[np.flatnonzero(group == np.flatnonzero(clash)[0])[0]]
+            found.append(f"{int(clash.sum())} patients or waveforms in {what}, for example that of {records.label(record)}")
+    return found
+
+
+def keyed_uniform(texts: Iterable[str], key: str, draws: int = 1) -> np.ndarray:
+    """[n, draws] numbers in [0, 1), from nothing but each text and the key."""
+    secret, size = key.encode(), 8 * draws
+    words = bytearray()
+    for text in texts:
+        words += blake2b(text.encode(), key=secret, digest_size=size).digest()
+    return (np.frombuffer(words, ">u8").reshape(-1, draws) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _groups(records: Records) -> np.ndarray:
+    """Connected records: an edge to the patient's first record, and one to the waveform's first."""
+    count = len(records.names)
+    codes = pc.dictionary_encode(records.patients)
+    known = np.flatnonzero(pc.is_valid(records.patients).to_numpy(zero_copy_only=False))
+    owner = np.asarray(codes.indices.drop_null()).astype(np.int64) * len(records.source_names) + records.source[known]
+    _, first, member = np.unique(owner, return_index=True, return_inverse=True)
+    _, first_crop, same = np.unique(records.waveform, return_index=True, return_inverse=True)
+    ends_a = np.concatenate([known, records.crop_record])
+    ends_b = np.concatenate([known[first[member]], records.crop_record[first_crop[same]]])
+    edges = coo_array((np.ones(len(ends_a), np.int8), (ends_a, ends_b)), shape=(count, count))
+    group: np.ndarray = connected_components(edges, directed=False)[1]
+    return group
+
+
+def _chances(records: Records, group: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Two draws a group, its leader's: a diagnosis record if it has one, so that duplicates from elsewhere move nobody."""
+    owners = pc.coalesce(records.patients, records.names)
+    texts = (f"{records.source_names[s]}/{owner}" for s, owner in zip(records.source, _strings(owners), strict=True))
+    draws = keyed_uniform(texts, f"roles {seed}", draws=3)
+    order = np.lexsort((draws[:, 0], ~records.is_from(*DX_SOURCES), group))
+    leaders = order[np.unique(group[order], return_index=True)[1]]
+    return draws[leaders, 1], draws[leaders, 2]
+
+
+def _gallery_probe(records: Records, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """For every patient of PTB-XL with two sessions, the first crop of two of them by keyed hash: roles of crops, records of
+    such patients. Two files of one waveform are one session."""
+    identity = np.zeros(len(records.crop_record), np.int8)
+    tested = np.zeros(len(records.names), bool)
+    order = np.lexsort((records.crop_start, records.crop_record))
+    read, first = np.unique(records.crop_record[order], return_index=True)
+    first_crop = np.full(len(records.names), -1)
+    first_crop[read] = order[first]
+    candidates = read[records.is_from(ID_SOURCE)[read] & pc.is_valid(records.patients).to_numpy(zero_copy_only=False)[read]]
+    ranks = keyed_uniform(_strings(records.names.take(pa.array(candidates))), f"session {seed}")[:, 0]
+    sessions: dict[str, list[int]] = {}
+    for position in np.argsort(ranks, kind="stable"):
+        record = int(candidates[position])
+        chosen = sessions.setdefault(records.patients[record].as_py(), [])
+        waveform = records.waveform[first_crop[record]]
+        if len(chosen) < 2 and not (chosen and records.waveform[first_crop[chosen[0]]] == waveform):
+            chosen.append(record)
+    for chosen in sessions.values():
+        if len(chosen) == 2:
+            identity[first_crop[chosen]] = GALLERY, PROBE
+            tested[chosen] = True
+    return identity, tested
+
+
+def _strings(column: pa.Array) -> Iterator[str]:
+    for start in range(0, len(column), 1 << 16):
+        yield from column.slice(start, 1 << 16).to_pylist()
+
+
+def _leaking(records: Records, seed: int) -> Roles:
+    """Crop by crop, and nothing is kept from pre-training but diagnosis valid and test: the authors' code, not their text."""
+    labels = [records.label(record) for record in range(len(records.names))]
+    crops = zip(records.crop_record, records.crop_start, strict=True)
+    chance = keyed_uniform((f"{labels[record]}/{start:g}" for record, start in crops), f"roles {seed}")[:, 0]
+    in_dx = records.is_from(*DX_SOURCES)[records.crop_record]
+    dx = np.where(in_dx, np.select([chance < 0.8, chance < 0.9], [TRAIN, VALID], TEST), NONE).astype(np.int8)
+    identity, _ = _gallery_probe(records, seed)
+    of_record = keyed_uniform(labels, f"identity {seed}")[:, 0]
+    trained = np.where(of_record < 0.8, TRAIN, VALID).astype(np.int8)[records.crop_record]
+    return Roles((dx != VALID) & (dx != TEST), dx, np.where(identity == NONE, trained, identity))

@@ -1,0 +1,276 @@
+"""Archives and datasets by relative name, on a local disk or behind any fsspec URL (s3://bucket/prefix).
+
+A reader never follows a link out of the archive and never reads more than it was told to expect; a writer never leaves
+a half-written file under its final name. `folder(url)` picks the place.
+"""
+
+import errno
+import os
+import random
+import shutil
+import stat
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from data_tools.errors import ReadError, StorageError
+
+T = TypeVar("T")
+Item = TypeVar("Item")
+RETRIES, FIRST_WAIT_S = 6, 0.2
+REQUESTS = 32  # in flight in one worker, when the place is far away
+
+
+class Folder(Hashable, Protocol):
+    @property
+    def url(self) -> str: ...
+    @property
+    def remote(self) -> bool: ...
+
+    def read(self, name: str, limit: int) -> bytes: ...
+    def read_range(self, name: str, start: int, size: int) -> bytes: ...
+    def stamp(self, name: str) -> bytes: ...
+    def exists(self, name: str) -> bool: ...
+    def names(self, under: str = "") -> Iterator[str]: ...
+    def children(self) -> list[str]: ...
+    def write(self, name: str, data: bytes) -> None: ...
+    def publish(self, path: Path, name: str) -> None: ...
+    def scratch(self) -> Path: ...
+    def remove(self, name: str) -> None: ...
+    def patiently(self, what: str, call: Callable[[], T]) -> T: ...
+
+
+def folder(url: str | os.PathLike[str], anonymous: bool = False) -> Folder:
+    text = os.fspath(url)
+    return RemoteFolder(text.rstrip("/"), anonymous) if "://" in text else LocalFolder(os.path.realpath(text))
+
+
+@dataclass(frozen=True)
+class LocalFolder:
+    url: str
+    remote = False
+
+    def path(self, name: str) -> str:
+        return f"{self.url}/{name}"
+
+    def read(self, name: str, limit: int) -> bytes:
+        """A whole regular file of at most `limit` bytes: a link, a pipe or a device is refused, not followed."""
+        try:
+            file = os.open(self.path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise ReadError("missing file", name) from None
+        except OSError as error:
+            raise ReadError("unreadable file", f"{name}: {error.strerror}") from None
+        try:
+            state = os.fstat(file)
+            if not stat.S_ISREG(state.st_mode):
+                raise ReadError("not a regular file", name)
+            if state.st_size > limit:
+                raise ReadError("file too large", f"{name}: {state.st_size} bytes")
+            return os.read(file, min(limit, state.st_size))
+        finally:
+            os.close(file)
+
+    def read_range(self, name: str, start: int, size: int) -> bytes:
+        """A part of one of our own files."""
+        with open(self.path(name), "rb", buffering=0) as file:
+            return os.pread(file.fileno(), size, start)
+
+    def stamp(self, name: str) -> bytes:
+        """Size and time of change: another stamp means that the file may hold something else."""
+        try:
+            state = os.lstat(self.path(name))
+        except OSError:
+            return b""
+        return f"{state.st_size},{state.st_mtime_ns}".encode()
+
+    def exists(self, name: str) -> bool:
+        return os.path.exists(self.path(name))
+
+    def names(self, under: str = "") -> Iterator[str]:
+        """Every file below, folder by folder, each sorted; folders that are links are not entered."""
+        try:
+            entries = sorted(os.scandir(self.path(under)), key=lambda entry: entry.name)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise StorageError(f"cannot list {self.path(under)}: {error.strerror}") from None
+        prefix = f"{under}/" if under else ""
+        yield from (prefix + entry.name for entry in entries if not entry.is_dir(follow_symlinks=False))
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from self.names(prefix + entry.name)
+
+    def children(self) -> list[str]:
+        try:
+            return sorted(entry.name for entry in os.scandir(self.url))
+        except OSError as error:
+            raise StorageError(f"cannot list {self.url}: {error.strerror}") from None
+
+    def write(self, name: str, data: bytes) -> None:
+        temporary = self.scratch() / f"{os.path.basename(name)}.{os.getpid()}"
+        temporary.write_bytes(data)
+        self.publish(temporary, name)
+
+    def publish(self, path: Path, name: str) -> None:
+        """fsync, then rename, then fsync of the folder: the name appears only with all of its bytes."""
+        final = Path(self.path(name))
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(path, final)
+        parent = os.open(final.parent, os.O_RDONLY)
+        os.fsync(parent)
+        os.close(parent)
+
+    def scratch(self) -> Path:
+        """Unfinished files lie on the same disk, so that publishing is a rename."""
+        place = Path(self.url, ".build", "tmp")
+        place.mkdir(parents=True, exist_ok=True)
+        return place
+
+    def patiently(self, what: str, call: Callable[[], T]) -> T:
+        return call()  # a disk that fails once is not asked again
+
+    def remove(self, name: str) -> None:
+        path = Path(self.path(name))
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+@lru_cache(maxsize=8)
+def _connect(url: str, anonymous: bool) -> Any:
+    try:
+        import fsspec
+
+        options: dict[str, Any] = {"use_listings_cache": False} if url.startswith("s3:") else {}
+        return fsspec.core.url_to_fs(url, **options, **({"anon": True} if anonymous else {}))[0]
+    except ImportError as error:
+        raise StorageError(f"{url} needs the extra s3: pip install 'omnilead[s3]' ({error})") from None
+
+
+@dataclass(frozen=True)
+class RemoteFolder:
+    """An fsspec place. An object appears only when its upload is complete, so there is nothing to rename."""
+
+    url: str
+    anonymous: bool = False
+    remote = True
+
+    @property
+    def fs(self) -> Any:
+        return _connect(self.url, self.anonymous)
+
+    def path(self, name: str) -> str:
+        return f"{self.url}/{name}" if name else self.url
+
+    def patiently(self, what: str, call: Callable[[], T]) -> T:
+        """Retries with growing, jittered waits: an object store answers 500 or stalls now and then."""
+        for attempt in range(RETRIES):
+            try:
+                return call()
+            except FileNotFoundError:
+                raise
+            except PermissionError as error:
+                raise StorageError(f"{what}: not allowed ({error}): credentials, or --anonymous") from None
+            except Exception as error:
+                if "Credentials" in type(error).__name__:
+                    raise StorageError(f"{what}: {error}: set the usual variables, or --anonymous for public data") from None
+                if attempt == RETRIES - 1:
+                    raise StorageError(f"{what}: {type(error).__name__} after {RETRIES} tries: {error}"[:300]) from None
+                time.sleep(FIRST_WAIT_S * 2**attempt * (0.5 + random.random()))
+        raise AssertionError
+
+    def read(self, name: str, limit: int) -> bytes:
+        try:  # one request: a byte more than the limit tells whether there is more
+            data = self.read_range(name, 0, limit + 1)
+        except FileNotFoundError:
+            raise ReadError("missing file", name) from None
+        if len(data) > limit:
+            raise ReadError("file too large", f"{name}: over {limit} bytes")
+        return data
+
+    def read_range(self, name: str, start: int, size: int) -> bytes:
+        path = self.path(name)
+
+        def call() -> bytes:
+            try:
+                data: bytes = self.fs.cat_file(path, start=start, end=start + size)
+            except OSError as error:  # HTTP 416: an empty object has no range
+                if error.errno == errno.EINVAL and not self.fs.info(path)["size"]:
+                    return b""
+                raise
+            return data
+
+        return self.patiently(path, call)
+
+    def stamp(self, name: str) -> bytes:
+        return b""  # a request per record would cost more than the plan; headers carry checksums
+
+    def exists(self, name: str) -> bool:
+        return bool(self.patiently(self.path(name), lambda: self.fs.exists(self.path(name))))
+
+    def names(self, under: str = "") -> Iterator[str]:
+        root = self.fs._strip_protocol(self.url) + "/"
+        try:
+            found: list[str] = self.patiently(self.path(under), lambda: self.fs.find(self.path(under)))
+        except FileNotFoundError:
+            return
+        yield from sorted((name.removeprefix(root) for name in found), key=_as_on_a_disk)
+
+    def children(self) -> list[str]:
+        try:
+            listed: list[str] = self.patiently(self.url, lambda: self.fs.ls(self.url, detail=False))
+        except FileNotFoundError:
+            raise StorageError(f"cannot list {self.url}: nothing is there") from None
+        return sorted(name.rstrip("/").rsplit("/", 1)[-1] for name in listed)
+
+    def write(self, name: str, data: bytes) -> None:
+        self.patiently(self.path(name), lambda: self.fs.pipe_file(self.path(name), data))
+
+    def publish(self, path: Path, name: str) -> None:
+        self.patiently(self.path(name), lambda: self.fs.put_file(str(path), self.path(name)))
+        size = self.patiently(self.path(name), lambda: self.fs.info(self.path(name)))["size"]
+        if size != path.stat().st_size:
+            raise StorageError(f"{self.path(name)}: {size} bytes arrived of {path.stat().st_size}: run again")
+        path.unlink()
+
+    def scratch(self) -> Path:
+        place = Path(tempfile.gettempdir(), f"omnilead-{os.getuid()}")
+        place.mkdir(mode=0o700, exist_ok=True)
+        if place.stat().st_uid != os.getuid():
+            raise StorageError(f"{place} belongs to somebody else: name another place in TMPDIR")
+        return place
+
+    def remove(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self.patiently(self.path(name), lambda: self.fs.rm(self.path(name), recursive=True))
+
+
+def _as_on_a_disk(name: str) -> list[tuple[bool, str]]:
+    """A folder's files come before the folders in it."""
+    *places, file = name.split("/")
+    return [*((True, place) for place in places), (False, file)]
+
+
+def ahead(call: Callable[[Item], T], items: Iterable[Item]) -> Iterator[T]:
+    """call(item) for each, in order, while the next ones are on their way."""
+    queue = iter(items)
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        pending = deque(pool.submit(call, item) for item in islice(queue, 2 * REQUESTS))
+        try:
+            while pending:
+                yield pending.popleft().result()
+                pending.extend(pool.submit(call, item) for item in islice(queue, 1))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,85 @@
+"""A dataset in words and in one figure: sources, roles beside the paper's, what was refused and why."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+
+from data_tools.dataset import Dataset
+from data_tools.finish import read_rejects
+from data_tools.labels import ABBREVIATIONS
+
+# Oh et al. 2022, section 5.1, in 5 s segments. Its split is by segment and excludes nothing: see `--plan paper-split`.
+PAPER = {
+    "pretrain": 189_051,
+    "dx train": 32_640,
+    "dx valid": 4_079,
+    "dx test": 4_079,
+    "id train": 147_444,
+    "id valid": 17_670,
+    "id gallery": 2_127,
+    "id probe": 2_127,
+}
+
+
+def role_rows(dataset: Dataset) -> list[tuple[str, int, int, int]]:
+    """(role, crops, 5 s segments, the paper's segments)."""
+    table = dataset.table(["halves", "pretrain", "dx_role", "id_role"])
+    halves = table["halves"].to_numpy()
+    masks = {"pretrain": table["pretrain"].to_numpy()}
+    for task in ("dx", "id"):
+        roles = np.asarray(table[f"{task}_role"].to_pylist(), dtype=object)
+        masks |= {name: roles == name.split()[1] for name in PAPER if name.startswith(task)}
+    return [(name, int(mask.sum()), int(halves[mask].sum()), PAPER[name]) for name, mask in masks.items()]
+
+
+def describe(dataset: Dataset) -> str:
+    meta = dataset.meta
+    megabytes = sum(shard["bytes"] for shard in dataset.shards) / 1e6
+    lines = [
+        f"{dataset.root.url}: {len(dataset):,} crops of 10 s, {len(dataset.shards)} tar shards of {megabytes:,.0f} MB in all"
+        + (", zarr twin" if "zarr" in meta["formats"] else ""),
+        f"plan {meta['plan']}, seed {meta['seed']}, fingerprint {dataset.fingerprint[:16]}",
+        "",
+        f"{'source':22}{'records':>10}{'used':>10}{'refused':>9}{'crops':>10}{'dropped':>12}  licence",
+    ]
+    for source in meta["sources"]:
+        records = source["records"]
+        lines.append(
+            f"{source['name']:22}{records['seen']:10,}{records['used']:10,}{records['refused']:9,}{source['crops']:10,}"
+            f"{source['dropped_s']:10,.0f} s  {source['licence']}"
+        )
+    lines += ["", f"{'role':22}{'crops':>10}{'5 s parts':>11}{'the paper':>11}"]
+    if meta["plan"] == "paper-split":
+        lines.append(
+            "plan paper-split LEAKS: crops of one ECG are on both sides, as in the authors' code. For comparison only."
+        )
+    for name, crops, segments, paper in role_rows(dataset):
+        lines.append(f"{name:22}{crops:10,}{segments:11,}{paper:11,}")
+    reasons = Counter(line[2] for line in read_rejects(dataset))
+    lines += ["", "refused, repaired or flagged (rejects.csv):" if reasons else "nothing refused, repaired or flagged"]
+    lines += [f"  {reason:30}{count:8,}" for reason, count in reasons.most_common()]
+    return "\n".join(lines)
+
+
+def figure(dataset: Dataset) -> Any:
+    from data_tools.plot import summary_figure
+
+    table = dataset.table(["source", "pretrain", "dx_role", "id_role", "labels"])
+    roles = [_role(*row) for row in zip(*(table[name].to_pylist() for name in ("pretrain", "dx_role", "id_role")), strict=True)]
+    counts: dict[str, dict[str, int]] = {}
+    for source, role in zip(table["source"].to_pylist(), roles, strict=True):
+        by_role = counts.setdefault(source, {})
+        by_role[role] = by_role.get(role, 0) + 1
+    labels = pc.list_flatten(table["labels"]).to_numpy().reshape(-1, len(ABBREVIATIONS))
+    classes = {name: int(count) for name, count in zip(ABBREVIATIONS, labels.sum(axis=0), strict=True) if count}
+    return summary_figure(counts, classes, f"{len(dataset):,} crops of 10 s, plan {dataset.meta['plan']}")
+
+
+def _role(pretrain: bool, dx: str | None, identity: str | None) -> str:
+    if identity in ("gallery", "probe"):
+        return "gallery or probe"
+    if dx in ("valid", "test"):
+        return f"diagnosis {dx}"
+    return "pre-training" if pretrain else "kept out"

@@ -1,0 +1,245 @@
+"""Is a dataset what it says? Every byte, every row, every role; with the archive at hand, every sample to the LSB.
+
+Always: dataset.json's fingerprint, sha256 of tables and shards, crc32c, address and range of every crop, the DALI index,
+counts, roles drawn again and checked for leaks. `source`: each crop is prepared anew from the archive and compared.
+`deep`: tar headers and JSON against the rows, flags and waveform hashes derived again, padding zero, the zarr twin decoded.
+Findings are sentences that name file, crop and check; an empty list means that everything holds.
+"""
+
+import hashlib
+import io
+import json
+import mmap
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import pyarrow as pa
+from tqdm import tqdm
+
+from data_tools import cluster, pseudonyms, quality
+from data_tools.dataset import CROP_BYTES, CROP_SHAPE, REJECTS, SAMPLES, STORE, Dataset, waveform
+from data_tools.errors import DatasetError, ReadError
+from data_tools.finish import assign_roles, read_rejects, role_counts
+from data_tools.labels import class_row
+from data_tools.prepare import CROP, FS_HZ, HALF, MAX_UV, prepare_crop
+from data_tools.record import LEADS
+from data_tools.shards import member_header, read_index
+from data_tools.sources.base import Source, carefully
+
+MOST = 20  # findings of one shard; a broken disk has thousands
+ROW_COLUMNS = ("crc32c", "waveform", "source", "record", "patient", "start_s", "halves", "missing_leads", "flags", "dx")
+JSON_COLUMNS = (*ROW_COLUMNS[2:], "labels", "age", "sex", "fs_source_hz")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One shard's worth of work: the rows are its own, in order."""
+
+    dataset: Dataset
+    index: int
+    rows: pa.Table
+    deep: bool
+
+
+def verify(
+    dataset: Dataset,
+    sources: list[Source] | None = None,
+    deep: bool = False,
+    workers: int = 1,
+    key: bytes | None = None,
+    quiet: bool = True,
+) -> list[str]:
+    data = dataset.root.read(SAMPLES, dataset.meta["samples"]["bytes"])
+    if hashlib.sha256(data).hexdigest() != dataset.meta["samples"]["sha256"]:
+        return [f"{SAMPLES}: fails its sha256"]  # nothing below can be trusted
+    table = dataset.table()
+    found = _tables(dataset, table)
+    starts = np.searchsorted(table["shard"].to_numpy(), np.arange(len(dataset.shards) + 1))
+    if len(table) != dataset.meta["crops"] or (dataset.shards and starts[-1] != len(table)):
+        return [*found, f"{SAMPLES}: {len(table)} rows, {dataset.meta['crops']} crops in dataset.json"]
+    checks = (Check(dataset, i, table.slice(starts[i], starts[i + 1] - starts[i]), deep) for i in range(len(dataset.shards)))
+    with tqdm(total=len(table), unit=" crops", desc="shards", disable=quiet) as bar:
+        for crops, findings in cluster.run(check_shard, checks, workers):
+            found += findings
+            bar.update(crops)
+    if "zarr" in dataset.meta["formats"] and (deep or not dataset.shards):
+        found += _store(dataset, table, quiet)
+    if sources:
+        found += _against(dataset, table, sources, key, quiet)
+    return found
+
+
+def _tables(dataset: Dataset, table: pa.Table) -> list[str]:
+    found = []
+    again: pa.Table | None = None
+    try:
+        again = assign_roles(table, dataset.meta["plan"], dataset.meta["seed"])
+    except DatasetError as error:
+        found.append(f"{SAMPLES}: {error}")
+    for column in ("pretrain", "dx_role", "id_role"):
+        if again is not None and not again[column].equals(table[column]):
+            wrong = sum(a != b for a, b in zip(again[column].to_pylist(), table[column].to_pylist(), strict=True))
+            found.append(f"{SAMPLES}: {column} of {wrong} crops is not what seed {dataset.meta['seed']} draws")
+    if role_counts(table) != dataset.meta["roles"]:
+        found.append("dataset.json: counts per role differ from the rows")
+    crops = sum(source["crops"] for source in dataset.meta["sources"])
+    if crops != len(table):
+        found.append(f"dataset.json: sources count {crops} crops, {SAMPLES} has {len(table)}")
+    labels = [class_row(tuple(dx)) for dx in table["dx"].to_pylist()]
+    if labels != table["labels"].to_pylist():
+        found.append(f"{SAMPLES}: labels are not those of the dx codes")
+    return found
+
+
+def check_shard(check: Check) -> tuple[int, list[str]]:
+    shard, rows = check.dataset.shards[check.index], check.rows
+    name = f"shards/{shard['name']}"
+    found: list[str] = []
+    try:
+        with _mapped(check.dataset, name, shard["bytes"]) as data:
+            if len(data) != shard["bytes"]:
+                return len(rows), [f"{name}: {len(data)} bytes, {shard['bytes']} expected (truncated or replaced)"]
+            if hashlib.sha256(data).hexdigest() != shard["sha256"]:
+                found.append(f"{name}: fails its sha256")
+            if len(rows) != shard["crops"]:
+                found.append(f"{name}: {len(rows)} rows, {shard['crops']} crops in dataset.json")
+            found += _crops(name, data, rows)
+            found += _index(check.dataset, name, rows)
+            if check.deep and not found:
+                found += _deep(name, data, rows)
+    except ReadError as error:
+        found.append(f"{name}: {error.reason}")
+    return len(rows), found[:MOST]
+
+
+@contextmanager
+def _mapped(dataset: Dataset, name: str, size: int) -> Iterator[Any]:
+    if dataset.root.remote:
+        yield memoryview(dataset.root.read(name, size))
+        return
+    try:
+        with (
+            open(f"{dataset.root.url}/{name}", "rb") as file,
+            mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped,
+            memoryview(mapped) as view,
+        ):
+            yield view
+    except FileNotFoundError:
+        raise ReadError("missing file") from None
+    except ValueError:
+        raise ReadError("empty file") from None
+
+
+def _crops(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]:
+    offsets, checksums = rows["offset"].to_pylist(), rows["crc32c"].to_pylist()
+    for row, (offset, crc) in enumerate(zip(offsets, checksums, strict=True)):
+        piece = bytes(data[offset : offset + CROP_BYTES])
+        if google_crc32c.value(piece) != crc:
+            yield f"{name}: crop {row} at byte {offset} fails its crc32c"
+        elif int(np.frombuffer(piece, "<i2").min()) < -MAX_UV:
+            yield f"{name}: crop {row} holds -32768, which no crop may"
+
+
+def _index(dataset: Dataset, name: str, rows: pa.Table) -> list[str]:
+    name = name.removesuffix(".tar") + ".idx"
+    try:
+        entries = list(read_index(dataset.root.read(name, 2**26).decode()))
+        addresses = [entry["ecg"][:2] for entry in entries]
+    except (ReadError, ValueError, KeyError, IndexError) as error:
+        return [f"{name}: {error}"]
+    expected = [(offset, CROP_BYTES) for offset in rows["offset"].to_pylist()]
+    return [] if addresses == expected else [f"{name}: its addresses are not those of {SAMPLES}"]
+
+
+def _deep(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]:
+    """Member by member, as a stranger's tar reader would; then everything that can be derived from the samples."""
+    with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
+        members = list(tar)
+    if len(members) != 2 * len(rows):
+        yield f"{name}: {len(members)} members for {len(rows)} crops"
+        return
+    for number, row in enumerate(rows.to_pylist()):
+        ecg, text = members[2 * number : 2 * number + 2]
+        key = ecg.name.removesuffix(".ecg")
+        at = f"{name}: crop {number} ({key})"
+        headers = bytes(data[ecg.offset : ecg.offset + 512]), bytes(data[text.offset : text.offset + 512])
+        if headers != (member_header(f"{key}.ecg", CROP_BYTES), member_header(f"{key}.json", text.size)):
+            yield f"{at}: tar headers are not of the format's form"
+            continue
+        if ecg.offset_data != row["offset"] or not key.startswith(f"{row['source']}-{row['record']}-"):
+            yield f"{at}: stands where {row['source']}/{row['record']} should"
+        told = json.loads(bytes(data[text.offset_data : text.offset_data + text.size]))
+        differing = [column for column in JSON_COLUMNS if told.get(column) != row[column]]
+        if differing:
+            yield f"{at}: JSON and {SAMPLES} differ in {', '.join(differing)}"
+        crop = np.frombuffer(data, "<i2", CROP_BYTES // 2, row["offset"]).reshape(CROP_SHAPE)
+        yield from (f"{at}: {finding}" for finding in _derived(crop, row))
+
+
+def _derived(crop: np.ndarray, row: dict[str, Any]) -> Iterator[str]:
+    if waveform(np.ascontiguousarray(crop)) != (row["crc32c"], row["waveform"]):
+        yield "waveform hash differs"
+    if row["halves"] == 1 and crop[:, HALF:].any():
+        yield "its second half should be zero"
+    body = crop[:, : HALF * row["halves"]]
+    missing = np.isin(LEADS, row["missing_leads"])
+    if body[missing].any():
+        yield "a missing lead is not zero"
+    low, high = body.min(axis=1), body.max(axis=1)
+    flags = [f"flat:{LEADS[lead]}" for lead in np.flatnonzero((low == high) & ~missing)]
+    flags += quality.amplitude_flags(low, high) + quality.einthoven_flags(body, missing)
+    if set(flags) != set(row["flags"]) - {"saturated"}:
+        yield f"flags are {flags}, {row['flags']} in {SAMPLES}"
+
+
+def _store(dataset: Dataset, table: pa.Table, quiet: bool) -> list[str]:
+    """Every chunk decoded; zarr checks its own crc32c of the compressed bytes, ours is of the crop."""
+    found: list[str] = []
+    store = dataset.store
+    if store.shape != (len(table), *CROP_SHAPE):
+        return [f"{STORE}: shape {store.shape}, {(len(table), *CROP_SHAPE)} expected"]
+    checksums = table["crc32c"].to_pylist()
+    for start in tqdm(range(0, len(table), 64), unit=" chunks", desc="zarr", disable=quiet):
+        try:
+            block = np.ascontiguousarray(store[start : start + 64], "<i2")
+        except Exception as error:  # whatever a damaged chunk makes of a codec
+            found.append(f"{STORE}: crops {start} to {start + 63}: {type(error).__name__}: {error}"[:200])
+            continue
+        wrong = [start + i for i, crop in enumerate(block) if google_crc32c.value(crop.tobytes()) != checksums[start + i]]
+        found += [f"{STORE}: crop {row} fails its crc32c" for row in wrong]
+    return found[:MOST]
+
+
+def _against(dataset: Dataset, table: pa.Table, sources: list[Source], key: bytes | None, quiet: bool) -> list[str]:
+    """The archive read again: every crop of every record that it holds must be the dataset's, bit for bit."""
+    if dataset.meta["pseudonyms"] != (pseudonyms.fingerprint(key) if key else None):
+        return ["the dataset's names are pseudonyms: --pseudonymize with the same KEYFILE is needed to compare"]
+    rows: dict[tuple[str, str], dict[int, int]] = {}
+    columns = (table[name].to_pylist() for name in ("source", "record", "start_s", "crc32c"))
+    for row, (filed, name, start_s, _) in enumerate(labels := list(zip(*columns, strict=True))):
+        rows.setdefault((filed, name), {})[round(start_s * FS_HZ) // CROP] = row
+    refused = {tuple(line[:2]) for line in read_rejects(dataset)}
+    found: list[str] = []
+    crop = np.empty(CROP_SHAPE, "<i2")
+    for source in sources:
+        for item in tqdm(source.keys(), unit=" records", desc="archive", disable=quiet):
+            record = carefully(source.read, item)
+            if isinstance(record, ReadError):
+                continue
+            name = pseudonyms.shown(key, "r", record.source, record.name)
+            parts = rows.pop((record.source, name), None)
+            if parts is None and (record.source, name) not in refused:
+                found.append(f"{record.source}/{name} is in the archive, and neither in {SAMPLES} nor in {REJECTS}")
+            for part, row in (parts or {}).items():
+                prepare_crop(record, part, crop)
+                if google_crc32c.value(crop.tobytes()) != labels[row][3] or not np.array_equal(dataset.read(row), crop):
+                    found.append(f"{record.source}/{name} at {labels[row][2]:g} s: the archive has other samples")
+    if rows:
+        filed, name = next(iter(rows))
+        found.append(f"{len(rows)} records are not in the archive, for example {filed}/{name}: were all its sources given?")
+    return found[:MOST]

@@ -1,0 +1,272 @@
+"""A dataset as a whole: its bytes, its readers (ours, tarfile, webdataset, DALI, zarr), and how it is extended."""
+
+import csv
+import hashlib
+import json
+import shutil
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import webdataset
+
+from data_tools.build import Settings, shard
+from data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, Dataset, fingerprint
+from data_tools.errors import DataError, DatasetError
+from data_tools.labels import class_row
+from data_tools.plan import make_plan, permutation
+from data_tools.shards import read_index
+from data_tools.sources import open_sources
+from data_tools.synth import synthesise
+
+
+def digests(root: Path) -> dict[str, str]:
+    files = (path for path in root.rglob("*") if path.is_file())
+    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def build(archive: Path, out: Path, **changes: object) -> Dataset:
+    return shard(open_sources(str(archive)), Settings(str(out), quiet=True, **changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 97, 1024, 10_007])
+def test_the_order_is_a_permutation_that_a_seed_decides(count: int) -> None:
+    order = permutation(count, 5)
+    assert sorted(order.tolist()) == list(range(count))
+    np.testing.assert_array_equal(order, permutation(count, 5))
+    if count > 3:
+        assert (order != permutation(count, 6)).any()
+        assert abs(np.corrcoef(order, np.arange(count))[0, 1]) < 4 / np.sqrt(count)
+
+
+def test_the_order_is_the_same_for_ever() -> None:
+    """Datasets built by any version with one seed are one dataset: these numbers may not change."""
+    assert permutation(10, 0).tolist() == [0, 3, 5, 7, 9, 6, 2, 8, 1, 4]
+
+
+def test_directory_and_dataset_json(dataset: Dataset) -> None:
+    root = Path(dataset.root.url)
+    assert {path.name for path in root.iterdir()} == {"dataset.json", "samples.parquet", "rejects.csv", "shards", "store.zarr"}
+    meta = json.loads((root / "dataset.json").read_text())
+    assert meta["format_version"] == 1
+    assert (meta["fs_hz"], meta["uv_per_lsb"], meta["crop_samples"]) == (500, 1.0, 5000)
+    assert meta["leads"] == ["I", "II", "III", "aVR", "aVL", "aVF", "V1", "V2", "V3", "V4", "V5", "V6"]
+    for entry in meta["shards"]:
+        path = root / "shards" / entry["name"]
+        assert path.stat().st_size == entry["bytes"]
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == entry["sha256"]
+    assert sum(entry["crops"] for entry in meta["shards"]) == meta["crops"] == len(dataset)
+    assert all(s["records"]["seen"] == s["records"]["used"] + s["records"]["refused"] for s in meta["sources"])
+    assert meta["fingerprint"] == fingerprint(meta)
+    assert dataset.table().schema.names == COLUMNS.names
+
+
+def test_rows_say_what_the_headers_say(archive: Path, dataset: Dataset) -> None:
+    rows = {(r["source"], r["record"], r["start_s"]): r for r in dataset.table().to_pylist()}
+    for source in open_sources(str(archive)):
+        for key in list(source.keys())[::7]:
+            record = source.read(key)
+            row = rows[(record.source, record.name, 0.0)]
+            assert (row["age"], row["sex"], row["patient"]) == (record.age, record.sex, record.patient)
+            assert tuple(row["dx"]) == record.dx
+            assert row["labels"] == class_row(record.dx)
+            assert row["fs_source_hz"] == record.fs_hz
+
+
+def test_webdataset_reads_the_tars(dataset: Dataset) -> None:
+    rows = dataset.table().to_pylist()
+    urls = [f"{dataset.root.url}/shards/{entry['name']}" for entry in dataset.shards]
+    stream = webdataset.WebDataset(urls, shardshuffle=False)
+    for number, sample in enumerate(stream):
+        row = rows[number]
+        np.testing.assert_array_equal(np.frombuffer(sample["ecg"], "<i2").reshape(CROP_SHAPE), dataset.read(number))
+        told = json.loads(sample["json"])
+        assert (told["source"], told["record"], told["start_s"]) == (row["source"], row["record"], row["start_s"])
+    assert number + 1 == len(dataset)
+
+
+def test_tarfile_and_the_index_agree_on_every_address(dataset: Dataset) -> None:
+    for entry in dataset.shards:
+        path = Path(dataset.root.url, "shards", entry["name"])
+        with tarfile.open(path) as tar:
+            members = [(m.name, m.offset_data, m.size) for m in tar]
+            assert all(m.isreg() and m.mtime == 0 for m in tar.getmembers())
+        index = [member for line in read_index(path.with_suffix(".idx").read_text()) for member in line.values()]
+        assert [(name, offset, size) for offset, size, name in index] == members
+        assert {size for name, _, size in members if name.endswith(".ecg")} == {CROP_BYTES}
+
+
+def test_dali_reads_the_tars(dataset: Dataset) -> None:
+    dali = pytest.importorskip("nvidia.dali", reason="the extra cu13 or cu12 is not installed")
+    types = dali.types
+    shards = [f"{dataset.root.url}/shards/{entry['name']}" for entry in dataset.shards]
+
+    @dali.pipeline_def(batch_size=16, num_threads=1, device_id=None)
+    def reader():  # type: ignore[no-untyped-def]
+        return dali.fn.readers.webdataset(
+            paths=shards,
+            index_paths=[path.removesuffix("tar") + "idx" for path in shards],
+            ext=["ecg"],
+            dtypes=[types.INT16],
+            missing_component_behavior="error",
+        )
+
+    pipeline = reader()
+    pipeline.build()
+    for batch in range(3):
+        (crops,) = pipeline.run()
+        for i in range(16):
+            np.testing.assert_array_equal(np.array(crops.at(i)).reshape(CROP_SHAPE), dataset.read(16 * batch + i))
+
+
+def test_zarr_holds_the_same_crops_and_numpy_slices_them(dataset: Dataset) -> None:
+    store = dataset.store
+    assert store.shape == (len(dataset), *CROP_SHAPE)
+    for row in range(0, len(dataset), 17):
+        np.testing.assert_array_equal(store[row], dataset.read(row))
+
+
+def test_a_dataset_of_zarr_alone_reads_the_same(archive: Path, dataset: Dataset, tmp_path: Path) -> None:
+    lone = build(archive, tmp_path / "z", format="zarr")
+    assert not (tmp_path / "z" / "shards").exists()
+    assert lone.shards == []
+    for row in (0, 1, len(lone) - 1):
+        np.testing.assert_array_equal(lone.read(row), dataset.read(row))
+
+
+def test_same_input_same_bytes_and_another_seed_another_order(archive: Path, tmp_path: Path) -> None:
+    one, two = build(archive, tmp_path / "a"), build(archive, tmp_path / "b", workers=2)
+    assert digests(tmp_path / "a") == digests(tmp_path / "b")
+    assert one.fingerprint == two.fingerprint
+    other = build(archive, tmp_path / "c", seed=1)
+    assert other.fingerprint != one.fingerprint
+    crops = [sorted(d.column("waveform").tolist()) for d in (one, other)]
+    assert crops[0] == crops[1]
+
+
+def test_run_again_finds_it_finished_and_refuses_other_settings(archive: Path, tmp_path: Path) -> None:
+    first = build(archive, tmp_path / "d")
+    before = digests(tmp_path / "d")
+    assert build(archive, tmp_path / "d").fingerprint == first.fingerprint
+    assert digests(tmp_path / "d") == before
+    for changes in ({"seed": 1}, {"plan": "all"}, {"format": "both"}, {"pseudonym_key": b"k" * 32}):
+        with pytest.raises(DatasetError, match="choose another --out"):
+            build(archive, tmp_path / "d", **changes)
+    assert digests(tmp_path / "d") == before
+
+
+def test_several_archives_make_one_dataset(tmp_path: Path) -> None:
+    synthesise(tmp_path / "a", patients=8, sessions=2, seed=1, progress=False)
+    synthesise(tmp_path / "b", patients=6, sessions=2, seed=2, layout="ptbxl", progress=False)
+    sources = open_sources(str(tmp_path / "a")) + open_sources(str(tmp_path / "b"))
+    joint = shard(sources, Settings(str(tmp_path / "d"), quiet=True))
+    with open(tmp_path / "d" / "rejects.csv") as file:
+        again = [row for row in csv.DictReader(file) if row["reason"] == "record read already"]
+    assert len(again) == 12  # the second archive's HR00001 to HR00012: the first came first
+    assert len({(r["source"], r["record"]) for r in joint.table().to_pylist()}) == 24
+
+
+def test_extending_keeps_the_shards_and_the_roles(tmp_path: Path) -> None:
+    synthesise(tmp_path / "all", patients=10, sessions=2, seed=1, progress=False)
+    old, new = tmp_path / "old" / "training", tmp_path / "new" / "training"
+    for place in (old, new):
+        place.mkdir(parents=True)
+    for name in ("cpsc_2018", "ptb-xl", "ningbo", "georgia", "chapman_shaoxing", "cpsc_2018_extra"):
+        if (tmp_path / "all" / "training" / name).exists():
+            (tmp_path / "all" / "training" / name).rename((new if name in ("ningbo", "chapman_shaoxing") else old) / name)
+    (tmp_path / "all" / "ptbxl_database.csv").rename(tmp_path / "old" / "ptbxl_database.csv")
+    base = build(tmp_path / "old", tmp_path / "base")
+    joint = build(tmp_path / "new", tmp_path / "joint", extend=str(tmp_path / "base"))
+    assert joint.shards[: len(base.shards)] == base.shards
+    assert len(joint) == len(base) + sum(
+        s["crops"] for s in joint.meta["sources"] if s["name"] in ("ningbo", "chapman_shaoxing")
+    )
+    before, after = base.table().to_pylist(), joint.table().to_pylist()[: len(base)]
+    assert before == after
+    assert joint.read(len(base)).any()
+    with pytest.raises(Exception, match="no usable record"):  # nothing new in it
+        build(tmp_path / "old", tmp_path / "nothing", extend=str(tmp_path / "joint"))
+    shard_file = tmp_path / "base" / "shards" / base.shards[0]["name"]
+    damaged = bytearray(shard_file.read_bytes())
+    damaged[5000] ^= 1
+    shard_file.unlink()  # a hard link is shared with `joint`
+    shard_file.write_bytes(damaged)
+    with pytest.raises(DatasetError, match="sha256"):
+        build(tmp_path / "new", tmp_path / "refused", extend=str(tmp_path / "base"))
+
+
+def test_pseudonyms_are_stable_and_need_their_key_to_extend(archive: Path, tmp_path: Path) -> None:
+    key = b"0123456789abcdef0123456789abcdef"
+    hidden = build(archive, tmp_path / "h", pseudonym_key=key)
+    plain = {row["record"] for row in build(archive, tmp_path / "p").table(["record"]).to_pylist()}
+    names = {row["record"] for row in hidden.table(["record"]).to_pylist()}
+    assert len(names) == len(plain)
+    assert not names & plain
+    assert {row["record"] for row in build(archive, tmp_path / "h2", pseudonym_key=key).table(["record"]).to_pylist()} == names
+    with pytest.raises(DatasetError, match="pseudonyms"):
+        build(archive, tmp_path / "e", extend=str(tmp_path / "h"))
+
+
+def test_roles_can_be_selected(dataset: Dataset) -> None:
+    gallery, probe = dataset.select(identity="gallery"), dataset.select(identity="probe")
+    patients = np.array(dataset.table(["patient"])["patient"].to_pylist(), dtype=object)
+    assert sorted(patients[gallery]) == sorted(patients[probe])
+    assert len(gallery) == 60
+    assert not np.isin(gallery, dataset.select(pretrain=True)).any()
+    assert len(dataset.select(dx="train")) == dataset.meta["roles"]["dx"]["train"]
+
+
+def test_crops_of_multi_crop_records_are_spread_over_the_plan(archive: Path) -> None:
+    plan = make_plan(open_sources(str(archive)), 0)
+    assert len(plan.order) == plan.first_crop[-1] > len(plan.keys)
+    crops, identity, seen = plan.shard(0)
+    assert len({(label, part) for _, _, label, part in crops}) == len(crops)
+    assert (identity, seen) == make_plan(open_sources(str(archive)), 0).shard(0)[1:]
+    assert identity != make_plan(open_sources(str(archive)), 1).shard(0).identity
+
+
+def test_a_dataset_is_what_is_in_it_not_where_or_when(archive: Path, dataset: Dataset, tmp_path: Path) -> None:
+    """A copy of the archive with other times gives the same dataset; another table of patients does not."""
+    copy = tmp_path / "copy"
+    shutil.copytree(archive, copy, copy_function=shutil.copyfile)
+    again = build(copy, tmp_path / "again", format="both")
+    assert digests(tmp_path / "again") == digests(Path(dataset.root.url))
+    assert build(archive, tmp_path / "again", format="both").fingerprint == again.fingerprint
+    copy = copy.rename(tmp_path / "corrected")  # tables are read once a process
+    table = copy / "ptbxl_database.csv"
+    table.write_text(table.read_text().replace("\n2,", "\n90002,"))
+    with pytest.raises(DatasetError, match="choose another --out"):
+        build(copy, tmp_path / "again", format="both")
+
+
+def test_somebodys_folder_is_left_alone(archive: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "shards").write_text("precious")
+    with pytest.raises(DataError, match="not empty"):
+        build(archive, tmp_path / "mine", format="zarr")
+    assert (tmp_path / "mine" / "shards").read_text() == "precious"
+
+
+def test_the_real_ecgs_are_read_to_the_last_bit(real_ecgs: Path, tmp_path: Path) -> None:
+    import scipy.io
+
+    real = build(real_ecgs, tmp_path / "real", workers=2)
+    assert {s["name"]: s["records"]["used"] for s in real.meta["sources"]} == {
+        "chapman_shaoxing": 300,
+        "cpsc_2018": 112,
+        "cpsc_2018_extra": 29,
+        "georgia": 58,
+        "ningbo": 55,
+        "ptb-xl": 309,
+    }
+    rows = real.table().to_pylist()
+    for number, row in enumerate(rows):
+        if row["source"] == "chapman_shaoxing" and row["start_s"] == 0 and number % 5 == 0:
+            (path,) = (real_ecgs / "training" / "chapman_shaoxing").glob(f"g*/{row['record']}.mat")
+            np.testing.assert_array_equal(real.read(number), scipy.io.loadmat(path)["val"][:, :5000])
+    with open(real_ecgs / "RECORDS.csv") as file:
+        told = {Path(line["path"]).name: line for line in csv.DictReader(file) if line["path"].startswith("training/")}
+    for row in rows:
+        if row["record"] in told and told[row["record"]]["dx_codes"]:
+            assert set(row["dx"]) == set(told[row["record"]]["dx_codes"].split(";")), row["record"]

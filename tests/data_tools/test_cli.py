@@ -1,0 +1,93 @@
+"""The command line as a user meets it: results, one-line errors, exit codes."""
+
+from pathlib import Path
+
+import pytest
+
+from data_tools.__main__ import main
+from data_tools.dataset import Dataset
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    try:
+        code = main([str(argument) for argument in arguments])
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_from_nothing_to_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    archive, out = tmp_path / "archive", tmp_path / "dataset"
+    assert run(capsys, "synth", archive, "--patients", 5, "--seed", 3)[0] == 0
+    code, text, _ = run(capsys, "shard", archive, "--out", out, "--workers", 1, "--format", "both")
+    assert code == 0
+    assert "189,051" in text  # beside the paper's own count
+    assert run(capsys, "verify", out, "--source", archive, "--deep", "--workers", 1)[:2][0] == 0
+    for arguments in ((), ("--crop", 0)):
+        png = tmp_path / f"{len(arguments)}.png"
+        assert run(capsys, "show", out, *arguments, "--png", png)[0] == 0
+        assert png.read_bytes().startswith(b"\x89PNG")
+    header = next(archive.glob("training/georgia/g*/*.hea"))
+    code, text, _ = run(capsys, "show", header, "--png", tmp_path / "record.png")
+    assert code == 0
+    assert "12 leads, 500 Hz" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "required"),
+        (("shard", "nowhere"), "--out"),
+        (("shard", "nowhere", "--out", "x"), "nowhere"),
+        (("shard", "SRC", "--out", "x", "--workers", "0"), "--workers: 0"),
+        (("shard", "SRC", "--out", "x", "--seed", "-1"), "--seed"),
+        (("shard", "SRC", "--out", "x", "--plan", "mine"), "paper-split"),
+        (("shard", "SRC", "--out", "x", "--source", "foo"), "mimic-iv-ecg"),
+        (("shard", "SRC", "--out", "x", "--source", "no_such_module:Thing"), "no_such_module"),
+        (("shard", "SRC", "--out", "x", "--source", "json:loads"), "not a subclass"),
+        (("shard", "SRC", "--out", "x", "--pseudonymize", "nokey"), "nokey"),
+        (("shard", "SRC", "--out", "x", "--pseudonymize", "SHORT"), "at least 16"),
+        (("shard", "SRC", "--out", "x", "--extend", "nothing"), "nothing"),
+        (("verify", "nothing"), "no dataset.json"),
+        (("show", "nothing"), "no dataset.json"),
+        (("show", "DATASET", "--crop", "999999"), "crops 0 to"),
+        (("show", "nothing.hea"), "missing file"),
+        (("synth", "SRC"), "empty"),
+        (("synth", "new", "--patients", "0"), "--patients"),
+        (("show", "DATASET", "--png", "no/such/folder/x.png"), "no/such/folder"),
+    ],
+)
+def test_wrong_arguments_are_one_line_and_exit_code_2(
+    arguments: tuple[str, ...],
+    words: str,
+    archive: Path,
+    dataset: Dataset,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "SHORT").write_bytes(b"short")
+    places = {"SRC": str(archive), "DATASET": dataset.root.url}
+    code, _, err = run(capsys, *(places.get(argument, argument) for argument in arguments))
+    assert code == 2
+    assert len(err.strip().splitlines()) == 1, err
+    assert words in err
+
+
+@pytest.mark.parametrize("command", [(), ("synth",), ("shard",), ("verify",), ("show",)])
+def test_help_is_there(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, *command, "--help")
+    assert code == 0
+    assert "usage" in out
+
+
+def test_verify_exits_1_and_says_why(dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import shutil
+
+    shutil.copytree(dataset.root.url, tmp_path / "copy")
+    (tmp_path / "copy" / "shards" / "00000.tar").unlink()
+    code, out, _ = run(capsys, "verify", tmp_path / "copy", "--workers", 1)
+    assert code == 1
+    assert "shards/00000.tar: missing file" in out

@@ -1,0 +1,164 @@
+"""The same bytes from one process, several, and a Dask cluster; and a worker's death costs time, never data."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from data_tools import cluster, plan
+from data_tools.__main__ import main
+from data_tools.build import Settings, shard
+from data_tools.errors import StorageError
+from data_tools.record import EcgRecord
+from data_tools.sources import open_sources
+from data_tools.sources.physionet2021 import PhysioNet2021
+from data_tools.synth import synthesise
+
+distributed = pytest.importorskip("distributed")
+PLACES = os.pathsep.join(str(Path(__file__).parents[up]) for up in (0, 2))  # this module and data_tools, for the workers
+Dask = tuple[str, list[subprocess.Popen[str]]]
+
+
+class Fatal(PhysioNet2021):
+    """Reading the record that ARCHIVE.fatal names kills, once, the process with the id given there, or the reading one."""
+
+    def read(self, key: str) -> EcgRecord:
+        trap = Path(f"{self.root.url}.fatal")
+        if trap.exists() and trap.read_text().startswith(key):
+            victim = trap.read_text().partition(" ")[2]
+            trap.unlink()
+            os.kill(int(victim or os.getpid()), signal.SIGKILL)
+        time.sleep(0.005)  # both workers get some of the tasks
+        return super().read(key)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("cluster") / "archive"
+    synthesise(out, patients=20, sessions=2, seed=4, progress=False)
+    return out
+
+
+@pytest.fixture(autouse=True)
+def many_small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "SHARD_CROPS", 8)
+    monkeypatch.setenv("PYTHONPATH", PLACES)
+
+
+@pytest.fixture(scope="module")
+def right(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files as one process makes them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "SHARD_CROPS", 8)
+        out = tmp_path_factory.mktemp("right") / "out"
+        shard(open_sources(str(small)), Settings(str(out), format="both", quiet=True))
+    return files(out)
+
+
+@pytest.fixture
+def dask() -> Iterator[Dask]:
+    """A scheduler and two workers, each a process of its own, as on a real cluster. -> address, the three processes."""
+    running: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "dask", *arguments, "--no-dashboard"]
+        environment = os.environ | {"PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1"}
+        running.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        return running[-1]
+
+    try:
+        told = start("scheduler", "--host", "127.0.0.1", "--port", "0").stderr
+        assert told
+        address = next(line.split()[-1] for line in told if "Scheduler at:" in line)
+        for _ in range(2):
+            start("worker", address, "--no-nanny", "--nthreads", "1", "--host", "127.0.0.1")
+        yield address, running
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize(("workers", "chunk"), [(2, 16), (3, 2048)])
+def test_processes_make_the_same_bytes(
+    small: Path, right: dict[str, bytes], tmp_path: Path, workers: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "SCAN_CHUNK", chunk)
+    shard(open_sources(str(small)), Settings(str(tmp_path), format="both", workers=workers, quiet=True))
+    assert files(tmp_path) == right
+
+
+def test_dask_with_a_dying_worker_makes_the_same_bytes(
+    small: Path, right: dict[str, bytes], tmp_path: Path, dask: Dask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, (_, *workers) = dask
+    monkeypatch.setattr(plan, "SCAN_CHUNK", 16)
+    trap(small)
+    sources = open_sources(str(small), "test_cluster:Fatal")
+    shard(sources, Settings(str(tmp_path), format="both", cluster=address, quiet=True))
+    assert files(tmp_path) == right
+    assert sorted(str(worker.poll()) for worker in workers) == ["-9", "None"]
+
+
+def test_process_that_dies(small: Path, right: dict[str, bytes], tmp_path: Path) -> None:
+    """No process of a pool can be replaced: the run ends, says so, and what was finished is kept."""
+    trap(small)
+    settings = Settings(str(tmp_path), format="both", workers=2, quiet=True)
+    with pytest.raises(StorageError, match=r"worker process died.*run the same command again"):
+        shard(open_sources(str(small), "test_cluster:Fatal"), settings)
+    kept = {path.stem: (tmp_path / f"shards/{path.stem}.tar").stat().st_ino for path in tmp_path.glob(".build/0*.parquet")}
+    shard(open_sources(str(small), "test_cluster:Fatal"), settings)
+    assert files(tmp_path) == right
+    assert kept  # else this shows nothing
+    assert all((tmp_path / f"shards/{name}.tar").stat().st_ino == inode for name, inode in kept.items())
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "nowhere", "tcp://no.such.host.invalid:8786"])
+def test_no_scheduler(
+    small: Path, tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cluster, "CONNECT_S", 1)
+    started = time.monotonic()
+    assert main(["shard", str(small), "--out", str(tmp_path), "--cluster", address]) == 2
+    told = capsys.readouterr().err
+    assert time.monotonic() - started < 10
+    assert f"--cluster {address}: no scheduler answers" in told
+    assert len(told.splitlines()) == 1
+
+
+def test_scheduler_that_dies(small: Path, right: dict[str, bytes], tmp_path: Path, dask: Dask) -> None:
+    address, (scheduler, *_) = dask
+    trap(small, scheduler.pid)
+    with pytest.raises(StorageError, match="scheduler lost: run the same command again"):
+        shard(open_sources(str(small), "test_cluster:Fatal"), Settings(str(tmp_path), cluster=address, quiet=True))
+    shard(open_sources(str(small)), Settings(str(tmp_path), format="both", quiet=True))
+    assert files(tmp_path) == right
+
+
+def test_cluster_that_cannot_work(small: Path, tmp_path: Path, dask: Dask, monkeypatch: pytest.MonkeyPatch) -> None:
+    address, (_, *workers) = dask
+    settings = Settings(str(tmp_path / "out"), cluster=address, quiet=True)
+    (tmp_path / "only_here.py").write_text("from test_cluster import PhysioNet2021\nclass Own(PhysioNet2021): pass\n")
+    with pytest.raises(StorageError, match="--source's module, is not installed there"):
+        shard(open_sources(str(small), f"{tmp_path / 'only_here.py'}:Own"), settings)
+    for worker in workers:
+        worker.kill()
+        worker.wait()
+    monkeypatch.setattr(cluster, "WORKERS_S", 1)
+    with pytest.raises(StorageError, match="no worker in 1 s"):
+        shard(open_sources(str(small)), settings)
+
+
+def trap(archive: Path, victim: int | str = "") -> None:
+    """Lay it at a record in the middle of the fourth shard."""
+    crops = plan.make_plan(open_sources(str(archive)), seed=0).shard(3).crops
+    Path(f"{archive}.fatal").write_text(f"{crops[4][1]} {victim}")
+
+
+def files(place: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}

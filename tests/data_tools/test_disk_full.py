@@ -1,0 +1,128 @@
+"""No space, no permission: one line that says so, nothing spoilt, and the same command goes on when there is room again."""
+
+import errno
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from data_tools import plan
+from data_tools.__main__ import main
+from data_tools.dataset import META, REJECTS, SAMPLES
+from data_tools.storage import LocalFolder
+from data_tools.synth import synthesise
+
+Mount = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("full") / "archive"
+    synthesise(out, patients=20, sessions=2, seed=6, progress=False)
+    return out
+
+
+@pytest.fixture(scope="module")
+def right(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    out = tmp_path_factory.mktemp("right") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "SHARD_CROPS", 16)
+        assert main(command(small, out)) == 0
+    return files(out)
+
+
+@pytest.fixture
+def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mount]:
+    """A file system of its own; called again with other options, it changes them."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    monkeypatch.setattr(plan, "SHARD_CROPS", 16)
+
+    def set_up(options: str) -> Path:
+        options = f"remount,{options}" if place.is_mount() else options
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"mounting a small file system is not allowed here: {done.stderr.strip()}")
+        return place
+
+    yield set_up
+    if place.is_mount():
+        subprocess.run(["umount", place], check=True)
+
+
+def command(archive: Path, out: Path) -> list[str]:
+    return ["shard", str(archive), "--out", str(out), "--format", "both", "--workers", "1"]
+
+
+def files(place: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    told = capsys.readouterr().err
+    assert len(told.splitlines()) == 1, told
+    return told
+
+
+@pytest.mark.parametrize("room", [0, 2_500_000, 9_000_000, "00001.idx", "00001.parquet", "zarr-00000", SAMPLES, REJECTS, META])
+def test_full(
+    small: Path,
+    right: dict[str, bytes],
+    mount: Mount,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    room: int | str,
+) -> None:
+    """After so many bytes (in the first shard, the second, the zarr twin), or when this file's turn comes."""
+    place = mount("size=64m")
+    write = LocalFolder.write
+
+    def write_at_last(self: LocalFolder, name: str, data: bytes) -> None:
+        if isinstance(room, str) and name.endswith(room):
+            fill(place, 0)
+        write(self, name, data)
+
+    if isinstance(room, int):
+        fill(place, room)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFolder, "write", write_at_last)
+        assert main(command(small, place / "out")) == 2
+    told = one_line(capsys)
+    assert os.strerror(errno.ENOSPC) in told
+    assert str(place / "out") in told
+    assert "writing" in told
+    for name, data in files(place / "out").items():
+        assert name.startswith(".build/") or data == right[name]
+    assert not (place / "out" / META).exists()
+    mount("size=128m")
+    assert main(command(small, place / "out")) == 0
+    assert files(place / "out") == right
+
+
+def fill(place: Path, room: int) -> None:
+    with open(place / "filler", "wb") as filler:
+        os.posix_fallocate(filler.fileno(), 0, os.statvfs(place).f_bavail * os.statvfs(place).f_bsize - room)
+
+
+def test_read_only(small: Path, mount: Mount, capsys: pytest.CaptureFixture[str]) -> None:
+    """Told before anything is read; a finished dataset there can still be verified, shown, and be the answer again."""
+    place = mount("size=64m")
+    assert main(command(small, place / "out")) == 0
+    mount("ro")
+    capsys.readouterr()
+    assert main(command(small, place / "other")) == 2
+    told = one_line(capsys)
+    assert os.strerror(errno.EROFS) in told
+    assert str(place / "other") in told
+    assert main(["verify", str(place / "out"), "--deep", "--workers", "1"]) == 0
+    assert main(["show", str(place / "out")]) == 0
+    assert main(command(small, place / "out")) == 0
+
+
+@pytest.mark.parametrize("out", ["file", "file/below", "/proc/nothing", "/dev/null"])
+def test_no_place_for_a_dataset(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], out: str) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    assert main(command(small, tmp_path / out)) == 2
+    assert "data_tools shard: " in one_line(capsys)

@@ -1,0 +1,315 @@
+"""kill -9 at any moment of sharding: nothing under a final name is ever wrong, and run again it ends with the same bytes.
+
+Run as a script, this file breeds the victims: a process without threads that forks each of them, so that a kill costs no
+imports. Half of them die after a drawn time, half at a drawn file-system call, which a seed repeats.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_tools import plan, store
+from data_tools.__main__ import main
+from data_tools.build import Settings, shard
+from data_tools.dataset import META, Dataset
+from data_tools.errors import DatasetError
+from data_tools.sources import open_sources
+from data_tools.storage import LocalFolder
+from data_tools.synth import synthesise
+from data_tools.verify import verify
+
+KILLS, SEED = 100, 20240229
+LAST_CALLS = 12
+ROOT = Path(__file__).parents[2]
+Status = tuple[int, float]  # exit code or -signal, seconds
+
+if __name__ in ("__main__", "__mp_main__"):  # the victims and their workers: many small shards
+    plan.SHARD_CROPS = store.SHARD_CROPS = 8
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("kill") / "archive"
+    synthesise(out, patients=20, sessions=2, seed=3, progress=False)
+    return out
+
+
+def test_killed_over_and_over(small: Path, tmp_path: Path) -> None:
+    told = _script("storm", small, tmp_path, KILLS, SEED)
+    assert told["kills"] >= KILLS
+    assert min(told["during"][phase] for phase in ("shards", "zarr", "tables")) >= 5  # kills fell where something can break
+
+
+def test_killed_with_worker_processes(small: Path, tmp_path: Path) -> None:
+    """The whole group, then the parent alone: its workers must not go on writing where the next run writes."""
+    assert _script("workers", small, tmp_path, 2, SEED) == {"kills": 3, "orphans": 0}
+
+
+def test_two_runs_at_once_then_other_settings(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second is refused in one line and harms nothing. After the first was killed, any settings may take the folder,
+    and nothing of the killed run stays."""
+    command = ["shard", str(small), "--workers", "1", "--out"]
+    with _stopped(small, tmp_path / "out", crops=8, parts=3):
+        held = _files(tmp_path / "out")
+        assert main([*command, str(tmp_path / "out")]) == 2
+        told = capsys.readouterr().err
+        assert len(told.splitlines()) == 1
+        assert "another run is writing there" in told
+        assert _files(tmp_path / "out") == held
+    assert main([*command, str(tmp_path / "out")]) == main([*command, str(tmp_path / "fresh")]) == 0
+    assert _files(tmp_path / "out") == _files(tmp_path / "fresh")
+
+
+def test_pseudonymised_after_a_kill_without(small: Path, tmp_path: Path) -> None:
+    """Parts of a killed run without the key hold plain names: none may be taken over."""
+    with _stopped(small, tmp_path / "out", crops=1024, parts=1):
+        assert list(tmp_path.glob("out/.build/*.parquet"))
+    dataset = shard(open_sources(str(small)), Settings(str(tmp_path / "out"), pseudonym_key=b"k" * 32, quiet=True))
+    assert not [name for name in dataset.table()["record"].to_pylist() if name.startswith(("HR", "A0", "JS", "E0"))]
+
+
+def test_interrupted(small: Path, tmp_path: Path) -> None:
+    """Ctrl-C reaches the whole group: one line, no traceback of any process, 130; run again, it finishes."""
+    command, environment = _command("typed", small, tmp_path / "out", 2, SEED)
+    run = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while not list(tmp_path.glob("out/.build/*.parquet")):
+        assert run.poll() is None
+        time.sleep(0.005)
+    os.killpg(run.pid, signal.SIGINT)
+    told = run.communicate(timeout=30)[1]
+    assert (run.returncode, told) == (130, "interrupted: run the same command again to go on\n")
+    assert members(run.pid) == []
+    assert _script("typed", small, tmp_path / "out", 1, SEED) == 0
+
+
+def _files(place: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+
+
+def _command(*arguments: object) -> tuple[list[str], dict[str, str]]:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return [sys.executable, __file__, *map(str, arguments)], os.environ | {"PYTHONPATH": path}
+
+
+def _script(*arguments: object) -> dict[str, Any]:
+    command, environment = _command(*arguments)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+@contextlib.contextmanager
+def _stopped(archive: Path, out: Path, crops: int, parts: int) -> Any:
+    """While another process's run holds still, having made some parts of so many crops; then it is killed."""
+    command, environment = _command("held", archive, out, crops, parts)
+    run = subprocess.Popen(command, env=environment)
+    try:
+        assert os.WIFSTOPPED(os.waitpid(run.pid, os.WUNTRACED)[1])
+        yield
+    finally:
+        run.kill()
+        run.wait()
+
+
+# The script
+
+
+def fork(call: Callable[[], object], wait_s: float | None = None) -> Status:
+    """Run it in a child that is killed after `wait_s`."""
+    started, child = time.monotonic(), os.fork()
+    if not child:
+        try:
+            call()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(3)
+    if wait_s is not None:
+        time.sleep(wait_s)
+        os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), time.monotonic() - started
+
+
+def build(archive: str, out: Path, **settings: Any) -> Dataset:
+    return shard(open_sources(archive), Settings(str(out), format="both", quiet=True, **settings))
+
+
+def at_call(number: int, out: Path, call: Callable[[], object]) -> None:
+    """Before the process's n-th file-system call (open, rename, remove, mkdir, ...) below `out`."""
+    count = 0
+
+    def hook(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal count
+        if arguments and str(arguments[0]).startswith(str(out)):
+            count += 1
+            if count == number:
+                call()
+
+    sys.addaudithook(hook)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def phase(out: Path) -> str:
+    for name, mark in (("after", META), ("tables", "samples.parquet"), ("zarr", "store.zarr"), ("shards", "shards")):
+        if (out / name if name == mark else out / mark).exists():
+            return name
+    return "plan"
+
+
+def reference(archive: str, out: Path) -> tuple[float, int, list[int]]:
+    """An uninterrupted build, which opens no file for writing under its final name. -> its seconds, its file-system calls,
+    and which of them are the worst to die at: every rename and the last ones. What it imports lazily is imported here."""
+    notes = out.parent / "told.json"
+
+    def told() -> None:
+        calls, opened = [], []
+
+        def hook(event: str, arguments: tuple[Any, ...]) -> None:
+            if arguments and str(arguments[0]).startswith(str(out)):
+                calls.append(event)
+                if event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR):
+                    opened.append(str(arguments[0]).removeprefix(str(out)).lstrip("/"))
+
+        sys.addaudithook(hook)
+        build(archive, out)
+        assert [name for name in opened if not name.startswith(".build/") and not name.endswith(".partial")] == []
+        notes.write_text(json.dumps([calls, sorted(set(sys.modules) - {"__main__"})]))
+
+    for _ in range(2):
+        shutil.rmtree(out, ignore_errors=True)
+        code, seconds = fork(told)
+        assert code == 0
+        calls, modules = json.loads(notes.read_text())
+        for name in modules:
+            with contextlib.suppress(ImportError):  # Cython's own are no modules
+                importlib.import_module(name)
+    last = range(len(calls) - LAST_CALLS, len(calls))
+    return seconds, len(calls), [1 + i for i, event in enumerate(calls) if event == "os.rename" or i in last]
+
+
+def check_unfinished(out: Path, right: dict[str, bytes]) -> None:
+    """What a killed run left: every file that has a final name is the right one; finished only if it verifies."""
+    for name, data in _files(out).items() if out.exists() else ():
+        if not name.startswith(".build/") and not name.endswith(".partial"):
+            assert right[name] == data, name
+    if (out / META).exists():
+        assert fork(lambda: holds(out))[0] == 0
+        return
+    with pytest.raises(DatasetError, match="unfinished"):
+        Dataset.open(str(out))
+
+
+def holds(out: Path) -> None:
+    assert verify(Dataset.open(str(out)), deep=True) == []
+
+
+def storm(archive: str, root: Path, kills: int, seed: int) -> dict[str, Any]:
+    rng = random.Random(seed)
+    seconds, calls, worst = reference(archive, root / "right")
+    right = _files(root / "right")
+    during, datasets = Counter[str](), 0
+    while during.total() < kills or worst:
+        out = root / f"out{datasets}"
+        datasets += 1
+        while True:
+            call, wait_s = (worst.pop(), None) if worst and not out.exists() else (rng.randint(1, calls), None)
+            if out.exists() and rng.random() < 0.7:
+                wait_s = rng.uniform(0, seconds)
+
+            def victim(out: Path = out, call: int | None = call if wait_s is None else None) -> None:
+                if call:
+                    at_call(call, out, die)
+                build(archive, out)
+
+            code, _ = fork(victim, wait_s)
+            if code == 0:
+                break
+            assert code == -signal.SIGKILL
+            during[phase(out)] += 1
+            check_unfinished(out, right)
+        assert _files(out) == right, f"dataset {datasets} of seed {seed}"
+        shutil.rmtree(out)
+    return {"seed": seed, "kills": during.total(), "datasets": datasets, "during": during, "calls": calls, "seconds": seconds}
+
+
+def members(group: int, patience_s: float = 3.0) -> list[int]:
+    """The processes of a group that are alive, and still alive after a while."""
+    found, stop = [group], time.monotonic() + patience_s
+    while found and time.monotonic() < stop:
+        time.sleep(0.01)
+        found = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
+                found += [int(path.parent.name)] if int(its_group) == group and state != "Z" else []
+    return found
+
+
+def workers(archive: str, root: Path, kills: int, seed: int) -> dict[str, Any]:
+    rng = random.Random(seed)
+    assert fork(lambda: build(archive, root / "right"))[0] == 0
+    right, out, orphans = _files(root / "right"), root / "out", 0
+    for number in range(kills + 1):
+        alone = number == 0
+        child = os.fork()
+        if not child:
+            os.setsid()
+            build(archive, out, workers=2)
+            os._exit(0)
+        while len(list(out.glob(".build/*.parquet"))) <= number:
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0, 0.05))
+        (os.kill if alone else os.killpg)(child, signal.SIGKILL)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        for orphan in members(child):
+            orphans += 1
+            os.kill(orphan, signal.SIGKILL)
+        check_unfinished(out, right)
+    assert fork(lambda: build(archive, out))[0] == 0
+    assert _files(out) == right
+    return {"kills": kills + 1, "orphans": orphans}
+
+
+def typed(archive: str, out: Path, workers: int, seed: int) -> int:
+    """As the command line runs it."""
+    return main(["shard", archive, "--out", str(out), "--format", "both", "--workers", str(workers)])
+
+
+def held(archive: str, out: Path, crops: int, parts: int) -> None:
+    """A run that stops, alive, when it has written some parts."""
+    plan.SHARD_CROPS = crops
+    write = LocalFolder.write
+
+    def write_then_stop(self: LocalFolder, name: str, data: bytes) -> None:
+        write(self, name, data)
+        if len(list(out.glob(".build/*.parquet"))) == parts:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    LocalFolder.write = write_then_stop
+    build(archive, out)
+
+
+if __name__ == "__main__":
+    scene, archive, place, number, seed = sys.argv[1:]
+    told = globals()[scene](archive, Path(place), int(number), int(seed))
+    print(json.dumps(told))
+    sys.exit(told if scene == "typed" else 0)

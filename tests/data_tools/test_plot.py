@@ -1,0 +1,316 @@
+"""The pictures are to scale, name what they show, and say what they could not show."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from data_tools.labels import ABBREVIATIONS
+from data_tools.plot import ROWS_Y_MM, TRACE_X_MM, ecg_figure, save, summary_figure
+from data_tools.record import LEADS
+
+FS_HZ = 500.0
+DPI = 254  # ten pixels to the millimetre
+PX_PER_MM = 10
+
+
+def square_waves(seconds: float = 10.0, fs_hz: float = FS_HZ, mv: float = 1.0) -> np.ndarray:
+    """0 and `mv` by turns, half a second each, in all leads; a little more often 0, so that 0 is the median."""
+    t = np.arange(round(seconds * fs_hz)) / fs_hz
+    return np.tile(mv * (t % 1.0 >= 0.52), (len(LEADS), 1))
+
+
+def lines(figure: Figure, label: str) -> list[Line2D]:
+    return [line for line in figure.axes[0].lines if line.get_label() == label]
+
+
+def points(line: Line2D) -> np.ndarray:
+    return np.asarray(line.get_xydata(), dtype=np.float64)
+
+
+def words(where: Figure | Axes) -> list[str]:
+    return [text.get_text() for text in where.texts]
+
+
+def rhythm_name(figure: Figure) -> str:
+    return next(text.get_text() for text in reversed(figure.axes[0].texts) if str(text.get_label()).startswith("name "))
+
+
+def pixels(figure: Figure) -> np.ndarray:
+    figure.set_dpi(DPI)
+    figure.canvas.draw()
+    return np.asarray(figure.canvas.buffer_rgba())[..., :3]  # type: ignore[attr-defined]
+
+
+def dark(figure: Figure, x_mm: tuple[float, float], y_mm: tuple[float, float]) -> np.ndarray:
+    """Ink in a window of the paper, [rows from the top, columns]; the grid is too pale to count."""
+    image = pixels(figure)
+    left, bottom = figure.axes[0].transData.transform((x_mm[0], y_mm[0])).round().astype(int)
+    right, top = figure.axes[0].transData.transform((x_mm[1], y_mm[1])).round().astype(int)
+    return (image.max(axis=2) < 110)[image.shape[0] - top : image.shape[0] - bottom, left:right]
+
+
+def test_page_is_a4_and_axes_count_millimetres() -> None:
+    figure = ecg_figure(square_waves(), FS_HZ)
+    assert pixels(figure).shape[:2] == (2100, 2970)
+    low, high = figure.axes[0].transData.transform([(0, 0), (100, 100)])
+    assert high - low == pytest.approx([100 * PX_PER_MM, 100 * PX_PER_MM])
+
+
+def test_one_mv_is_ten_mm_and_one_second_25_mm_in_pixels() -> None:
+    ink = dark(ecg_figure(square_waves(), FS_HZ), (TRACE_X_MM + 14, TRACE_X_MM + 249), (ROWS_Y_MM[3] - 8, ROWS_Y_MM[3] + 16))
+    rows = np.flatnonzero(ink.sum(axis=1) > ink.shape[1] // 4)  # the two levels of the wave
+    upper, lower = rows[rows < rows.mean()], rows[rows > rows.mean()]
+    assert lower.mean() - upper.mean() == pytest.approx(10 * PX_PER_MM, abs=1)
+    edges = np.flatnonzero(ink[int(upper.mean()) + 30])  # half way up: only the wave's flanks
+    flanks = [group.mean() for group in np.split(edges, np.flatnonzero(np.diff(edges) > 5) + 1)]
+    assert np.diff(flanks[::2]) == pytest.approx(25 * PX_PER_MM, abs=1)
+    assert len(flanks) >= 16
+
+
+def test_calibration_pulse_in_every_row() -> None:
+    figure = ecg_figure(np.zeros((12, 5000)), FS_HZ)
+    pulses = [points(line) for line in lines(figure, "calibration")]
+    assert [pulse[0, 1] for pulse in pulses] == list(ROWS_Y_MM)
+    for pulse in pulses:
+        high = pulse[pulse[:, 1] > pulse[0, 1]]
+        assert np.ptp(high[:, 0]) == 5 and np.ptp(pulse[:, 1]) == 10
+        assert pulse[:, 0].max() < TRACE_X_MM
+    ink = dark(figure, (3, 12), (ROWS_Y_MM[0] + 1, ROWS_Y_MM[0] + 9))
+    flanks = np.flatnonzero(ink.all(axis=0))
+    assert np.ptp(flanks) == pytest.approx(5 * PX_PER_MM, abs=5)
+
+
+def test_grid_has_a_line_each_millimetre_and_a_stronger_one_each_five() -> None:
+    grids = ecg_figure(square_waves(), FS_HZ).axes[0].collections
+    assert [len(grid.get_paths()) for grid in grids] == [271 + 176, 55 + 36]
+    (fine_pt, coarse_pt), (fine, coarse) = zip(*((g.get_linewidth(), g.get_edgecolor()) for g in grids), strict=True)
+    assert np.max(coarse_pt) > np.max(fine_pt) and np.sum(coarse) < np.sum(fine)
+
+
+def test_columns_are_contiguous_in_time() -> None:
+    ramp = np.tile(np.linspace(-1, 1, 5000), (12, 1))
+    figure = ecg_figure(ramp, FS_HZ)
+    for i, lead in enumerate(LEADS):
+        trace = points(lines(figure, f"trace {lead}")[0])
+        start_s = 2.5 * (i // 3)
+        assert trace[0, 0] == pytest.approx(TRACE_X_MM + 25 * start_s)
+        assert trace[-1, 0] == pytest.approx(TRACE_X_MM + 25 * min(start_s + 2.5, 4999 / FS_HZ))
+        assert trace[0, 1] == pytest.approx(ROWS_Y_MM[i % 3] + 10 * (-1 + 2 * start_s * FS_HZ / 4999))
+    assert [words(figure.axes[0])[i] for i in range(13)] == [*LEADS, "II"]
+    assert len(lines(figure, "separator")) == 9
+    assert "25 mm/s   10 mm/mV   500 Hz" in words(figure)
+
+
+def test_missing_lead_is_dashed_and_says_so() -> None:
+    mv = square_waves()
+    mv[10] = np.nan
+    figure = ecg_figure(mv, FS_HZ, missing=["V1"])
+    assert words(figure.axes[0]).count("missing") == 2
+    for lead in ("V1", "V5"):
+        (line,) = lines(figure, f"missing {lead}")
+        assert line.is_dashed() and np.ptp(points(line)[:, 0]) == 62.5 and np.ptp(points(line)[:, 1]) == 0
+        assert not lines(figure, f"trace {lead}")
+    assert "missing" not in words(ecg_figure(square_waves(), FS_HZ).axes[0])
+
+
+def test_nothing_recorded_at_all_is_still_a_page() -> None:
+    figure = ecg_figure(np.full((12, 1000), np.nan), FS_HZ)
+    assert rhythm_name(figure) == "II"
+    assert not any(str(line.get_label()).startswith("trace") for line in figure.axes[0].lines)
+
+
+def test_half_gain_only_when_needed_and_announced() -> None:
+    def footer(mv: float) -> str:
+        figure = ecg_figure(square_waves(mv=mv), FS_HZ)
+        trace, pulse = points(lines(figure, "trace II")[1]), points(lines(figure, "calibration")[0])
+        assert np.ptp(trace[:, 1]) == pytest.approx(mv * np.ptp(pulse[:, 1]))
+        return " | ".join(words(figure))
+
+    assert "   10 mm/mV   " in footer(3.0) and "half gain" not in footer(3.0)
+    assert "   5 mm/mV   " in footer(6.0) and "half gain" in footer(6.0) and "cut" not in footer(6.0)
+    assert "   5 mm/mV   " in footer(40.0) and "cut at the edge" in footer(40.0)
+
+
+def test_half_gain_ignores_what_is_not_printed() -> None:
+    mv = square_waves()
+    mv[0, 3000:] = 30.0  # lead I is printed up to 2.5 s only
+    assert "25 mm/s   10 mm/mV   500 Hz" in words(ecg_figure(mv, FS_HZ))
+
+
+def test_short_record_ends_where_it_ends() -> None:
+    figure = ecg_figure(square_waves(5.0), FS_HZ, missing=["aVF", "V6"])
+    assert points(lines(figure, "trace II")[1])[:, 0].max() <= TRACE_X_MM + 125  # the rhythm strip
+    assert not dark(figure, (TRACE_X_MM + 126, 269), (1, 38)).any()
+    assert any("5 s long" in text for text in words(figure))
+
+
+def test_short_record_shows_every_lead_from_its_start_again() -> None:
+    """A crop of 5 s still has chest leads: their columns show its own time, not an empty paper."""
+    mv = np.tile(np.linspace(0, 1, 2500), (12, 1))
+    figure = ecg_figure(mv, FS_HZ)
+    for lead, like, columns in (("V1", "I", 2), ("V4", "aVR", 2)):
+        moved = points(lines(figure, f"trace {lead}")[0]) - points(lines(figure, f"trace {like}")[0])
+        np.testing.assert_allclose(moved, np.tile([columns * 62.5, 0.0], (len(moved), 1)), atol=1e-9)
+
+
+def test_missing_lead_of_a_short_record_ends_with_it() -> None:
+    (line,) = lines(ecg_figure(square_waves(4.0), FS_HZ, missing=["aVF"]), "missing aVF")
+    assert points(line)[:, 0].tolist() == [TRACE_X_MM + 62.5, TRACE_X_MM + 100.0]
+
+
+def test_a_short_records_last_column_is_as_long_as_what_it_repeats() -> None:
+    (line,) = lines(ecg_figure(square_waves(4.0), FS_HZ), "trace V4")
+    assert points(line)[:, 0].max() == pytest.approx(TRACE_X_MM + 3 * 62.5 + 62.5)
+
+
+def test_rhythm_strip_of_a_lead_whose_column_is_not_reached() -> None:
+    figure = ecg_figure(square_waves(5.0), FS_HZ, missing=LEADS[:6])
+    assert rhythm_name(figure) == "V1" and len(lines(figure, "trace V1")) == 2
+
+
+@pytest.mark.parametrize("samples, fs_hz", [(3001, 257.0), (2570, 257.0), (1283, 257.0), (997, 100.0), (9999, 1000.0)])
+def test_any_length_and_rate(samples: int, fs_hz: float) -> None:
+    mv = np.tile(np.sin(np.arange(samples) / fs_hz), (12, 1))
+    trace = points(lines(ecg_figure(mv, fs_hz), "trace II")[1])
+    assert len(trace) == min(samples, 10 * fs_hz)
+    assert trace[:, 0] == pytest.approx(TRACE_X_MM + 25 * np.arange(len(trace)) / fs_hz)
+
+
+@pytest.mark.parametrize("how", ["flat", "missing", "nan"])
+def test_rhythm_strip_takes_another_lead_when_ii_is_useless(how: str) -> None:
+    mv = square_waves()
+    assert rhythm_name(ecg_figure(mv, FS_HZ)) == "II"
+    mv[1] = {"flat": 0.7, "missing": mv[1], "nan": np.nan}[how]
+    figure = ecg_figure(mv, FS_HZ, missing=["I", "II"] if how == "missing" else ["I"])
+    assert rhythm_name(figure) == "III"
+    strip = points(lines(figure, "trace III")[1])
+    assert strip[0, 1] == ROWS_Y_MM[3] and len(strip) == 5000
+
+
+def test_names_keep_clear_of_traces() -> None:
+    mv = np.zeros((12, 5000))
+    mv[:, ::20] = 1.2  # a comb where the names usually stand
+    figure = ecg_figure(mv, FS_HZ)
+    figure.canvas.draw()
+    names = [text for text in figure.axes[0].texts if str(text.get_label()).startswith("name ")]
+    assert len(names) == 13
+    for text in names:
+        box = text.get_window_extent().transformed(figure.axes[0].transData.inverted())
+        baseline = min(ROWS_Y_MM, key=lambda y: abs(y + 6 - box.y0))
+        assert box.y0 > baseline + 12 or box.y1 < baseline
+
+
+def test_offset_is_removed_but_not_the_input() -> None:
+    mv = square_waves() + 50.0
+    mv[:, -1] = np.inf
+    before = mv.copy()
+    figure = ecg_figure(mv, FS_HZ)
+    assert points(lines(figure, "trace I")[0])[0, 1] == pytest.approx(ROWS_Y_MM[0])
+    assert np.array_equal(mv, before)
+
+
+@pytest.mark.parametrize(
+    "mv, fs_hz, missing, key",
+    [
+        (np.zeros((8, 5000)), 500.0, (), "mv"),
+        (np.zeros((12, 1)), 500.0, (), "mv"),
+        (np.zeros((12, 5000)), 0.0, (), "fs_hz"),
+        (np.zeros((12, 5000)), 500.0, ("V7",), "missing"),
+    ],
+)
+def test_wrong_input_is_refused_by_name(mv: np.ndarray, fs_hz: float, missing: tuple[str, ...], key: str) -> None:
+    with pytest.raises(ValueError, match=f"^{key}: "):
+        ecg_figure(mv, fs_hz, missing=missing)
+
+
+def test_title_and_caption_are_plain_text_and_stay_on_the_page() -> None:
+    figure = ecg_figure(square_waves(), FS_HZ, title=r"cost $5\nonsense{ and $6 " * 20, caption="SNOMED 164889003 " * 60)
+    figure.canvas.draw()
+    page = figure.get_window_extent()
+    for text in figure.texts:
+        box = text.get_window_extent()
+        assert page.x0 <= box.x0 and box.x1 <= page.x1 and box.y1 <= page.y1
+    assert words(figure)[0].startswith(r"cost $5\nonsense{ and $6 cost")
+
+
+def tick_names(axes: Axes) -> list[str]:
+    return [label.get_text() for label in axes.get_yticklabels()]
+
+
+@pytest.mark.parametrize("sources", [1, 2, 15])
+def test_summary_names_and_counts_everything(sources: int) -> None:
+    counts = {f"source_{i}": {"train": 1000 * (i + 1), "valid": 10 + i} for i in range(sources)}
+    counts["source_0"]["test"] = 7
+    classes = {name: 3**i for i, name in enumerate(ABBREVIATIONS[:12])}
+    figure = summary_figure(counts, classes, "a $title")
+    left, right = figure.axes
+    totals = {source: sum(roles.values()) for source, roles in counts.items()}
+    assert tick_names(left) == sorted(totals, key=lambda source: -totals[source])
+    assert words(left) == [f"{totals[source]:,}" for source in tick_names(left)]
+    lengths = np.array([[bar.get_width() for bar in group] for group in left.containers])
+    assert lengths.sum(axis=0).tolist() == [totals[source] for source in tick_names(left)]
+    starts = np.array([[bar.get_x() for bar in group] for group in left.containers])
+    assert np.array_equal(starts, np.cumsum(lengths, axis=0) - lengths)
+    roles = ("train", "valid", "test")
+    legend = [text.get_text() for text in left.get_legend().get_texts()]  # type: ignore[union-attr]
+    assert legend == [f"{role}  {sum(part.get(role, 0) for part in counts.values()):,}" for role in roles]
+    assert sorted(tick_names(right)) == sorted(ABBREVIATIONS)
+    assert tick_names(right)[:12] == list(reversed(ABBREVIATIONS[:12]))
+    assert words(right) == [f"{classes.get(name, 0):,}" for name in tick_names(right)]
+    assert right.get_xscale() == "log"
+    ends = [bar.get_x() + bar.get_width() for bar in right.patches]  # type: ignore[attr-defined]
+    assert ends == [classes.get(name, right.get_xlim()[0]) for name in tick_names(right)]
+    figure.canvas.draw()
+    for axes in (left, right):
+        for text in (*axes.texts, *axes.get_yticklabels()):
+            box = text.get_window_extent()
+            assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
+            assert text not in axes.texts or box.x1 <= axes.bbox.x1
+
+
+def test_summary_scale_is_linear_for_a_small_range_and_bars_tell_the_count() -> None:
+    classes = {name: 20 + i for i, name in enumerate(ABBREVIATIONS)}
+    right = summary_figure({"a": {"train": 5}}, classes, "t").axes[1]
+    assert right.get_xscale() == "linear"
+    ends = [bar.get_x() + bar.get_width() for bar in right.patches]  # type: ignore[attr-defined]
+    assert ends == [classes[name] for name in tick_names(right)]
+
+
+@pytest.mark.parametrize("counts", [{}, {"a": {}}, {"a": {"train": 5}}])
+def test_summary_without_labels_or_sources(counts: dict[str, dict[str, int]]) -> None:
+    figure = summary_figure(counts, {}, "t")
+    figure.canvas.draw()
+    assert words(figure.axes[1]) == ["no diagnosis labels"]
+    assert tick_names(figure.axes[0]) == list(counts)
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_save_is_deterministic_and_leaves_nothing_else(tmp_path: Path, suffix: str) -> None:
+    paths = [tmp_path / f"{name}.{suffix}" for name in "ab"]
+    paths[1].write_bytes(b"old")
+    for path in paths:
+        save(ecg_figure(square_waves(4.0, 100.0), 100.0, title="t"), path)
+    first, second = (path.read_bytes() for path in paths)
+    assert first == second
+    assert first.startswith({"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[suffix])
+    for stamp in (b"Software", b"CreationDate", b"dc:date"):
+        assert stamp not in first
+    assert sorted(tmp_path.iterdir()) == paths
+
+
+def test_failed_save_keeps_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.nonsense"
+    path.write_bytes(b"old")
+    with pytest.raises(ValueError):
+        save(Figure(), path)
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_saved_png_has_the_size_of_its_dpi(tmp_path: Path) -> None:
+    save(ecg_figure(square_waves(), FS_HZ), tmp_path / "a.png", dpi=127)
+    head = (tmp_path / "a.png").read_bytes()[16:24]
+    assert (int.from_bytes(head[:4], "big"), int.from_bytes(head[4:], "big")) == (297 * 5, 210 * 5)

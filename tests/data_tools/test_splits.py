@@ -1,0 +1,171 @@
+"""Roles: what the paper says, no leak in any draw, and nobody moves when data is added."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from data_tools.splits import GALLERY, PROBE, TEST, TRAIN, VALID, Records, Roles, assign, leaks
+
+SOURCES = ("cpsc_2018", "georgia", "ningbo", "ptb-xl")
+
+
+def archive(records: int, seed: int = 0, duplicates: int = 0) -> Records:
+    """Records with 1 to 3 crops; a third of PTB-XL's patients have several sessions; some waveforms stand twice."""
+    rng = np.random.default_rng(seed)
+    source = rng.integers(0, 4, records).astype(np.int16)
+    names = [f"{SOURCES[s]}{i:06d}" for i, s in enumerate(source)]
+    patients = [f"p{rng.integers(0, max(1, records // 6))}" if s == 3 else None for s in source]
+    crops = rng.integers(1, 4, records)
+    crop_record = np.repeat(np.arange(records), crops)
+    crop_start = 10.0 * (np.arange(len(crop_record)) - np.repeat(np.cumsum(crops) - crops, crops))
+    waveform = np.arange(len(crop_record), dtype=np.uint64) + 1000
+    for a, b in rng.integers(0, len(waveform), (duplicates, 2)):
+        waveform[a] = waveform[b]
+    return Records(source, SOURCES, pa.array(names), pa.array(patients, pa.string()), crop_record, crop_start, waveform)
+
+
+def part(records: Records, keep: np.ndarray) -> Records:
+    crops = keep[records.crop_record]
+    renumbered = np.cumsum(keep) - 1
+    taken = pa.array(np.flatnonzero(keep))
+    return Records(
+        records.source[keep],
+        records.source_names,
+        records.names.take(taken),
+        records.patients.take(taken),
+        renumbered[records.crop_record[crops]],
+        records.crop_start[crops],
+        records.waveform[crops],
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_patient_and_no_waveform_stands_on_two_sides(seed: int) -> None:
+    records = archive(600, seed, duplicates=80)
+    roles = assign(records, "paper", seed)
+    assert leaks(records, roles) == []
+
+
+def test_shares_are_those_of_the_paper() -> None:
+    records = archive(12_000)
+    roles = assign(records, "paper", 0)
+    in_dx = records.is_from("cpsc_2018", "georgia")[records.crop_record]
+    assert ((roles.dx != 0) == in_dx).all()
+    for role, share in ((TRAIN, 0.8), (VALID, 0.1), (TEST, 0.1)):
+        assert np.mean(roles.dx[in_dx] == role) == pytest.approx(share, abs=0.015)
+    trained = np.isin(roles.identity, (TRAIN, VALID))
+    assert np.mean(roles.identity[trained] == TRAIN) == pytest.approx(0.8, abs=0.015)
+    assert (trained <= roles.pretrain).all()
+
+
+def test_gallery_and_probe_hold_one_crop_of_two_sessions_of_every_patient_who_has_them() -> None:
+    records = archive(600)
+    roles = assign(records, "paper", 0)
+    patients = np.array(records.patients.to_pylist(), dtype=object)
+    sessions = {p: {r for r in range(600) if patients[r] == p} for p in set(patients.tolist()) - {None}}
+    for patient, owned in sessions.items():
+        picked = {}
+        for role in (GALLERY, PROBE):
+            crops = [c for c in np.flatnonzero(roles.identity == role) if patients[records.crop_record[c]] == patient]
+            assert len(crops) == (len(owned) >= 2)
+            picked[role] = [records.crop_record[c] for c in crops]
+            assert all(records.crop_start[c] == 0 for c in crops)
+        if len(owned) >= 2:
+            assert picked[GALLERY] != picked[PROBE]
+            assert not roles.pretrain[np.isin(records.crop_record, list(owned))].any()
+
+
+def test_two_files_of_one_waveform_are_one_session() -> None:
+    names, patients = pa.array(["HR1", "HR2"]), pa.array(["p", "p"])
+    for waveform, expected in (([5, 5], 0), ([5, 6], 1)):
+        records = Records(
+            np.array([3, 3], np.int16),
+            SOURCES,
+            names,
+            patients,
+            np.array([0, 1]),
+            np.zeros(2),
+            np.array(waveform, np.uint64),
+        )
+        roles = assign(records, "paper", 0)
+        assert [int((roles.identity == role).sum()) for role in (GALLERY, PROBE)] == [expected, expected]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_adding_data_moves_nobody(seed: int) -> None:
+    """Single-session records keep every role when a fifth more of other records comes; duplicates in other sources too."""
+    full = archive(1000, seed)
+    old = np.random.default_rng(seed).random(1000) < 0.8
+    before, after = assign(part(full, old), "paper", 0), assign(full, "paper", 0)
+    kept = old[full.crop_record]
+    lonely = ~full.is_from("ptb-xl")[full.crop_record]  # a patient's second session makes a gallery of the first: by definition
+    chosen = lonely[kept]
+    for field in ("pretrain", "dx", "identity"):
+        np.testing.assert_array_equal(getattr(before, field)[chosen], getattr(after, field)[kept & lonely])
+
+
+def test_a_duplicate_from_elsewhere_does_not_move_a_diagnosis_record() -> None:
+    alone = Records(
+        np.array([0], np.int16),
+        SOURCES,
+        pa.array(["A1"]),
+        pa.array([None], pa.string()),
+        np.array([0]),
+        np.zeros(1),
+        np.ones(1, np.uint64),
+    )
+    for seed in range(40):
+        twin = Records(
+            np.array([0, 2], np.int16),
+            SOURCES,
+            pa.array(["A1", "JS1"]),
+            pa.array([None, None], pa.string()),
+            np.arange(2),
+            np.zeros(2),
+            np.ones(2, np.uint64),
+        )
+        one, two = assign(alone, "paper", seed), assign(twin, "paper", seed)
+        assert one.dx[0] == two.dx[0]
+        assert two.pretrain[0] == two.pretrain[1] == (one.dx[0] == TRAIN)
+
+
+def test_every_kind_of_leak_is_seen() -> None:
+    records = archive(300, 1)
+    clean = assign(records, "paper", 0)
+    group_of_two = np.flatnonzero(np.bincount(records.crop_record) >= 2)
+    dx_record = next(r for r in group_of_two if records.is_from("cpsc_2018")[r])
+    first, second = np.flatnonzero(records.crop_record == dx_record)[:2]
+
+    def changed(field: str, values: dict[int, int | bool]) -> Roles:
+        columns = {name: getattr(clean, name).copy() for name in ("pretrain", "dx", "identity")}
+        for crop, value in values.items():
+            columns[field][crop] = value
+        return Roles(**columns)
+
+    gallery = int(np.flatnonzero(clean.identity == GALLERY)[0])
+    assert "train, valid and test" in leaks(records, changed("dx", {first: TRAIN, second: TEST}))[0]
+    test_crop = int(np.flatnonzero(clean.dx == TEST)[0])
+    assert "pre-training and diagnosis" in leaks(records, changed("pretrain", {test_crop: True}))[0]
+    assert "gallery or probe" in leaks(records, changed("pretrain", {gallery: True}))[0]
+    assert any(
+        "identification train and valid" in x for x in leaks(records, changed("identity", {first: TRAIN, second: VALID}))
+    )
+    assert leaks(records, clean) == []
+
+
+def test_paper_split_leaks_as_the_authors_code_does_and_all_gives_everything() -> None:
+    records = archive(2000)
+    leaking = assign(records, "paper-split", 0)
+    assert any("two of diagnosis" in finding for finding in leaks(records, leaking))
+    in_dx = records.is_from("cpsc_2018", "georgia")[records.crop_record]
+    assert np.mean(leaking.dx[in_dx] == TRAIN) == pytest.approx(0.8, abs=0.03)
+    assert leaking.pretrain[~in_dx].all()
+    everything = assign(records, "all", 0)
+    assert everything.pretrain.all()
+    assert not everything.dx.any()
+    assert not everything.identity.any()
+
+
+def test_another_seed_draws_other_roles() -> None:
+    records = archive(500)
+    assert (assign(records, "paper", 0).dx != assign(records, "paper", 1).dx).any()

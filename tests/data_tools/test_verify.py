@@ -1,0 +1,163 @@
+"""`verify` must find what we break, name it, and find nothing where nothing is broken."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data_tools.dataset import CROP_SHAPE, Dataset, fingerprint
+from data_tools.errors import DatasetError
+from data_tools.sources import open_sources
+from data_tools.verify import verify
+
+Damage = Callable[[Path], None]
+
+
+def flip(name: str, at: int) -> Damage:
+    def damage(root: Path) -> None:
+        data = bytearray((root / name).read_bytes())
+        data[at] ^= 0x10
+        (root / name).write_bytes(data)
+
+    return damage
+
+
+def rewritten(change: Callable[[dict], None]) -> Damage:  # type: ignore[type-arg]
+    """dataset.json changed with a fingerprint that fits again: a forger's or a bug's work."""
+
+    def damage(root: Path) -> None:
+        meta = json.loads((root / "dataset.json").read_text())
+        change(meta)
+        (root / "dataset.json").write_text(json.dumps(meta | {"fingerprint": fingerprint(meta)}))
+
+    return damage
+
+
+def with_table(change: Callable[[pa.Table], pa.Table]) -> Damage:
+    """samples.parquet changed, and its sha256 in dataset.json with it."""
+
+    def damage(root: Path) -> None:
+        import hashlib
+
+        pq.write_table(change(pq.read_table(root / "samples.parquet")), root / "samples.parquet")
+        data = (root / "samples.parquet").read_bytes()
+        facts = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        rewritten(lambda meta: meta.update(samples=facts))(root)
+
+    return damage
+
+
+def column(name: str, values: Callable[[list], list]) -> Damage:  # type: ignore[type-arg]
+    def change(table: pa.Table) -> pa.Table:
+        field = table.schema.field(name)
+        return table.set_column(
+            table.schema.get_field_index(name), field, pa.array(values(table[name].to_pylist()), field.type)
+        )
+
+    return with_table(change)
+
+
+def everyone_pretrains(values: list[bool]) -> list[bool]:
+    return [True] * len(values)
+
+
+def swap_first_two(values: list) -> list:  # type: ignore[type-arg]
+    return [values[1], values[0], *values[2:]]
+
+
+def truncate(root: Path) -> None:
+    path = root / "shards" / "00000.tar"
+    path.write_bytes(path.read_bytes()[:-200_000])
+
+
+DAMAGES: dict[str, tuple[Damage, bool, str]] = {  # what, needs --deep, a word of the finding
+    "flipped sample": (flip("shards/00000.tar", 70_000), False, "crc32c"),
+    "flipped tar header": (flip("shards/00000.tar", 3), False, "sha256"),
+    "truncated shard": (truncate, False, "truncated"),
+    "missing shard": (lambda root: (root / "shards" / "00000.tar").unlink(), False, "missing file"),
+    "missing index": (lambda root: (root / "shards" / "00000.idx").unlink(), False, "missing file"),
+    "wrong index": (flip("shards/00000.idx", 20), False, "00000.idx"),
+    "flipped table": (flip("samples.parquet", 500), False, "samples.parquet"),
+    "flipped zarr chunk": (flip("store.zarr/c/0/0/0", 40_000), True, "store.zarr"),
+    "role moved": (column("pretrain", everyone_pretrains), False, "pretrain"),
+    "rows swapped": (column("record", swap_first_two), True, "should"),
+    "addresses swapped": (column("offset", swap_first_two), False, "crc32c"),
+    "flag dropped": (column("flags", lambda values: [[]] * len(values)), True, "flags"),
+    "labels changed": (column("labels", lambda values: [[True] * 26, *values[1:]]), False, "labels"),
+    "counts changed": (rewritten(lambda meta: meta["roles"].update(pretrain=1)), False, "counts per role"),
+    "sha256 changed": (rewritten(lambda meta: meta["shards"][0].update(sha256="0" * 64)), False, "sha256"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_found_and_named(name: str, dataset: Dataset, tmp_path: Path) -> None:
+    damage, deep, word = DAMAGES[name]
+    root = tmp_path / "copy"
+    shutil.copytree(dataset.root.url, root)
+    damage(root)
+    found = verify(Dataset.open(str(root)), deep=deep)
+    assert found
+    assert word in " ".join(found), found
+
+
+def test_a_sound_dataset_passes_every_check(archive: Path, dataset: Dataset) -> None:
+    assert verify(dataset, open_sources(str(archive)), deep=True) == []
+    assert verify(dataset, workers=2) == []
+
+
+def test_a_dataset_changed_by_hand_does_not_open(dataset: Dataset, tmp_path: Path) -> None:
+    root = tmp_path / "copy"
+    shutil.copytree(dataset.root.url, root)
+    meta = (root / "dataset.json").read_text()
+    (root / "dataset.json").write_text(meta.replace('"seed": 0', '"seed": 3'))
+    with pytest.raises(DatasetError, match="fingerprint"):
+        Dataset.open(str(root))
+    (root / "dataset.json").write_text(meta.replace('"format_version": 1', '"format_version": 2'))
+    with pytest.raises(DatasetError, match="format version 2, this program reads 1"):
+        Dataset.open(str(root))
+    (root / "dataset.json").write_text("{")
+    with pytest.raises(DatasetError, match="not JSON"):
+        Dataset.open(str(root))
+    (root / "dataset.json").unlink()
+    with pytest.raises(DatasetError, match="unfinished"):
+        Dataset.open(str(root))
+
+
+def test_a_wrong_byte_never_reaches_the_reader(dataset: Dataset, tmp_path: Path) -> None:
+    root = tmp_path / "copy"
+    shutil.copytree(dataset.root.url, root)
+    flip("shards/00000.tar", 70_000)(root)
+    broken = Dataset.open(str(root))
+    with pytest.raises(DatasetError, match=r"00000\.tar: crop 0 at byte 512 fails its crc32c"):
+        broken.read(0)
+    np.testing.assert_array_equal(broken.read(1), dataset.read(1))
+
+
+def test_the_archive_betrays_what_the_checksums_cannot(archive: Path, dataset: Dataset, tmp_path: Path) -> None:
+    """An archive that changed after sharding, a record that vanished, and one that was never taken."""
+    copy = tmp_path / "archive"
+    shutil.copytree(archive, copy)
+    georgia = sorted((copy / "training" / "georgia").glob("g*/*.mat"))
+    data = bytearray(georgia[0].read_bytes())
+    data[24 + 1000] ^= 1
+    georgia[0].write_bytes(data)
+    found = verify(dataset, open_sources(str(copy)))
+    assert [f"georgia/{georgia[0].stem} at 0 s: the archive has other samples"] == found
+    shutil.copytree(archive, copy, dirs_exist_ok=True)
+    georgia[1].unlink()
+    assert "not in the archive" in verify(dataset, open_sources(str(copy)))[0]
+    shutil.copytree(archive, copy, dirs_exist_ok=True)
+    stem = georgia[0].with_suffix("")
+    for suffix in (".hea", ".mat"):
+        text = stem.with_suffix(suffix).read_bytes().replace(stem.name.encode(), b"E09999")
+        (stem.parent / f"E09999{suffix}").write_bytes(text)
+    assert "neither in samples.parquet nor in rejects.csv" in " ".join(verify(dataset, open_sources(str(copy))))
+
+
+def test_crops_are_twelve_by_five_thousand(dataset: Dataset) -> None:
+    assert dataset.read(0).shape == CROP_SHAPE

@@ -1,0 +1,396 @@
+"""A header is read exactly or refused: no text, however broken, gives a value that it does not say, or another exception."""
+
+import math
+import re
+import time
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_tools.errors import ReadError
+from data_tools.labels import parse_dx
+from data_tools.record import LEADS
+from data_tools.sources.wfdb_header import MAX_SAMPLES, MAX_SIGNALS, WfdbHeader, parse_header, peek
+
+SLOWEST_S = 1.0
+MV = {"V": 1e3, "mV": 1.0, "mv": 1.0, "MV": 1.0, "uV": 1e-3, "UV": 1e-3, "µV": 1e-3, "nV": 1e-6, "": 1.0}
+
+
+@dataclass
+class Signal:
+    """One line of a header, field by field, as text."""
+
+    file: str = "E00001.mat"
+    form: str = "16x1+24"
+    gain: str = "1000.0(0)/mV"
+    resolution: str = "16"
+    zero: str = "0"
+    first: str = "-68"
+    checksum: str = "1250"
+    block: str = "0"
+    lead: str = "I"
+
+    def line(self) -> str:
+        words = (self.file, self.form, self.gain, self.resolution, self.zero, self.first, self.checksum, self.block, self.lead)
+        return " ".join(word for word in words if word)
+
+
+@dataclass
+class Text:
+    name: str = "E00001"
+    count: str = "12"
+    fs: str = "500"
+    samples: str = "5000"
+    rest: str = ""
+    signals: list[Signal] = field(default_factory=lambda: [Signal(lead=lead) for lead in LEADS])
+    comments: list[str] = field(default_factory=lambda: ["# Age: 78", "# Sex: Female", "# Dx: 426783006,164889003"])
+
+    def render(self) -> bytes:
+        words = (self.name, self.count, self.fs, self.samples, self.rest)
+        lines = [" ".join(word for word in words if word), *(signal.line() for signal in self.signals), *self.comments]
+        return ("\n".join(lines) + "\n").encode()
+
+
+def parse(data: bytes) -> WfdbHeader | str:
+    """The header, or the reason of its refusal; any other exception and any slowness fail the test."""
+    start = time.perf_counter()
+    try:
+        found: WfdbHeader | str = parse_header(data)
+    except ReadError as error:
+        found = error.reason
+    assert time.perf_counter() - start < SLOWEST_S
+    return found
+
+
+def parsed(data: bytes) -> WfdbHeader:
+    found = parse(data)
+    assert isinstance(found, WfdbHeader), found
+    return found
+
+
+def test_both_of_physionets_spellings_say_the_same() -> None:
+    new = parsed(Text().render())
+    old = Text(
+        rest="05-Feb-2020 11:39:16",
+        signals=[Signal(form="16+24", gain="1000/mV", lead=lead) for lead in LEADS],
+        comments=["#Age: 78", "#Sex: Female", "#Dx: 426783006,164889003", "#Rx: Unknown", "#Hx: Unknown"],
+    )
+    assert parsed(old.render()) == new
+    assert (new.age, new.sex, new.dx) == (78.0, "F", "426783006,164889003")
+    assert (new.name, new.fs_hz, new.samples, new.leads) == ("E00001", 500.0, 5000, LEADS)
+    assert set(zip(new.files, new.formats, new.offsets, new.gains, new.baselines, strict=True)) == {
+        ("E00001.mat", 16, 24, 1000.0, 0)
+    }
+    assert (new.initials[0], new.checksums[0]) == (-68, 1250)
+
+
+@pytest.mark.parametrize(
+    ("comments", "age", "sex", "codes"),
+    [
+        (["# Age: NaN", "# Sex: Unknown", "# Dx: Unknown"], None, None, ()),
+        (["#Age:78", "#Sex:M", "#Dx:426783006"], 78.0, "M", ("426783006",)),
+        (["#   age :  4.5 ", "#\tSEX: female", "#DX : 1,,2,"], 4.5, "F", ("1", "2")),
+        (["# Age: 300", "# Sex: NaN", "# Dx: 284470004,284470004"], 90.0, None, ("284470004",)),
+        (["# Age: -4", "# Dx: AF,Normal"], None, None, ("164889003", "426783006")),
+        (["# Ageing: 5", "# note: Dx: 7", "# x Sex: M"], None, None, ()),
+        (["# Age: " + "9" * 5000, "# Dx: " + "1," * 4000 + "2"], None, None, ("1", "2")),
+        ([], None, None, ()),
+    ],
+)
+def test_comments(comments: list[str], age: float | None, sex: str | None, codes: tuple[str, ...]) -> None:
+    header = parsed(Text(comments=comments).render())
+    assert (header.age, header.sex, parse_dx(header.dx)[0]) == (age, sex, codes)
+
+
+SIGNAL_FIELDS = {
+    ("gain", "1000.0(0)/mV"): {"gains": 1000.0},
+    ("gain", "1000/mv"): {"gains": 1000.0},
+    ("gain", "200"): {"gains": 200.0},
+    ("gain", "1e3(-5)/MV"): {"gains": 1000.0, "baselines": -5},
+    ("gain", "1(7)/uV"): {"gains": 1000.0, "baselines": 7},
+    ("gain", "4.88/µV"): {"gains": 4880.0},
+    ("gain", "1000000/V"): {"gains": 1000.0},
+    ("gain", "0.001/nV"): {"gains": 1000.0},
+    ("zero", "-512"): {"baselines": -512},
+    ("checksum", "-1716"): {"checksums": -1716},
+    ("checksum", "63820"): {"checksums": 63820},
+    ("form", "212"): {"formats": 212, "offsets": 0},
+    ("file", "x_y-1.dat"): {"files": "x_y-1.dat"},
+    ("lead", "ECG lead  V1"): {"leads": "ECG lead  V1"},
+}
+
+
+@pytest.mark.parametrize(("where", "meant"), SIGNAL_FIELDS.items(), ids=lambda value: " ".join(value))
+def test_ways_to_write_a_field(where: tuple[str, str], meant: dict[str, object]) -> None:
+    text = Text()
+    for signal in text.signals:
+        setattr(signal, where[0], where[1])
+        signal.gain = signal.gain.replace("(0)", "") if where[0] == "zero" else signal.gain  # no baseline: the ADC's zero
+    header, plain = parsed(text.render()), parsed(Text().render())
+    for name in ("files", "formats", "offsets", "gains", "baselines", "initials", "checksums", "leads"):
+        wanted = (meant[name],) * 12 if name in meant else getattr(plain, name)
+        assert getattr(header, name) == (pytest.approx(wanted, rel=1e-12) if name == "gains" else wanted), name
+
+
+def test_a_record_name_may_end_in_mat_and_a_rate_have_a_counter() -> None:
+    header = parsed(Text(name="E00001.mat", fs="360.5/1000(7)").render())
+    assert (header.name, header.fs_hz) == ("E00001", 360.5)
+
+
+def each(name: str, reason: str, words: str, form: str = "{}") -> list[tuple[str, str, str]]:
+    return [(name, form.format(word), reason) for word in words.split()]
+
+
+# (field, hostile text, the reason of the refusal); "" drops the field
+HOSTILE_SIGNAL = [
+    *each("gain", "gain", "0 0.0 nan inf -inf -1000 1e-300 1e400 1e10 0x10 1_000 \uff11000 --1 1e", "{}(0)/mV"),
+    *each("gain", "gain", "(0)/mV /mV mV 1000(/mV 1000(1.5)/mV 1000(99999999999)/mV 1000()/mV 1000(0)mV"),
+    *each("gain", "unknown unit", "kV mmHg m ADU 1/mV m\0V", "1000/{}"),
+    ("gain", "1000.0(0) /mV", "signal line"),
+    *[
+        (name, "", "signal line")
+        for name in ("file", "form", "gain", "resolution", "zero", "first", "checksum", "block", "lead")
+    ],
+    *each("form", "signal format", "x 16x 16+ 16++24 1600 16.0 -16 +24 16+24+24 16:+24 1\uff16"),
+    *each("form", "several samples a frame", "16x2+24 16x0+24 212x4"),
+    *each("form", "skewed signal", "16:1+24 16x1:300+24"),
+    *each("file", "signal file name", "../x.mat ../../etc/passwd /etc/passwd a/b.mat http://x/y.mat s3://x/y ~x.mat"),
+    *each("file", "signal file name", "~ .. . .mat a..mat a.b.mat a\\b.mat \xe9.mat a\0b.mat"),
+    *each("zero", "signal line", "nan 1.5 99999999999 0x7 \uff11"),
+    *each("checksum", "signal line", "x 1234567 1e3"),
+    ("lead", "I" * 600, "header line too long"),
+    ("first", "9" * 5000, "header line too long"),
+    ("file", "x" * 100_000, "header too large"),
+]
+HOSTILE_RECORD = [
+    *each("fs", "sampling rate", "0 -500 nan inf 1e400 1e-3 49.9 2000.1 5_00 5\uff10\uff10 x /500 500Hz"),
+    *each("samples", "sample count", "-1 0 2000001 1000000000000 1e3 5000.0 5_000 x 05-Feb-2020"),
+    *each("count", "signal count", "0 -1 11 13 65 100000000 99999999999999 1.2 1_2 x"),
+    *each("name", "record name", "E00001/3 ../E00001 /etc/passwd .. a.b a.mat.mat \xe9 ~ s3://a/b"),
+    *[(name, "", "record line incomplete") for name in ("name", "count", "fs", "samples")],
+    ("samples", "9" * 5000, "header line too long"),
+    ("name", "E" * 100_000, "header too large"),
+    ("name", "E" * 65, "record name"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "reason"), HOSTILE_SIGNAL, ids=lambda value: ascii(value)[:30])
+@pytest.mark.parametrize("row", [0, 11])
+def test_a_hostile_field_of_one_signal_refuses_the_header(name: str, value: str, reason: str, row: int) -> None:
+    text = Text()
+    setattr(text.signals[row], name, value)
+    assert parse(text.render()) == reason
+
+
+@pytest.mark.parametrize(("name", "value", "reason"), HOSTILE_RECORD, ids=lambda value: ascii(value)[:30])
+def test_a_hostile_record_line_refuses_the_header(name: str, value: str, reason: str) -> None:
+    text = Text()
+    setattr(text, name, value)
+    assert parse(text.render()) == reason
+
+
+GOOD = Text().render()
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "empty header"),
+        (b"\n \r\n\t\n", "empty header"),
+        (b"# Age: 5\n#Dx: 1\n", "empty header"),
+        (bytes(range(256)) * 4, "record"),
+        (b"\xff\xfe" + GOOD, "record name"),
+        (b"\xef\xbb\xbf" + GOOD, "record name"),
+        (GOOD.decode().encode("utf-16"), "record"),
+        (b"\0" * 60_000, "header line too long"),
+        (b"A" * 60_000, "header line too long"),
+        (GOOD + b"x " * 30_000, "signal count"),
+        (GOOD + b"\n" * 65_536, "header too large"),
+        (GOOD.split(b"\n", 1)[1], "signal count"),  # its record line lost
+        (b"\n".join([GOOD, GOOD]), "signal count"),  # two headers in one file
+        (b"E00001 64 500 5000\n" + b"E00001.mat 16 1000 16 0 0 0 0 x\n" * 65, "signal count"),
+        *[(b"\n".join(GOOD.split(b"\n")[:lines]) + b"\n", "signal count") for lines in range(1, 13)],  # cut off
+    ],
+)
+def test_text_that_is_no_header(data: bytes, reason: str) -> None:
+    assert str(parse(data)).startswith(reason)
+
+
+@pytest.mark.parametrize(
+    "filler",
+    [
+        b"#",
+        b"# ",
+        b"#" + b" " * 60_000 + b"Age",
+        b"#Dx:" + b"," * 60_000,
+        b"#Age: " + b"1" * 60_000,
+        b"#Age: 1\n" * 7000,
+        b" \n" * 30_000,
+    ],
+    ids=lambda filler: ascii(filler[:8]),
+)
+def test_long_comments_neither_take_time_nor_change_the_signals(filler: bytes) -> None:
+    data = (GOOD + filler * (60_000 // len(filler)))[:65_536]
+    assert parsed(data).leads == LEADS
+
+
+def test_other_channels_may_have_any_unit_and_leads_may_not() -> None:
+    text = Text(count="13")
+    text.signals.append(Signal(gain="12.5(0)/mmHg", lead="ABP"))
+    assert parsed(text.render()).leads == (*LEADS, "ABP")
+    text.signals[3].gain = "12.5(0)/mmHg"
+    assert parse(text.render()) == "unknown unit"
+
+
+# What follows draws texts at random.
+
+NAMES = st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True)
+WHOLE = st.integers(-(2**31), 2**31 - 1).map(str)
+
+
+@st.composite
+def gains(draw: st.DrawFn) -> tuple[str, float, int | None]:
+    """(text, steps per mV, baseline)"""
+    unit = draw(st.sampled_from(sorted(MV)))
+    per_mv = draw(st.floats(1e-2, 1e8))
+    number = repr(per_mv * MV[unit])
+    baseline = draw(st.none() | st.integers(-32768, 32767))
+    return (
+        number + (f"({baseline})" if baseline is not None else "") + (f"/{unit}" if unit else ""),
+        float(number) / MV[unit],
+        baseline,
+    )
+
+
+@st.composite
+def headers(draw: st.DrawFn) -> tuple[Text, WfdbHeader]:
+    """A header's text and what it says."""
+    count = draw(st.integers(1, MAX_SIGNALS))
+    name, samples, fs_hz = draw(NAMES), draw(st.integers(1, MAX_SAMPLES)), draw(st.floats(50, 2000) | st.integers(50, 2000))
+    signals, rows = [], []
+    for _ in range(count):
+        file = draw(NAMES) + draw(st.sampled_from(["", ".dat", ".mat", ".d1"]))
+        code, offset = draw(st.integers(0, 999)), draw(st.none() | st.integers(0, 10**8))
+        form = f"{code}{draw(st.sampled_from(['', 'x1']))}" + (f"+{offset}" if offset is not None else "")
+        gain, per_mv, baseline = draw(gains())
+        zero, first, checksum = draw(WHOLE), draw(WHOLE), draw(st.integers(-32768, 65535))
+        lead = draw(st.sampled_from(LEADS) | st.from_regex(r"[!-~]([ -~]{0,20}[!-~])?", fullmatch=True))
+        signals.append(
+            Signal(file, form, gain, draw(st.sampled_from(["0", "12", "16"])), zero, first, str(checksum), "0", lead)
+        )
+        rows.append((file, code, offset or 0, per_mv, int(zero) if baseline is None else baseline, int(first), checksum, lead))
+    age, sex = draw(st.none() | st.integers(0, 90)), draw(st.sampled_from([None, "M", "F"]))
+    dx = ",".join(draw(st.lists(st.from_regex(r"[0-9]{6,12}", fullmatch=True), max_size=5)))
+    mark = draw(st.sampled_from(["#", "# "]))
+    said = [f"Age: {'NaN' if age is None else age}", f"Sex: {sex or 'Unknown'}", f"Dx: {dx}", "Rx: Unknown", "Hx: Age: 5"]
+    rest = draw(st.sampled_from(["", "11:39:16", "05-Feb-2020 11:39:16", "0:0:0 01/01/2000"]))
+    text = Text(
+        name + draw(st.sampled_from(["", ".mat"])), str(count), str(fs_hz), str(samples), rest, signals,
+        [mark + line for line in draw(st.permutations(said))],
+    )  # fmt: skip
+    return text, WfdbHeader(name, float(fs_hz), samples, *zip(*rows, strict=True), age, sex, dx)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(headers(), st.sampled_from(["\n", "\r\n"]))
+def test_a_valid_header_says_exactly_its_fields(made: tuple[Text, WfdbHeader], line_end: str) -> None:
+    text, meant = made
+    data = text.render().replace(b"\n", line_end.encode())
+    assert parsed(data) == meant
+    assert peek(data) == (meant.name, len(meant.leads), meant.fs_hz, meant.samples)
+
+
+NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+
+
+def plain_reading(data: bytes) -> list[object]:
+    """What a text says, by the format's rules alone: words between blanks, numbers in ASCII. Fails where it says nothing."""
+    lines = [line.strip() for line in data.decode("utf-8", "replace").splitlines()]
+    record, *signals = [line for line in lines if line and not line.startswith("#")]
+    name, count, fs, samples = record.split()[:4]
+    assert int(count) == len(signals)
+    assert re.fullmatch(rf"{NUMBER}(/.*)?", fs, re.ASCII)
+    assert re.fullmatch(r"\+?\d+", samples, re.ASCII)
+    said: list[object] = [name.removesuffix(".mat"), float(fs.split("/")[0]), int(samples)]
+    for line in signals:
+        file, form, gain, _, zero, first, checksum, _, lead = line.split(None, 8)
+        code, _, offset = form.removesuffix("x1").replace("x1+", "+").replace("x01+", "+").partition("+")
+        number, baseline, unit = re.fullmatch(rf"({NUMBER})(?:\((-?\d+)\))?(?:/(\S+))?", gain, re.ASCII).groups()  # type: ignore[union-attr]
+        known = {spelling.lower(): factor for spelling, factor in MV.items()} | {"μv": 1e-3}
+        per_mv = float(number) / known[(unit or "").lower()] if lead.upper() in map(str.upper, LEADS) else None
+        assert "/" not in file
+        assert ".." not in file
+        said.append(
+            [
+                file,
+                int(code),
+                int(offset or 0),
+                per_mv,
+                int(baseline or zero) if per_mv else None,
+                int(first),
+                int(checksum),
+                lead,
+            ]
+        )
+    return said
+
+
+def as_read(header: WfdbHeader) -> list[object]:
+    known = [lead.upper() in map(str.upper, LEADS) for lead in header.leads]
+    gains = [gain if lead else None for gain, lead in zip(header.gains, known, strict=True)]
+    zeros = [zero if lead else None for zero, lead in zip(header.baselines, known, strict=True)]
+    columns = (header.files, header.formats, header.offsets, gains, zeros, header.initials, header.checksums, header.leads)
+    return [header.name, header.fs_hz, header.samples, *map(list, zip(*columns, strict=True))]
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> bytes:
+    """A good header after one to four accidents."""
+    text = Text(signals=[Signal(lead=lead) for lead in LEADS[: draw(st.integers(1, 12))]])
+    text.count = str(len(text.signals))
+    data = text.render()
+    for _ in range(draw(st.integers(1, 4))):
+        start = draw(st.integers(0, max(0, len(data) - 1)))
+        stop = start + draw(st.integers(0, 12))
+        match draw(st.integers(0, 6)):
+            case 0:
+                data = data[:start] + data[stop:]
+            case 1:
+                data = data[:stop] + data[start:]
+            case 2:
+                data = data[:start] + draw(st.binary(max_size=8)) + data[start:]
+            case 3:
+                data = data[:start] + draw(st.binary(min_size=stop - start, max_size=stop - start)) + data[stop:]
+            case 4:
+                likely = draw(st.sampled_from([*"0123456789.-+eExX:/()\t\n _#naif", "mV", "uV", "\uff11", "\x85"]))
+                data = data[:start] + likely.encode() + data[start + draw(st.integers(0, 1)) :]
+            case 5:
+                words = re.split(rb"(\s+)", data)
+                del words[draw(st.integers(0, len(words) - 1))]
+                data = b"".join(words)
+            case 6:
+                lines = data.split(b"\n")
+                i, j = draw(st.integers(0, len(lines) - 1)), draw(st.integers(0, len(lines) - 1))
+                lines[i] = lines[j] if draw(st.booleans()) else b""
+                data = b"\n".join(lines)
+    return data
+
+
+@settings(max_examples=1500, deadline=None, derandomize=True)
+@given(damaged())
+def test_a_damaged_header_is_refused_or_says_what_it_now_says(data: bytes) -> None:
+    found = parse(data)
+    if isinstance(found, WfdbHeader):
+        assert as_read(found) == plain_reading(data)
+        assert all(math.isfinite(gain) and gain > 0 for gain in found.gains)
+        assert 50 <= found.fs_hz <= 2000
+        assert 1 <= found.samples <= MAX_SAMPLES
+        assert found.dx == "" or any(line.rstrip().endswith(found.dx) for line in data.decode("utf-8", "replace").splitlines())
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.binary(max_size=3000) | st.text(max_size=1000).map(str.encode))
+def test_arbitrary_bytes_are_refused(data: bytes) -> None:
+    assert isinstance(parse(data), str)

@@ -1,0 +1,91 @@
+"""The rules of the house: names, directions of imports, weights of packages. See README, "How it is built"."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("data_tools", "engine")
+MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def dotted(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """(module, at import time) for each import statement; names imported from a package count as its modules if they are."""
+    tree = ast.parse(path.read_text())
+    late = {id(node) for scope in ast.walk(tree) if isinstance(scope, ast.FunctionDef) for node in ast.walk(scope)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, id(node) not in late) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide where a name comes from"
+            yield str(node.module), id(node) not in late
+            inside = ROOT / str(node.module).replace(".", "/")
+            submodules = [
+                alias.name for alias in node.names if (inside / f"{alias.name}.py").exists() or (inside / alias.name).is_dir()
+            ]
+            yield from ((f"{node.module}.{name}", id(node) not in late) for name in submodules)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_no_module_bears_the_name_of_a_standard_one(path: Path) -> None:
+    """A script run from engine/ has engine/ first on sys.path: engine/queue.py would replace the standard queue."""
+    stem = path.stem
+    assert stem not in sys.stdlib_module_names or stem in ("__init__", "__main__")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_modules_stay_readable(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 420, f"{path.name}: {len(lines)} lines: is there a room missing?"
+    tree = ast.parse(path.read_text())
+    long = [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 62]  # type: ignore[operator]
+    assert not long, f"{path.name}: {long} are longer than a screen"
+    assert ast.get_docstring(tree), f"{path.name} does not say what it is for"
+
+
+def test_data_tools_know_nothing_of_torch_or_the_engine() -> None:
+    named = {(dotted(p), n.split(".")[0]) for p in MODULES if dotted(p).startswith("data_tools") for n, _ in imports(p)}
+    assert not {(module, name) for module, name in named if name in {"torch", "deepspeed", "engine", "nvidia"}}
+    modules = [dotted(path) for path in MODULES if dotted(path).startswith("data_tools") and path.stem != "__main__"]
+    probe = f"import sys, importlib; [importlib.import_module(m) for m in {modules}]; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", probe], cwd=ROOT, check=False).returncode == 0  # nor by way of a library
+
+
+def test_the_engine_enters_the_data_tools_by_one_door() -> None:
+    doors = {"data_tools", "data_tools.dataset"}
+    engine = {(dotted(p), n) for p in MODULES if dotted(p).startswith("engine") for n, _ in imports(p)}
+    allowed_more = {("engine.embed", "data_tools.sources")}  # records straight from files
+    trespasses = {(m, n) for m, n in engine if n.startswith("data_tools") and n not in doors} - allowed_more
+    assert not trespasses
+
+
+def test_imports_run_one_way() -> None:
+    graph = {dotted(p): {n for n, at_import in imports(p) if at_import and n.split(".")[0] in PACKAGES} for p in MODULES}
+    names = set(graph)
+    packages = {name for name in names if any(other.startswith(name + ".") for other in names)}
+    edges = {
+        module: {target for target in targets if target in names and target != module and target not in packages}
+        | {target for target in targets & packages if not module.startswith(target + ".")}
+        for module, targets in graph.items()
+    }
+    for package in packages:  # a package's __init__ reaches its own modules
+        edges[package] = {target for target in graph[package] if target in names and target != package}
+    try:
+        list(TopologicalSorter(edges).static_order())
+    except CycleError as error:
+        pytest.fail(f"imports run in a circle: {' -> '.join(error.args[1])}")
+
+
+def test_the_cycle_test_sees_a_cycle() -> None:
+    with pytest.raises(CycleError):
+        list(TopologicalSorter({"a": {"b"}, "b": {"a"}}).static_order())
