@@ -1,0 +1,140 @@
+"""Dataset -> tensors of a batch: crops a second and a CPU-second, for every backend and stage, beside the peers.
+
+A synthetic dataset in the page cache; all sides end with float32 millivolts [2B, 12, 2500] in torch's hands, on the CPU. One
+torch thread: loaders run beside a training step.
+"""
+
+import shutil
+from collections.abc import Iterator
+from importlib.util import find_spec
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import Case
+from data_tools import synth
+from data_tools.build import Settings, shard
+from data_tools.dataset import Dataset
+from data_tools.sources import open_sources
+
+HAS_MOSAIC = find_spec("streaming") is not None  # mosaicml-streaming pins versions of its own: install it beside, or do without
+STAGES = {"crop": ("", 0.0), "RLM": ("", 0.5), "physio3+RLM": ("physio3", 0.5), "physio4+RLM": ("physio4", 0.5)}
+PEER_NOISE = {"RLM": (), "physio3+RLM": ("powerline", "emg", "wander"), "physio4+RLM": ("powerline", "emg", "wander", "shift")}
+PEER_CROPS = 512  # 122 MB of .mat files; gone through twice
+BATCHES = (64, 256, 1024)
+
+
+def prepare(work: Path, records: int) -> Path:
+    """A dataset of about `records` crops, of which the first PEER_CROPS also lie as two .mat files each."""
+    from benchmarks.peers import write_mosaic, write_segments
+
+    synth.synthesise(work / "archive", patients=records // 2, sessions=1, seed=11, progress=False)
+    dataset = shard(open_sources(str(work / "archive")), Settings(str(work / "dataset"), format="both", plan="all", quiet=True))
+    shutil.rmtree(work / "archive")
+    write_segments(dataset, work / "segments", PEER_CROPS)
+    if HAS_MOSAIC:
+        write_mosaic(dataset, work / "mosaic")
+    return work / "dataset"
+
+
+def cases(dataset: Path, work: Path, crops: int) -> dict[str, Case]:
+    found: dict[str, Case] = {}
+    for batch in BATCHES:
+        for threads in (1, 2):
+            found[f"gather: tar, batch {batch}, {threads} threads"] = (gather, (dataset, "tar", batch, threads, crops))
+    found["gather: zarr, batch 256, 1 threads"] = (gather, (dataset, "zarr", 256, 1, 512))
+    for stage in STAGES:
+        for batch in BATCHES if stage == "RLM" else (256,):
+            found[f"{stage}: torch, batch {batch}"] = (ours, (dataset, "torch", stage, batch, 2, crops))
+        found[f"{stage}: resident, batch 256"] = (ours, (dataset, "resident", stage, 256, 2, crops))
+        found[f"{stage}: dali on the CPU, batch 256"] = (ours, (dataset, "dali", stage, 256, 2, 1024))
+    for stage in PEER_NOISE:
+        for workers in (0, 2):
+            name = f"{stage}: re-creation of fairseq-signals' loader, {workers} workers"
+            found[name] = (fairseq_like, (work / "segments", stage, workers))
+    found["RLM: webdataset and DataLoader, 0 workers"] = (webdataset, (dataset, 0, crops))
+    found["RLM: webdataset and DataLoader, 2 workers"] = (webdataset, (dataset, 2, crops))
+    found["RLM: fn.readers.webdataset, torch"] = (dali_reader, (dataset, crops))
+    if HAS_MOSAIC:
+        found["RLM: mosaicml-streaming and DataLoader, 0 workers"] = (mosaic, (work / "mosaic", crops))
+    return found
+
+
+Stream = Iterator[float]
+
+
+def pumped(stream: Any, batch: int, crops: int) -> Stream:
+    """A few batches that do not count, then the crops that do."""
+    for _ in islice(stream, 4):
+        pass
+    yield 0.0
+    for _ in islice(stream, crops // batch):
+        pass
+    yield float(crops // batch * batch)
+
+
+def one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def gather(dataset: Path, source: str, batch: int, threads: int, crops: int) -> Stream:
+    from data_tools.dataset import CROP_SHAPE
+    from engine.pipelines.gather import Gather, read_ahead
+    from engine.pipelines.order import Order, Rows
+
+    opened = Dataset.open(str(dataset))
+    order = Order((Rows.of(opened),), batch)
+    reader = Gather([opened], threads=threads, source=source)  # type: ignore[arg-type]
+    stream = read_ahead((order.batch(step) for step in range(10**9)), reader, (batch, *CROP_SHAPE))
+    yield from pumped(stream, batch, crops)
+    stream.close()
+
+
+def ours(dataset: Path, backend: str, stage: str, batch: int, threads: int, crops: int) -> Stream:
+    import torch
+
+    from engine.pipelines.augment import AugmentConfig
+    from engine.pipelines.loader import Loader, LoaderConfig
+
+    one_thread()
+    noise, rlm = STAGES[stage]
+    config = LoaderConfig(backend=backend, batch_crops=batch, threads=threads, augment=AugmentConfig(rlm=rlm, noise=noise))  # type: ignore[arg-type]
+    loader = Loader(config, (Dataset.open(str(dataset)),), torch.device("cpu"))
+    yield from pumped(iter(loader), batch, crops)
+    loader.close()
+
+
+def fairseq_like(segments: Path, stage: str, workers: int) -> Stream:
+    from benchmarks import peers
+
+    one_thread()
+    files = sorted(segments.iterdir())
+    pairs = list(zip(files[::2], files[1::2], strict=True))
+    epochs = chain.from_iterable(peers.fairseq_like(pairs, PEER_NOISE[stage], 64, workers) for _ in range(3))
+    yield from pumped(epochs, 64, 2 * PEER_CROPS)
+
+
+def webdataset(dataset: Path, workers: int, crops: int) -> Stream:
+    from benchmarks import peers
+
+    one_thread()
+    opened = Dataset.open(str(dataset))
+    epochs = chain.from_iterable(peers.webdataset_loader(opened, 256, workers) for _ in range(1000))
+    yield from pumped(epochs, 256, crops)
+
+
+def dali_reader(dataset: Path, crops: int) -> Stream:
+    from benchmarks import peers
+
+    one_thread()
+    yield from pumped(peers.dali_reader(Dataset.open(str(dataset)), 256, 2), 256, crops)
+
+
+def mosaic(place: Path, crops: int) -> Stream:
+    from benchmarks import peers
+
+    one_thread()
+    epochs = chain.from_iterable(peers.mosaic_loader(place, 256, 0) for _ in range(1000))
+    yield from pumped(epochs, 256, crops)
