@@ -1,0 +1,89 @@
+"""int16 microvolts -> float32 millivolts in views -> augmentations, a whole batch at a time, on any torch device.
+
+    crops_BLT int16 [B, 12, 5000] -> x_BSLT float32 [B, S, L, 2500]
+
+The reference for the other backends and the fast path on a CPU. `Augmenter` holds what does not change from batch to batch;
+everything that is drawn comes in as parameters (augment_draws), so the same batch can be made again anywhere.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, cast
+
+import numpy as np
+import torch
+
+from engine.pipelines import counter
+from engine.pipelines.augment import AugmentConfig, Axis, augment, axis, torch_ops
+from engine.pipelines.augment_draws import Params, draws, white, white_bank
+from engine.pipelines.counter import Stream
+from engine.pipelines.order import Places
+
+FS_HZ, CROP, HALF = 500.0, 5000, 2500
+MV_PER_UV = 1e-3
+CHUNK = 16  # crops, 4 MB of float32: measured 4 to 32
+Views = Literal["halves", "window"]
+
+
+def crop_key(places: Places) -> np.ndarray:
+    """What names a crop to the counter-based generator: its dataset and its row."""
+    key: np.ndarray = places.dataset.astype(np.int64) << 40 | places.row
+    return key
+
+
+def parameters(config: AugmentConfig, views: Views, seed: int, places: Places) -> Params:
+    """All that is random about a batch."""
+    crop = crop_key(places)
+    p = draws(config, seed, places.epoch, crop, views=2)
+    if views == "window":
+        p["start"] = (counter.uniform(seed, Stream.WINDOW, places.epoch, crop) * (HALF + 1)).astype(np.int64)
+    return p
+
+
+@dataclass(frozen=True, eq=False)
+class Augmenter:
+    config: AugmentConfig
+    views: Views  # the two adjacent halves (CMSC), or one random window that is augmented twice (SimCLR, 3KG)
+    seed: int
+    device: torch.device
+
+    @cached_property
+    def time(self) -> Axis:
+        return Axis(*(values.to(self.device) for values in axis(HALF, FS_HZ, torch_ops())))
+
+    @cached_property
+    def bank(self) -> torch.Tensor:
+        return torch.from_numpy(white_bank(self.seed)).to(self.device)
+
+    def to_device(self, p: Params) -> dict[str, torch.Tensor]:
+        """A few kilobytes a batch, in one asynchronous copy each."""
+        on_cuda = self.device.type == "cuda"
+        tensors = {name: torch.from_numpy(values) for name, values in p.items()}
+        if on_cuda:
+            tensors = {name: values.pin_memory().to(self.device, non_blocking=True) for name, values in tensors.items()}
+        return tensors
+
+    def __call__(self, crops_BLT: torch.Tensor, p: dict[str, torch.Tensor]) -> torch.Tensor:
+        x = self.split(crops_BLT, p.get("start")).float()
+        if not (self.config.kinds or self.config.threekg) and x.shape[1] == 2 and self.config.output_leads == tuple(range(12)):
+            x.mul_(p["keep"] * MV_PER_UV if "keep" in p else MV_PER_UV)  # one pass instead of two
+            return x
+        if "emg_amplitude" in p:
+            p = p | {"white": white(self.bank, p["white_start"], HALF)}
+        x = cast(torch.Tensor, augment(x.mul_(MV_PER_UV), p, self.config, self.time, torch_ops()))
+        return x if x.shape[1] == 2 else x.repeat(1, 2, 1, 1)  # a window that nothing was done to is still two views
+
+    def into(self, crops_BLT: torch.Tensor, p: dict[str, torch.Tensor], out_BSLT: torch.Tensor) -> torch.Tensor:
+        """The same for a CPU: a few crops at a time, so that what lies between two passes stays in its cache and is not asked
+        of the kernel anew for every batch. Five times faster than a whole batch at once, page faults being most of its cost."""
+        for at in range(0, len(crops_BLT), CHUNK):
+            part = slice(at, at + CHUNK)
+            out_BSLT[part] = self(crops_BLT[part], {name: values[part] for name, values in p.items()})
+        return out_BSLT
+
+    def split(self, crops_BLT: torch.Tensor, start_B: torch.Tensor | None) -> torch.Tensor:
+        """The two halves as views of one copy, or the same window once: `augment` makes two of it."""
+        if start_B is None:
+            return crops_BLT.view(*crops_BLT.shape[:2], 2, HALF).transpose(1, 2)
+        index = start_B[:, None, None] + torch.arange(HALF, device=crops_BLT.device)
+        return crops_BLT.gather(2, index.expand(-1, crops_BLT.shape[1], -1))[:, None]

@@ -1,0 +1,279 @@
+"""Batches for training, and the state to go on from: the one face of the pipelines.
+
+    order -> gather (threads, read ahead) -> parameters (counter-based) -> views, augmentations on the device -> (batch, state)
+
+    loader = Loader(LoaderConfig(), (Dataset.open("DATASET"),), device=torch.device("cuda"), pretrain=True)
+    for batch, state in loader:               # without end; steps_per_epoch says how long an epoch is
+        ...                                   # state belongs to this batch: save it beside the model that has seen it
+    Loader(..., state=state)                  # the batch after it, bit for bit, after any kill
+
+Backends: `torch` (reference, and the fast path on a CPU), `dali` (GPU), `resident` (the dataset in device memory); `auto` takes
+DALI where there is a GPU and torch where there is none.
+"""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count, cycle
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset
+from engine.pipelines import dali
+from engine.pipelines.augment import AugmentConfig
+from engine.pipelines.augment_draws import Params
+from engine.pipelines.batched import HALF, Augmenter, Views, parameters
+from engine.pipelines.gather import Filled, Gather, Hold, read_ahead
+from engine.pipelines.order import Order, Places, Rows, shards_needed
+from engine.pipelines.resident import Resident
+from engine.pipelines.staging import Staging
+
+BACKENDS = ("auto", "dali", "torch", "resident")
+State = dict[str, Any]
+log = logging.getLogger(__name__)
+
+
+class LoaderError(Exception):
+    """Settings that cannot be, or a state of another run: one line that names what differs."""
+
+
+@dataclass(frozen=True)
+class LoaderConfig:
+    backend: Literal["auto", "dali", "torch", "resident"] = "auto"
+    batch_crops: int = 512  # of all ranks together
+    seed: int = 0
+    views: Views = "halves"
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    block_shards: int = 0  # 0: every crop of the dataset may meet every other; G: those of G shards, for data far away
+    weights: tuple[float, ...] | None = None  # of several datasets; None: by size
+    source: Literal["tar", "zarr"] | None = None
+    check: Literal["first", "always", "never"] = "first"
+    on_corrupt: Literal["stop", "skip"] = "stop"
+    threads: int = 2
+    read_ahead: int = 2  # batches ready beside the one in use
+    cache_dir: str | None = None  # for datasets on s3://
+    cache_bytes: int = 100 * 2**30
+
+    def __post_init__(self) -> None:
+        for name, known in (("backend", BACKENDS), ("views", ("halves", "window"))):
+            if getattr(self, name) not in known:
+                raise LoaderError(f"pipeline.{name}={getattr(self, name)!r}: use one of {', '.join(known)}")
+        for name in ("threads", "read_ahead"):
+            if getattr(self, name) < 1:
+                raise LoaderError(f"pipeline.{name}={getattr(self, name)}: at least 1 is needed")
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    x_BSLT: (
+        torch.Tensor
+    )  # float32 millivolts on the device; on a CPU (not dali) in a buffer that the batch after next uses again
+    places: Places  # dataset, row and epoch of each crop
+    skipped: tuple[tuple[int, int, str], ...] = ()  # crops left out as unreadable: (dataset, row, reason)
+
+
+@dataclass
+class Meter:
+    """Where the time goes; `snapshot` starts anew."""
+
+    crops: int = 0
+    waited_s: float = 0.0
+    busy_s: dict[str, float] = field(default_factory=dict)
+    since: float = field(default_factory=time.perf_counter)
+
+    def snapshot(self) -> dict[str, float]:
+        wall = max(time.perf_counter() - self.since, 1e-9)
+        facts = {"crops_per_s": self.crops / wall, "bytes_per_s": self.crops * CROP_BYTES / wall}
+        facts |= {"data_wait_pct": 100 * self.waited_s / wall} | {f"{k}_pct": 100 * v / wall for k, v in self.busy_s.items()}
+        self.crops, self.waited_s, self.busy_s, self.since = 0, 0.0, {}, time.perf_counter()
+        return facts
+
+    def add(self, stage: str, since: float) -> float:
+        now = time.perf_counter()
+        self.busy_s[stage] = self.busy_s.get(stage, 0.0) + now - since
+        return now
+
+
+def resolve(backend: str, device: torch.device) -> str:
+    """`auto` in full, and why."""
+    if backend != "auto":
+        return backend
+    chosen = "dali" if device.type == "cuda" else "torch"
+    log.info("pipeline.backend=auto: %s, because the device is %s", chosen, device.type)
+    return chosen
+
+
+class Loader:
+    """One rank's share of every global batch."""
+
+    def __init__(
+        self,
+        config: LoaderConfig,
+        datasets: Sequence[Dataset],
+        device: torch.device,
+        rank: int = 0,
+        world: int = 1,
+        state: State | None = None,
+        **roles: Any,
+    ) -> None:
+        """`roles`: which crops take part, as Rows.of has it: pretrain, dx, identity, halves."""
+        self.config, self.device, self.rank, self.world = config, device, rank, world
+        self.backend = resolve(config.backend, device)
+        rows = tuple(Rows.of(dataset, **roles) for dataset in datasets)
+        self.order = Order(rows, config.batch_crops, config.seed, config.weights, config.block_shards)
+        self.order.slice(0, rank, world)  # says now what cannot be
+        self.recipe = self._recipe(datasets, roles)
+        self.step = self._restored(state)
+        self._blob = state["dali"] if state else None
+        self.augmenter = Augmenter(config.augment, config.views, config.seed, device)
+        self.stagings = self._stagings(datasets)
+        staged: dict[int, Hold] = {d: staging.hold for d, staging in self.stagings.items()}
+        pin = device.type == "cuda"
+        self.gather = Gather(datasets, config.check, config.on_corrupt, config.threads, pin, config.source, staged)
+        self.meter = Meter()
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.order.steps_per_epoch
+
+    def close(self) -> None:
+        for staging in self.stagings.values():  # first: a reader may wait for a shard
+            staging.close()
+        self.gather.close()
+
+    def __iter__(self) -> Iterator[tuple[Batch, State]]:
+        batches = {"torch": self._torch, "dali": self._dali, "resident": self._resident}[self.backend]()
+        asked = time.perf_counter()
+        for batch, blob in batches:
+            self.meter.waited_s += time.perf_counter() - asked
+            self.meter.crops += len(batch.places)
+            self.step += 1
+            yield batch, {"crops_seen": self.step * self.config.batch_crops, "recipe": self.recipe, "dali": blob}
+            asked = time.perf_counter()
+
+    def _places(self) -> Iterator[Places]:
+        return (self.order.slice(step, self.rank, self.world) for step in count(self.step))
+
+    def _filled(self) -> Iterator[Filled[Places]]:
+        shape = (self.config.batch_crops // self.world, *CROP_SHAPE)
+        return read_ahead(self._places(), self.gather, shape, self.config.read_ahead)
+
+    def _parameters(self, places: Places) -> Params:
+        return parameters(self.config.augment, self.config.views, self.config.seed, places)
+
+    def _torch(self) -> Iterator[tuple[Batch, None]]:
+        filled, outs = self._filled(), cycle(self._outs())
+        copied = torch.cuda.Event() if self.device.type == "cuda" else None
+        try:
+            while True:
+                now = time.perf_counter()
+                if copied:
+                    copied.synchronize()  # asking for the next batch gives the last one's buffer back
+                places, crops, report = next(filled)
+                now = self.meter.add("gather_wait", now)
+                places = dataclasses.replace(places, row=report.row)
+                p = self.augmenter.to_device(self._parameters(places))
+                now = self.meter.add("draws", now)
+                if copied:
+                    on_device = torch.from_numpy(crops).to(self.device, non_blocking=True)
+                    copied.record()
+                    x = self.augmenter(on_device, p)
+                else:
+                    x = self.augmenter.into(torch.from_numpy(crops), p, next(outs))
+                self.meter.add("augment", now)
+                yield Batch(x, places, report.skipped), None
+        finally:
+            filled.close()  # type: ignore[attr-defined]
+
+    def _outs(self) -> list[torch.Tensor]:
+        """Two buffers in turn for a CPU; a GPU's allocator keeps its own."""
+        shape = (self.config.batch_crops // self.world, 2, len(self.config.augment.output_leads), HALF)
+        return [torch.empty(shape) for _ in range(2 if self.device.type == "cpu" else 0)]
+
+    def _resident(self) -> Iterator[tuple[Batch, None]]:
+        resident, outs = Resident(self.order, self.gather, self.augmenter), cycle(self._outs() or [None])
+        for places in self._places():
+            p = self.augmenter.to_device(self._parameters(places))
+            yield Batch(resident.batch(places, p, next(outs)), places), None
+
+    def _dali(self) -> Iterator[tuple[Batch, str]]:
+        """DALI asks ahead; what it was given is kept until its batch comes out."""
+        ahead: dict[int, tuple[Places, Any]] = {}
+        filled = self._filled()
+
+        def feed() -> Iterator[tuple[int, np.ndarray, Params]]:
+            for step, (places, crops, report) in zip(count(self.step), filled, strict=False):
+                there = dataclasses.replace(places, row=report.row)
+                ahead[step] = there, report.skipped
+                yield step, crops, self._parameters(there)
+
+        each = self.config.batch_crops // self.world
+        example = self._parameters(self.order.slice(0, self.rank, self.world))
+        seed = self.config.seed * 65_537 + self.rank
+        fed = feed()
+        pipeline = dali.Pipeline(
+            self.config.augment, self.config.views, seed, fed, each, example, self.device, self.config.threads, self._blob
+        )
+        try:
+            while True:
+                step, x = pipeline.run()
+                places, skipped = ahead.pop(step)
+                yield Batch(x, places, skipped), pipeline.checkpoint()
+        finally:
+            fed.close()  # type: ignore[attr-defined]
+            filled.close()  # type: ignore[attr-defined]
+
+    def _stagings(self, datasets: Sequence[Dataset]) -> dict[int, Staging]:
+        far = [d for d, dataset in enumerate(datasets) if dataset.root.remote and dataset.shards and self.config.source != "zarr"]
+        if not far:
+            return {}
+        if not self.config.cache_dir or not self.config.block_shards:
+            raise LoaderError(
+                "a dataset on s3:// needs pipeline.cache_dir, and pipeline.block_shards of 1 or more to be staged"
+            )
+        return {d: self._staging(d, datasets[d]) for d in far}
+
+    def _staging(self, number: int, dataset: Dataset) -> Staging:
+        needed = (shard for d, shard in shards_needed(self.order, self.step * self.config.batch_crops) if d == number)
+        together = self.config.block_shards
+        return Staging(dataset, str(self.config.cache_dir), self.config.cache_bytes, max(4, together), needed, together)
+
+    def _recipe(self, datasets: Sequence[Dataset], roles: dict[str, Any]) -> dict[str, Any]:
+        """All that the next batch depends on besides `crops_seen`, in words."""
+        recipe = {
+            "datasets": [dataset.fingerprint for dataset in datasets],
+            "roles": {name: value for name, value in sorted(roles.items()) if value is not None},
+            "backend": self.backend,
+            "batch_crops": self.config.batch_crops,
+            "seed": self.config.seed,
+            "views": self.config.views,
+            "block_shards": self.config.block_shards,
+            "weights": list(self.config.weights) if self.config.weights else None,
+            "augment": _plain(dataclasses.asdict(self.config.augment)),
+        }
+        if self.backend == "dali":  # its generator's state is of one version, and of one rank of so many
+            recipe |= {"dali_version": dali.version(), "rank": self.rank, "world": self.world}
+        return recipe
+
+    def _restored(self, state: State | None) -> int:
+        if state is None:
+            return 0
+        for name in sorted(self.recipe.keys() | state["recipe"].keys()):
+            before, now = state["recipe"].get(name), self.recipe.get(name)
+            if before != now:
+                raise LoaderError(f"cannot go on: {name} was {before} and is {now}: set it back, or begin a new run")
+        step, rest = divmod(int(state["crops_seen"]), self.config.batch_crops)
+        if rest:
+            raise LoaderError(f"cannot go on: crops_seen={state['crops_seen']} is no whole number of batches")
+        return step
+
+
+def _plain(value: Any) -> Any:
+    """As JSON would give it back."""
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, tuple | list) else value

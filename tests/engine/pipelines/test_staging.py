@@ -1,0 +1,469 @@
+"""Shards from far away: in time, in bounds, once for all processes, and never a wrong byte."""
+
+import errno
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+from moto.server import ThreadedMotoServer
+from test_gather import Batch, make_dataset, take_all
+
+from data_tools import storage
+from data_tools.dataset import CROP_SHAPE, Dataset, DatasetError
+from data_tools.storage import Folder
+from engine.pipelines import staging as module
+from engine.pipelines.gather import Gather, read_ahead
+from engine.pipelines.order import Order, Rows, shards_needed
+from engine.pipelines.staging import Staging, StagingError
+
+CROPS = 2
+
+
+@dataclass
+class Root:
+    """A place whose reads are noted, and done by `how` if it wants to."""
+
+    inner: Folder
+    how: Callable[["Root", str, int, int], bytes] = lambda root, *what: root.inner.read_range(*what)
+    reads: list[tuple[str, int]] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.inner, name)
+
+    def read_range(self, name: str, start: int, size: int) -> bytes:
+        self.reads.append((name, start))
+        return self.how(self, name, start, size)
+
+    def shards(self) -> list[int]:
+        """In the order in which their downloads began."""
+        return [int(name[7:12]) for name, start in self.reads if start == 0]
+
+
+def through(dataset: Dataset, how: Callable[[Root, str, int, int], bytes] | None = None) -> tuple[Dataset, Root]:
+    root = Root(dataset.root, how) if how else Root(dataset.root)
+    return Dataset(root, dataset.meta), root
+
+
+@pytest.fixture(autouse=True)
+def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PART_BYTES", 100_000)
+    monkeypatch.setattr(module, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(module, "POLL_S", 0.01)
+
+
+@pytest.fixture(scope="session")
+def ten(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """Ten shards of two crops. Read only."""
+    return make_dataset(tmp_path_factory.mktemp("ten") / "ten", shards=10, crops=CROPS, seed=5)
+
+
+@pytest.fixture
+def stagings() -> Iterator[list[Staging]]:
+    """Closed at the end, or their threads would live on."""
+    made: list[Staging] = []
+    yield made
+    for one in made:
+        one.close()
+
+
+def room(dataset: Dataset, shards: int) -> int:
+    return shards * dataset.shards[0]["bytes"]
+
+
+def cached(cache: Path) -> int:
+    size = 0
+    for path in cache.glob("*.*"):
+        with suppress(FileNotFoundError):  # renamed or evicted meanwhile
+            size += path.stat().st_size
+    return size
+
+
+def right(path: str, dataset: Dataset, shard: int) -> bool:
+    return Path(path).read_bytes() == Path(dataset.root.url, "shards", dataset.shards[shard]["name"]).read_bytes()
+
+
+def named(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == name]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not happen within 5 s")
+
+
+# From a bucket
+
+
+@pytest.fixture
+def bucket(ten: Dataset, stagings: list[Staging], monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    server = ThreadedMotoServer("127.0.0.1", port=0)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in {"ENDPOINT_URL": f"http://{host}:{port}", "ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "x"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    storage._connect.cache_clear()
+    fs = fsspec.filesystem("s3", skip_instance_cache=True)
+    name = f"ecgs-{port}"  # moto's buckets outlive its servers
+    fs.mkdir(name)
+    fs.put(ten.root.url, f"{name}/ten", recursive=True)
+    yield f"s3://{name}/ten"
+    for one in stagings:  # or their threads go on with the next test's server
+        one.close()
+    until(lambda: not named("staging-part"))
+    storage._connect.cache_clear()
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    server.stop()
+
+
+def test_training_from_a_bucket(bucket: str, ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
+    """Two epochs in block order, with room for a block and two shards: right bytes, each shard fetched once an epoch."""
+    dataset, root = through(Dataset.open(bucket))
+    order = Order((Rows.of(dataset),), batch_crops=2, block_shards=2)
+    needed = (shard for _, shard in shards_needed(order, 0))
+    staging = Staging(dataset, tmp_path, room(ten, 4), ahead=2, order=needed, together=2)
+    stagings.append(staging)
+    with closing(Gather([dataset], staged={0: staging.hold})) as gather:
+        yielded: list[list[int]] = []
+        take_all(read_ahead((order.batch(step) for step in range(20)), gather, (2, *CROP_SHAPE)), yielded, ten)
+    assert sorted(row for rows in yielded for row in rows) == sorted(list(range(20)) * 2)
+    assert max(Counter(root.shards()).values()) <= 3 and len(root.shards()) <= 20 + 4  # the next epoch's first ones
+    assert cached(tmp_path) <= room(ten, 4)
+
+
+def test_remote_shards_are_not_read_crop_by_crop(bucket: str) -> None:
+    with pytest.raises(DatasetError, match=r"/ten is far away: its shards are read through a cache"):
+        Gather([Dataset.open(bucket)])
+
+
+def test_a_damaged_object_is_refused(bucket: str, ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
+    fs = fsspec.filesystem("s3", skip_instance_cache=True)
+    data = bytearray(fs.cat_file(f"{bucket}/shards/00003.tar"))
+    data[1000] ^= 1
+    fs.pipe_file(f"{bucket}/shards/00003.tar", bytes(data))
+    fs.pipe_file(f"{bucket}/shards/00005.tar", bytes(fs.cat_file(f"{bucket}/shards/00005.tar"))[:-50_000])
+    fs.rm(f"{bucket}/shards/00007.tar")
+    dataset, root = through(Dataset.open(bucket))
+    stagings.append(Staging(dataset, tmp_path, room(ten, 10)))
+    for shard, why in ((3, "its bytes fail their sha256, twice"), (5, "bytes came"), (7, "no such file")):
+        with pytest.raises(DatasetError, match=rf"^{bucket}/shards/0000{shard}\.tar: [^\n]*{why}[^\n]*$"):
+            stagings[0].path(shard)
+    assert root.shards().count(3) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    gather, out = Gather([dataset], on_corrupt="skip", staged={0: stagings[0].hold}), np.empty((3, *CROP_SHAPE), np.int16)
+    report = gather.read(np.zeros(3, int), np.array([6, 1, 14]), out)
+    assert report.row.tolist() == [8, 1, 16] and gather.skipped == 4
+    assert all(np.array_equal(crop, ten.read(row)) for crop, row in zip(out, report.row, strict=True))
+    with pytest.raises(DatasetError, match=r"00003\.tar: .*sha256, twice.*crop 6 at byte \d+"):
+        Gather([dataset], staged={0: stagings[0].hold}).read(np.zeros(1, int), np.array([6]), out[:1])
+
+
+# Order and bounds
+
+
+def test_the_first_shard_is_there_before_the_others(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
+    opened = threading.Event()
+
+    def gate(root: Root, name: str, start: int, size: int) -> bytes:
+        assert "00004" in name or opened.wait(20)
+        return root.inner.read_range(name, start, size)
+
+    dataset, root = through(ten, gate)
+    stagings.append(Staging(dataset, tmp_path, room(ten, 10), ahead=3, order=[4, 9, 2, 0, 1, 3]))
+    assert right(stagings[0].path(4), ten, 4)
+    until(lambda: sorted(root.shards()) == [0, 2, 4, 9])  # 4 is done with, so 0 is one of the next three
+    opened.set()
+    assert right(stagings[0].path(2), ten, 2)
+    until(lambda: sorted(root.shards()) == [0, 1, 2, 3, 4, 9])
+
+
+def test_the_bound_holds_at_every_moment(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
+    sizes = []
+
+    def weigh(root: Root, name: str, start: int, size: int) -> bytes:
+        sizes.append(cached(tmp_path))
+        return root.inner.read_range(name, start, size)
+
+    dataset, root = through(ten, weigh)
+    order = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9] * 2
+    stagings.append(Staging(dataset, tmp_path, room(ten, 4) + 1000, ahead=2, order=iter(order)))
+    for shard in order:
+        with stagings[0].hold(shard) as path:
+            assert right(path, ten, shard)
+    assert max(sizes) == room(ten, 4)
+    assert Counter(root.shards()) == dict.fromkeys(range(10), 2)  # nothing that was coming was evicted
+
+
+def test_the_longest_unneeded_goes_first(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
+    stagings.append(Staging(ten, tmp_path, room(ten, 3)))
+    for shard in (0, 1, 2, 0, 5):
+        stagings[0].path(shard)
+    assert {path.stem for path in tmp_path.glob("*.tar")} == {ten.shards[s]["sha256"] for s in (0, 2, 5)}
+
+
+def test_a_prefetch_does_not_drive_out_the_current_block(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
+    dataset, root = through(ten)
+    stagings.append(Staging(dataset, tmp_path, room(ten, 3), ahead=3, order=range(10), together=3))
+    for _ in range(3):
+        for shard in (2, 0, 1):
+            assert right(stagings[0].path(shard), ten, shard)
+            time.sleep(0.03)
+    assert Counter(root.shards()) == {0: 1, 1: 1, 2: 1}
+    for shard in (5, 3, 4):
+        assert right(stagings[0].path(shard), ten, shard)
+
+
+def test_a_shard_that_was_evicted_is_fetched_before_its_next_turn(
+    ten: Dataset, tmp_path: Path, stagings: list[Staging]
+) -> None:
+    stagings.append(Staging(ten, tmp_path, room(ten, 2), ahead=1, order=[0, 1, 2, 3, 0, 1]))
+    first = Path(stagings[0].path(0))
+    for shard in (1, 2):
+        stagings[0].path(shard)
+    assert not first.exists()
+    stagings[0].path(3)
+    until(first.exists)
+
+
+def test_asking_again_does_not_advance(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
+    """Of three shards, all in use: the order comes back to them at once, but the time for that has not come."""
+    order = iter([0, 1, 2] * 10)
+    stagings.append(Staging(ten, tmp_path, room(ten, 3), ahead=4, order=order, together=3))
+    for shard in (0, 0, 0, 1, 2, 1, 0):
+        stagings[0].path(shard)
+    assert len(list(order)) == 30 - 4 - 3
+
+
+def test_a_lock_on_a_file_that_was_just_evicted_is_none(tmp_path: Path) -> None:
+    path, locks = tmp_path / "file", []
+    path.touch()
+    evictor = module._open_locked(path, os.O_RDONLY, module.fcntl.LOCK_EX)
+    waiting = threading.Thread(target=lambda: locks.append(module._open_locked(path, os.O_RDONLY, module.fcntl.LOCK_SH)))
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    path.unlink()
+    path.touch()  # already fetched again
+    os.close(evictor)
+    waiting.join(5)
+    assert locks == [None]
+
+
+def test_what_is_held_stays(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
+    staging = Staging(ten, tmp_path, room(ten, 2), order=range(10))
+    stagings.append(staging)
+    with staging.hold(0) as first:
+        for shard in (1, 2, 3):
+            assert right(staging.path(shard), ten, shard)
+        assert right(first, ten, 0)
+        with (
+            staging.hold(1),
+            pytest.raises(StagingError, match=r"do not hold the 3 shards of one batch.*lower order\.block_shards"),
+            staging.hold(2),
+        ):
+            pass
+    staging.path(4), staging.path(5)
+    assert not Path(first).exists()
+
+
+def test_a_cache_smaller_than_a_shard(ten: Dataset, tmp_path: Path) -> None:
+    with pytest.raises(StagingError, match=r"cannot hold one shard of \d+: allow more"):
+        Staging(ten, tmp_path, room(ten, 1) - 1)
+
+
+def test_a_cache_full_of_anothers_shards(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
+    stagings += [Staging(ten, tmp_path, room(ten, 1)), Staging(ten, tmp_path, room(ten, 1), timeout_s=0.05)]
+    with stagings[0].hold(0), pytest.raises(StagingError, match=r"no room for .*00001\.tar: others hold all of it"):
+        stagings[1].path(1)
+
+
+# Failures
+
+
+def failing(how_often: float, kind: str) -> Callable[[Root, str, int, int], bytes]:
+    """Each part fails so often, and comes then."""
+    tries: Counter[tuple[str, int]] = Counter()
+
+    def fail(root: Root, name: str, start: int, size: int) -> bytes:
+        tries[name, start] += 1
+        if tries[name, start] <= how_often:
+            if kind == "500":
+                raise OSError(errno.EIO, "We encountered an internal error. Please try again.\nOr not.")
+            if kind == "stalls":
+                time.sleep(0.6)
+            if kind == "cuts":
+                return root.inner.read_range(name, start, size)[:-1]
+        return root.inner.read_range(name, start, size)
+
+    return fail
+
+
+@pytest.mark.parametrize("kind", ["500", "stalls", "cuts"])
+def test_a_server_that_fails_now_and_then(ten: Dataset, tmp_path: Path, stagings: list[Staging], kind: str) -> None:
+    dataset, root = through(ten, failing(2, kind))
+    stagings.append(Staging(dataset, tmp_path, room(ten, 10), order=[1], timeout_s=0.1))
+    assert right(stagings[0].path(1), ten, 1)
+    assert min(Counter(root.reads).values()) == 3
+
+
+@pytest.mark.parametrize("kind, error", [("500", StagingError), ("stalls", StagingError), ("cuts", DatasetError)])
+def test_a_server_that_fails_for_ever(
+    ten: Dataset, tmp_path: Path, stagings: list[Staging], kind: str, error: type[DatasetError]
+) -> None:
+    """A failing place stops the run; only a file that is too short may be skipped."""
+    dataset, _ = through(ten, failing(1e9, kind))
+    stagings.append(Staging(dataset, tmp_path, room(ten, 10), timeout_s=0.05))
+    with pytest.raises(DatasetError, match=r"\A[^\n]*ten/shards/00001\.tar: byte 0 after 5 tries: [^\n]*\Z") as caught:
+        stagings[0].path(1)
+    assert type(caught.value) is error
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    gather = Gather([dataset], on_corrupt="skip", staged={0: stagings[0].hold})
+    if error is StagingError:
+        with pytest.raises(StagingError):
+            gather.read(np.zeros(1, int), np.array([2]), np.empty((1, *CROP_SHAPE), np.int16))
+        assert gather.skipped == 0
+
+
+def test_bytes_that_are_wrong_once_are_fetched_again(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
+    seen: Counter[int] = Counter()
+
+    def flip_once(root: Root, name: str, start: int, size: int) -> bytes:
+        seen[start] += 1
+        data = bytearray(root.inner.read_range(name, start, size))
+        data[5] ^= start == 100_000 and seen[start] == 1
+        return bytes(data)
+
+    stagings.append(Staging(through(ten, flip_once)[0], tmp_path, room(ten, 10)))
+    assert right(stagings[0].path(1), ten, 1) and seen[0] == 2
+
+
+def test_a_full_disk(ten: Dataset, tmp_path: Path, stagings: list[Staging], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module.os, "pwrite", full)
+    stagings.append(Staging(ten, tmp_path, room(ten, 10)))
+    with pytest.raises(StagingError, match=rf"{re.escape(str(tmp_path))}: No space left on device, while .*00001\.tar"):
+        stagings[0].path(1)
+    assert cached(tmp_path) == 0
+
+
+def test_what_an_earlier_run_left_is_verified(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
+    first = Staging(ten, tmp_path, room(ten, 10))
+    paths = [Path(first.path(shard)) for shard in (0, 1)]
+    first.close()
+    damaged = bytearray(paths[0].read_bytes())
+    damaged[9] ^= 1
+    paths[0].write_bytes(damaged)
+    dataset, root = through(ten)
+    stagings.append(Staging(dataset, tmp_path, room(ten, 10)))
+    assert all(right(stagings[0].path(shard), ten, shard) for shard in (0, 1))
+    assert root.shards() == [0]
+
+
+def test_close_wakes_who_waits(ten: Dataset, tmp_path: Path) -> None:
+    dataset, _ = through(ten, lambda *_: time.sleep(4) or b"")
+    before = set(named("staging"))
+    staging = Staging(dataset, tmp_path, room(ten, 10), timeout_s=30)
+    threading.Timer(0.2, staging.close).start()
+    start = time.monotonic()
+    with pytest.raises(StagingError, match=r"00001\.tar: the cache was closed"):
+        staging.path(1)
+    assert time.monotonic() - start < 1
+    until(lambda: not set(named("staging")) - before)
+
+
+# Several processes
+
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from data_tools.dataset import Dataset
+from engine.pipelines import staging
+staging.PART_BYTES, staging.POLL_S = 50_000, 0.01
+url, cache, notes, shards, max_shards = sys.argv[1:]
+dataset = Dataset.open(url)
+class Slow:
+    def __init__(self, inner): self.inner = inner
+    def __getattr__(self, name): return getattr(self.inner, name)
+    def read_range(self, name, start, size):
+        with open(notes, "a") as file: file.write(f"{name} {start}\\n")
+        time.sleep(0.02)
+        return self.inner.read_range(name, start, size)
+one = staging.Staging(Dataset(Slow(dataset.root), dataset.meta), cache, int(max_shards) * dataset.shards[0]["bytes"])
+for shard in map(int, shards.split(",")):
+    with one.hold(shard) as path:
+        assert Path(path).read_bytes() == Path(url, "shards", dataset.shards[shard]["name"]).read_bytes(), shard
+"""
+
+
+def start(ten: Dataset, cache: Path, notes: Path, shards: list[int], max_shards: int) -> "subprocess.Popen[bytes]":
+    arguments = [ten.root.url, str(cache), str(notes), ",".join(map(str, shards)), str(max_shards)]
+    return subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments], cwd=Path(module.__file__).parents[2])
+
+
+def test_two_processes_share_a_cache(ten: Dataset, tmp_path: Path) -> None:
+    cache, notes = tmp_path / "cache", tmp_path / "notes"
+    processes = [start(ten, cache, notes, list(range(10)), 10) for _ in range(2)]
+    assert [process.wait(60) for process in processes] == [0, 0]
+    assert set(Counter(notes.read_text().splitlines()).values()) == {1}  # every part came once
+    assert len(list(cache.glob("*.tar"))) == 10 and not list(cache.glob("*.partial"))
+
+
+def test_two_processes_in_a_tight_cache(ten: Dataset, tmp_path: Path) -> None:
+    """They evict what the other one wanted: slow, but the bytes are right and the bound holds."""
+    cache, rng = tmp_path / "cache", np.random.default_rng(1)
+    cache.mkdir()
+    processes = [start(ten, cache, tmp_path / "notes", rng.integers(0, 10, 25).tolist(), 3) for _ in range(2)]
+    most = 0
+    while any(process.poll() is None for process in processes):
+        most = max(most, cached(cache))
+    assert [process.returncode for process in processes] == [0, 0]
+    assert room(ten, 2) < most <= room(ten, 3)
+
+
+def test_a_killed_download_is_taken_over(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
+    cache, notes = tmp_path / "cache", tmp_path / "notes"
+    process = start(ten, cache, notes, [3], 1)
+    until(lambda: notes.exists() and len(notes.read_text().splitlines()) >= 2)
+    process.send_signal(signal.SIGKILL)
+    process.wait(10)
+    assert len(list(cache.glob("*.partial"))) == 1
+    stagings.append(Staging(ten, cache, room(ten, 1)))
+    assert right(stagings[0].path(4), ten, 4)  # its room is needed, and it is nobody's
+    process = start(ten, cache, notes, [3], 1)
+    until(lambda: bool(list(cache.glob("*.partial"))))
+    process.send_signal(signal.SIGKILL)
+    process.wait(10)
+    assert right(stagings[0].path(3), ten, 3)
+
+
+def test_batches_from_staged_and_local_shards(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
+    local = make_dataset(tmp_path / "local", shards=2, seed=9)
+    stagings.append(Staging(ten, tmp_path / "cache", room(ten, 4), order=range(10)))
+    gather, out = Gather([local, ten], staged={1: stagings[0].hold}), np.empty((4, *CROP_SHAPE), np.int16)
+    for rows in ([0, 1, 7, 3], [5, 19, 2, 11], [7, 18, 0, 10]):
+        request = Batch(np.array([0, 1, 0, 1]), np.array(rows))
+        gather.read(request.dataset, request.row, out)
+        for crop, d, row in zip(out, request.dataset, rows, strict=True):
+            assert np.array_equal(crop, (local, ten)[d].read(row))
+    opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    assert sum(str(tmp_path / "local") in path for path in opened) == 2
+    assert not [path for path in opened if path.endswith((".tar", ".tar (deleted)")) and "/cache/" in path]  # or the disk fills
