@@ -1,0 +1,184 @@
+"""Weights of fairseq-signals, and of ECG-FM, which is of the same family, to ours and back, exactly.
+
+    python -m engine.convert from-fairseq CKPT.pt OUT [--input auto|millivolt|zscore]
+    python -m engine.convert to-fairseq   RUN OUT.pt
+
+OUT/ gets model.safetensors, config.json, preprocessing.json and README.md, a model card. Every number keeps its bits and its
+type; the optimiser's state stays behind. Weights that are missing, unexpected or of another shape are an error that lists
+them. A stranger's file is read without running any code in it (engine.model.stranger).
+
+--input: what the weights were trained on. The paper's are signals in millivolts; ECG-FM's were scaled to mean 0 and deviation
+1 in each lead of each record (fairseq-signals scripts/preprocess/ecg). auto takes the checkpoint's settings at their word:
+zscore where they say normalize, or name ECG-FM or MIMIC-IV-ECG among their paths, else millivolt.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import safetensors
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.model.config import ModelConfig
+from engine.model.fairseq import WeightsError, ours, settings, spelling, their_settings, theirs
+from engine.model.stranger import CheckpointError, read_checkpoint, tensors
+from engine.pipelines.leads import LEADS, ConfigError
+
+WEIGHTS, CONFIG, PREPROCESSING, CARD = "model.safetensors", "config.json", "preprocessing.json", "README.md"
+FORMAT = 1
+SCALES = {
+    "millivolt": "millivolts, not normalised",
+    "zscore": "mean 0 and standard deviation 1 in each lead of each record",
+}
+
+
+def from_fairseq(checkpoint: Path, out: Path, scale: str = "auto") -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out}: exists and is not an empty directory: choose another name")
+    content = read_checkpoint(checkpoint)
+    cfg = _settings_of(content, checkpoint)
+    if not isinstance(content.get("model"), dict):
+        raise CheckpointError(f"{checkpoint}: has no weights under `model`: is it a checkpoint of fairseq-signals?")
+    state = dict(tensors(content["model"], checkpoint.stat().st_size))
+    config = settings(cfg["model"])
+    converted = ours(state, config)
+    scale = _scale(cfg) if scale == "auto" else scale
+    history = content.get("optimizer_history")
+    origin = {"cfg": cfg, "spelling": spelling(state), "order": list(state), "optimizer_history": history}
+    documents = {
+        CONFIG: _json({"format_version": FORMAT, "model": asdict(config), "fairseq": origin}),
+        PREPROCESSING: _json(preprocessing(config, scale)),
+        CARD: _card(checkpoint.name, config, scale, sum(weights.numel() for weights in converted.values())),
+    }
+    _publish(out, converted, documents)
+
+
+def preprocessing(config: ModelConfig, scale: str) -> dict[str, Any]:
+    """What a signal must be like before the model sees it."""
+    leads = list(LEADS) if config.leads == len(LEADS) else config.leads
+    return {"fs_hz": 500, "leads": leads, "segment_s": 5.0, "scale": scale, "meaning": SCALES[scale]}
+
+
+def _settings_of(content: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The configuration: a tree under `cfg`, or in old checkpoints one flat list under `args`."""
+    cfg, args = content.get("cfg"), content.get("args")
+    if isinstance(cfg, dict) and isinstance(cfg.get("model"), dict):
+        return cfg
+    if isinstance(args, dict) and "encoder_layers" in args:
+        return {"model": args, "task": args}
+    raise CheckpointError(f"{path}: has no settings of a model under cfg.model or args: is it a checkpoint of fairseq-signals?")
+
+
+def _scale(cfg: Mapping[str, Any]) -> str:
+    sections = [section for section in (cfg.get("task"), cfg.get("model")) if isinstance(section, dict)]
+    paths = " ".join(str(section.get("data")) for section in sections).lower()
+    known = any(name in paths for name in ("mimic_iv_ecg", "mimic-iv-ecg", "ecg_fm", "ecg-fm", "ecgfm"))
+    return "zscore" if known or any(section.get("normalize") is True for section in sections) else "millivolt"
+
+
+def to_fairseq(run: Path, out: Path) -> None:
+    folder = run / "model" if (run / "model" / WEIGHTS).is_file() else run
+    if out.exists():
+        raise ConfigError(f"{out}: exists: choose another name")
+    try:
+        document = json.loads((folder / CONFIG).read_text())
+        state = load_file(folder / WEIGHTS)
+        config = config_of(document)
+    except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+        raise ConfigError(f"{folder}: no model of ours: {type(error).__name__}: {error}".splitlines()[0]) from error
+    origin = document.get("fairseq") or {}
+    back = theirs(state, config, origin.get("spelling", "parametrizations"))
+    order = origin.get("order") or list(back)
+    content = {
+        "args": None,
+        "cfg": origin.get("cfg") or their_settings(config),
+        "model": {name: back[name] for name in order},
+        "criterion": None,
+        "optimizer_history": origin.get("optimizer_history") or [],
+        "task_state": {},
+        "extra_state": {},
+        "last_optimizer_state": None,
+    }
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        torch.save(content, temporary)
+        temporary.replace(out)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def config_of(document: dict[str, Any]) -> ModelConfig:
+    """ModelConfig of config.json, where JSON has made lists of tuples."""
+    model = dict(document["model"])
+    model["conv"] = tuple((int(width), int(kernel)) for width, kernel in model["conv"])
+    return ModelConfig(**model)
+
+
+def _publish(out: Path, state: dict[str, Tensor], documents: dict[str, str]) -> None:
+    """All of it or nothing: written beside, then renamed."""
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        save_file(state, temporary / WEIGHTS, metadata={"format": "pt"})
+        for name, text in documents.items():
+            (temporary / name).write_text(text)
+        temporary.replace(out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=1) + "\n"
+
+
+def _card(name: str, config: ModelConfig, scale: str, parameters: int) -> str:
+    return f"""# {name}, converted from fairseq-signals
+
+A lead-agnostic ECG encoder of the wav2vec 2.0 family (Oh et al., CHIL 2022): {parameters:,} parameters, {len(config.conv)}
+convolutions, {config.layers} transformer layers of width {config.width}, {config.codebooks} codebooks of {config.codes} codes.
+
+Input: {config.leads} leads at 500 Hz, 5 s at a time, {SCALES[scale]}. See {PREPROCESSING}; {CONFIG}
+holds the settings, the original ones included. Every weight is bit for bit that of the original; the optimiser's state is not
+here. The licence is that of the original.
+
+    python -m engine.convert to-fairseq THIS_FOLDER OUT.pt      # back again
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="engine.convert", description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    into = commands.add_parser("from-fairseq", help="a checkpoint of fairseq-signals or ECG-FM to a model of ours")
+    into.add_argument("checkpoint", type=Path, metavar="CKPT.pt")
+    into.add_argument("out", type=Path, metavar="OUT")
+    into.add_argument("--input", choices=("auto", *SCALES), default="auto", help="scale of the signals it was trained on")
+    back = commands.add_parser("to-fairseq", help="a model of ours to a checkpoint of fairseq-signals")
+    back.add_argument("run", type=Path, metavar="RUN")
+    back.add_argument("out", type=Path, metavar="OUT.pt")
+    args = parser.parse_args(arguments)
+    try:
+        if args.command == "from-fairseq":
+            from_fairseq(args.checkpoint, args.out, args.input)
+        else:
+            to_fairseq(args.run, args.out)
+    except (CheckpointError, ConfigError, WeightsError, OSError) as error:
+        print(f"engine.convert: {error}", file=sys.stderr)
+        return 2
+    print(args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The encoder, the quantiser and the composition that is pre-trained."""

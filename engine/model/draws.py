@@ -1,0 +1,163 @@
+"""Every random draw of a training step except dropout: which tokens are masked, which are negatives, the quantiser's noise.
+
+    keys = row_keys(seed, epoch_B, crop_B, halves=2)          numpy, on the host: one 64-bit key for each half of each crop
+    draws = draw(config, keys_R, tokens, negatives)           torch, on any device: a pure function of the keys
+
+All are counter-based, so they do not depend on rank, batch size, world size or restart: the draws of a crop in an epoch are
+the same wherever it is trained, and whole numbers are the same on every device. Nothing here has a shape that depends on a
+draw and nothing waits for the device: masked tokens go to M slots, M the largest count there can be, with `valid` telling
+which are used. A step takes the keys, or draws made elsewhere (parity, tests).
+
+    mask_RN    bool    masked tokens
+    slot_RM    int64   token of each slot, ascending; 0 where not valid
+    valid_RM   bool
+    times_RMM  float32 how often slot j was drawn as a negative for slot i, K in all for each i: uniform among the others
+    noise_RMGV float32 standard Gumbel; None where codes are not sampled
+
+Source: paper, section "Experiments" (spans of 10, each token a start with p = 0.065); fairseq-signals
+data/data_utils.py:18-142 (so many spans as share * tokens / span, randomly rounded, starts without replacement, overlapping;
+`mask_trim`: every row cut at random to the batch's smallest count), models/wav2vec2/wav2vec2.py:157-213 (negatives). Theirs
+rounds once for all rows of a batch; here each row rounds for itself. Shapes: engine.model.config.
+"""
+
+import math
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.model.config import ModelConfig
+from engine.pipelines.counter import Counter, bits
+from engine.pipelines.leads import ConfigError
+
+
+class ModelStream(IntEnum):
+    """Continues engine.pipelines.counter.Stream, which keeps below 100. Values are for ever: add, never renumber."""
+
+    ROW = 100
+    SPANS = 101
+    STARTS = 102
+    TRIM = 103
+    NEGATIVES = 104
+    GUMBEL = 105
+
+
+class Draws(NamedTuple):
+    mask_RN: Tensor
+    slot_RM: Tensor
+    valid_RM: Tensor
+    times_RMM: Tensor
+    noise_RMGV: Tensor | None
+
+
+def row_keys(seed: int, epoch: Counter, crop: Counter, halves: int = 2) -> np.ndarray:
+    """int64 [B, S]: what the draws of a row are made from. `epoch` and `crop` are numbers or arrays [B]."""
+    epoch_B1, crop_B1 = np.atleast_1d(epoch)[:, None], np.atleast_1d(crop)[:, None]
+    return bits(seed, int(ModelStream.ROW), epoch_B1, crop_B1, np.arange(halves)[None]).view(np.int64)
+
+
+def draw(config: ModelConfig, keys_R: Tensor, tokens: int, negatives: int, sample_codes: bool = True) -> Draws:
+    """Everything a step needs. `sample_codes` false: no Gumbel noise (evaluation)."""
+    with torch.no_grad():
+        count = max_masked(config, tokens)
+        mask_RN = draw_mask(config, keys_R, tokens)
+        slot_RM, valid_RM = slots(mask_RN, count)
+        times_RMM = draw_negatives(keys_R, valid_RM, negatives)
+        noise = draw_gumbel(keys_R, (count, config.codebooks, config.codes)) if sample_codes else None
+    return Draws(mask_RN, slot_RM, valid_RM, times_RMM, noise)
+
+
+def max_spans(config: ModelConfig, tokens: int) -> int:
+    return max(2, math.floor(config.mask_share * tokens / config.mask_span + 1 - 1e-9))
+
+
+def max_masked(config: ModelConfig, tokens: int) -> int:
+    """M: the slots that any draw fits into."""
+    if tokens - config.mask_span < max_spans(config, tokens):
+        raise ConfigError(f"model.mask_span={config.mask_span}: too long for {tokens} tokens: use a smaller one")
+    return min(max_spans(config, tokens) * config.mask_span, tokens - 1)
+
+
+def draw_mask(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
+    """mask_RN. Starts are the first few of a random order of all of them: drawn without replacement."""
+    most, starts = max_spans(config, tokens), tokens - config.mask_span
+    rounding_R = _unit(hashed(keys_R, ModelStream.SPANS))
+    spans_R = (config.mask_share * tokens / config.mask_span + rounding_R).floor().clamp(2, most).long()
+    order_RN = hashed(keys_R[:, None], ModelStream.STARTS, torch.arange(starts, device=keys_R.device))
+    first_RS = order_RN.topk(most, dim=1, largest=False).indices
+    drawn_RS = torch.arange(most, device=keys_R.device) < spans_R[:, None]
+    begun_RN = keys_R.new_zeros(len(keys_R), tokens).scatter_(1, first_RS, drawn_RS.long()).cumsum(1)
+    ended_RN = torch.nn.functional.pad(begun_RN, (config.mask_span, 0))[:, :tokens]
+    mask_RN = begun_RN > ended_RN
+    return trim(mask_RN, keys_R) if config.mask_trim else mask_RN
+
+
+def trim(mask_RN: Tensor, keys_R: Tensor) -> Tensor:
+    """Every row cut at random to the smallest count among these rows."""
+    fewest = mask_RN.sum(1).amin()
+    order_RN = hashed(keys_R[:, None], ModelStream.TRIM, torch.arange(mask_RN.shape[1], device=keys_R.device))
+    order_RN = torch.where(mask_RN, order_RN, torch.iinfo(torch.int64).max)
+    rank_RN = order_RN.argsort(1).argsort(1)
+    return rank_RN < fewest
+
+
+def slots(mask_RN: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """slot_RM, valid_RM: the masked tokens of each row in order, then padding. More than `count` of them would be dropped."""
+    rows, tokens = mask_RN.shape
+    place_RN = torch.where(mask_RN, mask_RN.cumsum(1) - 1, count).clamp(max=count)  # the place after the last takes the rest
+    token_RN = torch.arange(tokens, device=mask_RN.device).expand(rows, tokens)
+    slot_RM = torch.zeros(rows, count + 1, dtype=torch.int64, device=mask_RN.device).scatter_(1, place_RN, token_RN)[:, :count]
+    valid_RM = torch.arange(count, device=mask_RN.device) < mask_RN.sum(1, keepdim=True)
+    return slot_RM * valid_RM, valid_RM
+
+
+def draw_negatives(keys_R: Tensor, valid_RM: Tensor, negatives: int) -> Tensor:
+    """times_RMM: for each slot, K draws with replacement among the row's other valid slots, counted."""
+    count = valid_RM.shape[1]
+    others_R11 = (valid_RM.sum(1) - 1).clamp(min=1)[:, None, None]
+    counter_MK = torch.arange(count * negatives, device=keys_R.device).view(count, negatives)
+    drawn_RMK = hashed(keys_R[:, None, None], ModelStream.NEGATIVES, counter_MK) & 0x7FFFFFFF
+    other_RMK = (drawn_RMK * others_R11) >> 31
+    other_RMK = other_RMK + (other_RMK >= torch.arange(count, device=keys_R.device)[:, None])
+    return count_negatives(other_RMK.clamp(max=count - 1), count)
+
+
+def count_negatives(other_RMK: Tensor, count: int) -> Tensor:
+    """Slots drawn for each slot -> times_RMM. Sums of ones: exact in any order."""
+    zeros = torch.zeros(*other_RMK.shape[:2], count, device=other_RMK.device)
+    return zeros.scatter_add_(2, other_RMK, torch.ones((), device=other_RMK.device).expand(other_RMK.shape))
+
+
+def draw_gumbel(keys_R: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """-log(-log u), u in (0, 1) from 23 bits, so that float32 holds it and neither logarithm meets zero. A hash makes two."""
+    count = math.prod(shape)
+    random = hashed(keys_R[:, None], ModelStream.GUMBEL, torch.arange((count + 1) // 2, device=keys_R.device))
+    u = torch.cat([random & 0x7FFFFF, random >> 32 & 0x7FFFFF], 1)[:, :count].float().add_(0.5).mul_(2.0**-23)
+    return u.log_().neg_().log_().neg_().view(-1, *shape)
+
+
+def hashed(keys: Tensor, stream: ModelStream, counter: Tensor | int = 0) -> Tensor:
+    """int64, all bits random: SplitMix64's generator started at key and stream, its output number `counter`.
+
+    The step and the finaliser are those of engine.pipelines.counter; int64 wraps as uint64 does, and a shift is made logical
+    by clearing the sign bits that it copies.
+    """
+    x = _mix(keys ^ (int(stream) * _STEP & (2**63 - 1))) + counter * _STEP
+    return _mix(x)
+
+
+_STEP = 0x9E3779B97F4A7C15 - 2**64  # 2**64 / golden ratio
+_M1, _M2 = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x >> 30).bitwise_and_((1 << 34) - 1).bitwise_xor_(x).mul_(_M1)
+    x = (x >> 27).bitwise_and_((1 << 37) - 1).bitwise_xor_(x).mul_(_M2)
+    return (x >> 31).bitwise_and_((1 << 33) - 1).bitwise_xor_(x)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """float32 in [0, 1)."""
+    return (x & 0xFFFFFF).float() * 2.0**-24

@@ -1,0 +1,153 @@
+"""Local features to contexts: the transformer of wav2vec 2.0, and what any other encoder must offer to be pre-trained.
+
+    x_RLT -> ConvStack -> z_RNF -> layer norm            (features: what the quantiser sees, with the penalty on their size)
+          -> projection -> dropout -> mask embedding -> + GELU(positional convolution) -> layer norm -> dropout
+          -> layers x [attention, + residual, norm, feed-forward, + residual, norm] -> c_RND                      (context)
+
+Source: paper, section "Pre-training"; fairseq-signals models/wav2vec2/wav2vec2.py, models/transformer.py:87 (post-norm, no
+norm after the last layer), modules/conv_positional_encoding.py:15-28, modules/multi_head_attention.py. Shapes:
+engine.model.config.
+"""
+
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.model.config import ModelConfig
+from engine.model.dropout import dropout
+from engine.model.features import ConvStack
+
+BLOCK = 13  # outputs of the positional convolution at a time: 156 tokens are twelve blocks
+
+
+@runtime_checkable
+class MaskedEncoder(Protocol):
+    """What the local objective asks of an encoder. For the global ones, `width` and forward(x_RLT) -> c_RND are enough."""
+
+    width: int  # D
+    feature_width: int  # F
+
+    def features(self, x_RLT: Tensor) -> tuple[Tensor, Tensor]:
+        """z_RNF, each token made of its own samples only, and the mean square of the features before they were normalised."""
+
+    def context(self, z_RNF: Tensor, mask_RN: Tensor | None) -> Tensor:
+        """c_RND, with the masked tokens hidden."""
+
+
+class PositionalConvolution(nn.Module):
+    """x_RND -> GELU(grouped convolution over time), as long as the input. Each tap's weight is gain * direction, normed."""
+
+    def __init__(self, width: int, kernel: int, groups: int, form: str = "conv") -> None:
+        super().__init__()
+        self.kernel, self.groups, self.form = kernel, groups, form
+        self.gain = nn.Parameter(torch.empty(1, 1, kernel))
+        self.direction = nn.Parameter(torch.empty(width, width // groups, kernel))
+        self.bias = nn.Parameter(torch.empty(width))
+
+    def weight(self) -> Tensor:
+        direction = self.direction.float()  # its norm is a sum of thousands of squares
+        norm = direction.square().sum((0, 1), keepdim=True).sqrt()
+        return (direction * (self.gain.float() / norm)).to(self.direction.dtype)
+
+    def forward(self, x_RND: Tensor) -> Tensor:
+        if self.form == "blocks":
+            return F.gelu(self._in_blocks(x_RND) + self.bias)
+        left, right = self.kernel // 2, (self.kernel - 1) // 2  # the authors pad both sides alike and drop the last step
+        x_RDN = F.pad(x_RND.transpose(1, 2), (left, right))
+        y_RDN = F.conv1d(x_RDN, self.weight(), self.bias, groups=self.groups)
+        return F.gelu(y_RDN.transpose(1, 2))
+
+    def _in_blocks(self, x_RND: Tensor) -> Tensor:
+        """The same as one matrix product a group: BLOCK outputs at a time from the kernel + BLOCK - 1 inputs they look at, the
+        weight written into a band. A tenth more arithmetic than needed, in a shape that matrix units like."""
+        rows, tokens, width = x_RND.shape
+        groups, each, blocks = self.groups, width // self.groups, -(-tokens // BLOCK)
+        window = self.kernel + BLOCK - 1
+        right = (self.kernel - 1) // 2 + blocks * BLOCK - tokens
+        x_RTGc = F.pad(x_RND, (0, 0, self.kernel // 2, right)).view(rows, -1, groups, each)
+        patches = x_RTGc.unfold(1, window, BLOCK).permute(2, 0, 1, 4, 3).reshape(groups, rows * blocks, window * each)
+        taps_GKio = self.weight().view(groups, each, each, self.kernel).permute(0, 3, 2, 1)
+        band = torch.stack([F.pad(taps_GKio, (0, 0, 0, 0, j, BLOCK - 1 - j)) for j in range(BLOCK)], 3)
+        y = torch.bmm(patches, band.reshape(groups, window * each, BLOCK * each)).view(groups, rows, blocks * BLOCK, each)
+        return y[:, :, :tokens].permute(1, 2, 0, 3).reshape(rows, tokens, width)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.dropout, self.kind = config.heads, config.attention_dropout, config.attention
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.out = nn.Linear(config.width, config.width)
+
+    def forward(self, x_RND: Tensor) -> Tensor:
+        rows, tokens, width = x_RND.shape
+        qkv = self.qkv(x_RND).view(rows, tokens, 3, self.heads, width // self.heads)
+        q_RHNd, k_RHNd, v_RHNd = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        dropout_p = self.dropout if self.training else 0.0
+        slow = dropout_p > 0 and x_RND.device.type == "cpu"  # there, torch fuses it without dropout only
+        manual = self.kind == "manual" or (self.kind == "auto" and slow)
+        attend = manual_attention if manual else F.scaled_dot_product_attention
+        y_RHNd = attend(q_RHNd, k_RHNd, v_RHNd, dropout_p=dropout_p)
+        y: Tensor = self.out(y_RHNd.transpose(1, 2).reshape(rows, tokens, width))
+        return y
+
+
+def manual_attention(q_RHNd: Tensor, k_RHNd: Tensor, v_RHNd: Tensor, dropout_p: float = 0.0) -> Tensor:
+    """The reference; in bf16 on some CPUs the faster one at 156 tokens."""
+    scores = (q_RHNd * q_RHNd.shape[-1] ** -0.5) @ k_RHNd.transpose(-1, -2)
+    shares = dropout(scores.float().softmax(-1).to(v_RHNd.dtype), dropout_p)
+    return shares @ v_RHNd
+
+
+class Layer(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.dropout, self.activation_dropout = config.dropout, config.activation_dropout
+        self.attention = Attention(config)
+        self.norm1 = nn.LayerNorm(config.width)
+        self.fc1 = nn.Linear(config.width, config.ffn)
+        self.fc2 = nn.Linear(config.ffn, config.width)
+        self.norm2 = nn.LayerNorm(config.width)
+
+    def forward(self, x_RND: Tensor) -> Tensor:
+        x_RND = self.norm1(x_RND + dropout(self.attention(x_RND), self.dropout, self.training))
+        hidden = dropout(F.gelu(self.fc1(x_RND)), self.activation_dropout, self.training)
+        y: Tensor = self.norm2(x_RND + dropout(self.fc2(hidden), self.dropout, self.training))
+        return y
+
+
+class Encoder(nn.Module):
+    """x_RLT -> c_RND. `mask` false: no mask embedding, for objectives that hide nothing."""
+
+    def __init__(self, config: ModelConfig, mask: bool = True) -> None:
+        super().__init__()
+        self.width, self.feature_width = config.width, config.feature_width
+        self.input_dropout, self.dropout = config.input_dropout, config.dropout
+        self.conv = ConvStack(config)
+        self.feature_norm = nn.LayerNorm(config.feature_width)
+        same = config.feature_width == config.width  # then the authors project nothing (ecg_transformer.py)
+        self.project: nn.Module = nn.Identity() if same else nn.Linear(config.feature_width, config.width)
+        self.mask_embedding = nn.Parameter(torch.empty(config.width)) if mask else None
+        self.position = PositionalConvolution(config.width, config.position_kernel, config.position_groups, config.position)
+        self.norm = nn.LayerNorm(config.width)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+
+    def features(self, x_RLT: Tensor) -> tuple[Tensor, Tensor]:
+        z_RNF = self.conv(x_RLT)
+        return self.feature_norm(z_RNF), z_RNF.float().square().mean()
+
+    def context(self, z_RNF: Tensor, mask_RN: Tensor | None) -> Tensor:
+        x_RND = dropout(self.project(z_RNF), self.input_dropout, self.training)
+        if mask_RN is not None:
+            assert self.mask_embedding is not None, "this encoder was built without a mask embedding"
+            x_RND = torch.where(mask_RN[..., None], self.mask_embedding.to(x_RND.dtype), x_RND)
+        x_RND = self.norm(x_RND + self.position(x_RND))
+        x_RND = dropout(x_RND, self.dropout, self.training)
+        for layer in self.layers:
+            x_RND = layer(x_RND)
+        return x_RND
+
+    def forward(self, x_RLT: Tensor) -> Tensor:
+        return self.context(self.features(x_RLT)[0], None)

@@ -1,0 +1,53 @@
+"""Initial weights, all in one place.
+
+| weights | drawn from | source in fairseq-signals |
+|---|---|---|
+| convolutions | N(0, 2 / (inputs * kernel)) | modules/conv_feature_extraction.py:34, kaiming_normal_ |
+| projections: to the encoder's width, to where contexts and targets meet | U(+-1 / sqrt(inputs)), bias too | nn.Linear |
+| mask embedding | U(0, 1) | models/transformer.py:184 |
+| positional convolution | N(0, 4 / (kernel * width)), bias 0; gain = its norm | modules/conv_positional_encoding.py:15 |
+| linear maps of the transformer | N(0, 0.02^2), bias 0 | modules/transformer_encoder.py:17-45 |
+| quantiser's logits | N(0, 1), bias 0 | modules/gumbel_vector_quantizer.py:60 |
+| codebook | U(0, 1) | modules/gumbel_vector_quantizer.py:40 |
+| every norm | gain 1, bias 0 | |
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from engine.model.encoder import Encoder, Layer, PositionalConvolution
+from engine.model.features import PatchBlock
+from engine.model.quantizer import Quantizer
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, generator: torch.Generator | None = None) -> None:
+    """Draw all weights of a model anew, in the order of its modules: the same generator gives the same weights."""
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            nn.init.ones_(module.weight)
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Linear):
+            bound = 1 / math.sqrt(module.in_features)
+            for weights in (module.weight, module.bias):
+                if weights is not None:
+                    nn.init.uniform_(weights, -bound, bound, generator)
+        elif isinstance(module, PatchBlock):
+            nn.init.normal_(module.weight, 0, math.sqrt(2 / module.weight.shape[1]), generator)
+        elif isinstance(module, PositionalConvolution):
+            nn.init.normal_(module.direction, 0, math.sqrt(4 / (module.kernel * len(module.bias))), generator)
+            module.gain.copy_(module.direction.square().sum((0, 1), keepdim=True).sqrt())
+            nn.init.zeros_(module.bias)
+    for module in model.modules():  # after their linear maps were drawn as plain ones
+        if isinstance(module, Encoder) and module.mask_embedding is not None:
+            nn.init.uniform_(module.mask_embedding, 0, 1, generator)
+        elif isinstance(module, Layer):
+            for linear in (module.attention.qkv, module.attention.out, module.fc1, module.fc2):
+                nn.init.normal_(linear.weight, 0, 0.02, generator)
+                nn.init.zeros_(linear.bias)
+        elif isinstance(module, Quantizer):
+            nn.init.normal_(module.logits.weight, 0, 1, generator)
+            nn.init.zeros_(module.logits.bias)
+            nn.init.uniform_(module.codebook, 0, 1, generator)

@@ -1,0 +1,132 @@
+"""One training step's forward pass: [B, S, L, T] -> losses.
+
+    model = Pretrainer(ModelConfig(), ObjectiveConfig())
+    keys_BS = torch.from_numpy(row_keys(seed, epoch_B, crop_B, halves=2))       # engine.model.draws
+    losses = model(x_BSLT, keys_BS, torch.tensor(temperature(config, updates)))  # engine.model.quantizer
+    losses["loss"].backward()
+
+All halves and views go through the encoder in one batch. Every shape is fixed by those of the input and nothing waits for the
+device, so the step compiles once. Any encoder can take the authors' place: one with `features` and `context` (MaskedEncoder)
+for every objective, one that only maps x_RLT to c_RND and has a `width` for the global ones.
+
+Source: paper, section "Pre-training"; fairseq-signals models/wav2vec2/wav2vec2_cmsc.py. Shapes: engine.model.config.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.model.config import ModelConfig
+from engine.model.draws import Draws, draw
+from engine.model.encoder import Encoder, MaskedEncoder
+from engine.model.heads import LocalHead, pool
+from engine.model.initial import initialise
+from engine.objectives.cmsc import authors_cmsc_loss, cmsc_loss
+from engine.objectives.config import ObjectiveConfig
+from engine.objectives.local import diversity, local_loss
+from engine.objectives.simclr import simclr_loss
+from engine.objectives.threekg import threekg_loss
+from engine.pipelines.leads import ConfigError
+
+
+class Pretrainer(nn.Module):
+    encoder: Any  # nn.Module: MaskedEncoder, or for global objectives one with a width and forward(x_RLT) -> c_RND
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        objective: ObjectiveConfig,
+        encoder: nn.Module | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """`encoder`: another than the authors', with its weights; all else is initialised from `generator`."""
+        super().__init__()
+        self.config, self.objective = config, objective
+        local = objective.local > 0
+        if local and encoder is not None and not isinstance(encoder, MaskedEncoder):
+            raise ConfigError(
+                f"objective.local={objective.local}: {type(encoder).__name__} has no features() and context() to mask between: "
+                "give it both (engine.model.encoder.MaskedEncoder), or set objective.local=0"
+            )
+        self.encoder = Encoder(config, mask=local) if encoder is None else encoder
+        self.local = LocalHead(config, self.encoder.width, self.encoder.feature_width) if local else None
+        for part in (self.encoder if encoder is None else None, self.local):
+            if part is not None:
+                initialise(part, generator)
+
+    def forward(
+        self,
+        x_BSLT: Tensor,
+        keys_BS: Tensor | None = None,
+        tau: Tensor | None = None,
+        ids_B: Tensor | None = None,
+        draws: Draws | None = None,
+    ) -> dict[str, Tensor]:
+        """Losses and what is logged beside them, all scalars; only `loss` has a gradient.
+
+        keys_BS: int64, what the draws are made from, unless `draws` (rows in the order crop, half) are given themselves.
+        tau: Gumbel temperature, a scalar tensor. ids_B: patients, for objectives that need them (ObjectiveConfig.needs_ids).
+        In eval mode codes are not sampled and nothing is dropped out.
+        """
+        views = x_BSLT.shape[1]
+        x_RLT = x_BSLT.flatten(0, 1)
+        parts: dict[str, Tensor] = {}
+        if self.local is None:
+            c_RND: Tensor = self.encoder(x_RLT)
+        else:
+            parts, c_RND = self._local(x_RLT, keys_BS, tau, draws)
+        if self.objective.contrast > 0:
+            g_BSD = pool(c_RND).unflatten(0, (-1, views))
+            parts["loss_global"], parts["accuracy_global"] = self._global(g_BSD, ids_B)
+        weights = self.objective
+        loss = sum(
+            weight * parts[f"loss_{name}"]
+            for name, weight in (
+                ("local", weights.local),
+                ("diversity", weights.diversity),
+                ("features", weights.features),
+                ("global", weights.contrast),
+            )
+            if weight > 0 and f"loss_{name}" in parts
+        )
+        assert isinstance(loss, Tensor)
+        return {"loss": loss} | {name: value.detach() for name, value in parts.items()}
+
+    def _local(
+        self, x_RLT: Tensor, keys_BS: Tensor | None, tau: Tensor | None, draws: Draws | None
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        assert self.local is not None
+        z_RNF, penalty = self.encoder.features(x_RLT)
+        if draws is None:
+            assert keys_BS is not None, "the local objective needs keys or draws"
+            draws = draw(self.config, keys_BS.flatten(), z_RNF.shape[1], self.objective.negatives, self.training)
+        c_RND = self.encoder.context(z_RNF, draws.mask_RN)
+        tau = torch.ones((), device=z_RNF.device) if tau is None else tau
+        context_RMP, target_RMP, q = self.local(c_RND, z_RNF, draws, tau)
+        loss, accuracy = local_loss(
+            context_RMP, target_RMP, draws.times_RMM, draws.valid_RM, q.codes_RMG, self.objective.temperature
+        )
+        unused, prob_perplexity, code_perplexity = diversity(q, self.objective.gathered)
+        return {
+            "loss_local": loss,
+            "loss_diversity": unused,
+            "loss_features": penalty,
+            "accuracy_local": accuracy,
+            "prob_perplexity": prob_perplexity,
+            "code_perplexity": code_perplexity,
+            "masked": q.tokens,
+            "masked_share": q.tokens / draws.mask_RN.numel(),
+        }, c_RND
+
+    def _global(self, g_BSD: Tensor, ids_B: Tensor | None) -> tuple[Tensor, Tensor]:
+        o = self.objective
+        if o.needs_ids and ids_B is None:
+            raise ValueError(f"objective.method={o.method!r}, form={o.form!r} needs the patient of each crop: pass ids_B")
+        if o.method == "3kg" and ids_B is not None:
+            return threekg_loss(g_BSD, ids_B, o.temperature, o.gathered, o.detach_norm)
+        if o.method == "simclr":
+            return simclr_loss(g_BSD, o.temperature, o.gathered, o.detach_norm)
+        if o.form == "authors" and ids_B is not None:
+            return authors_cmsc_loss(g_BSD, ids_B, o.temperature)
+        return cmsc_loss(g_BSD, o.temperature, o.gathered, o.detach_norm)

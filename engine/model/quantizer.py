@@ -1,0 +1,96 @@
+"""Gumbel product quantiser: each feature becomes one code of each codebook, chosen by sampled softmax.
+
+    z_RMF -> logits_RMGV -> (+ noise) / tau -> softmax -> code = argmax -> codebook[g, code], G of them side by side -> q_RMP
+
+Forward, the chosen vectors are looked up; backward, the gradient passes as if their softmax-weighted sum had been taken
+(straight through). The authors multiply a one-hot vector by the codebook, [R * M, G * V, P / G] numbers, for the same values.
+
+Source: paper, section "Pre-training", Wav2Vec 2.0 (two groups of 320 codes, section "Experiments"); fairseq-signals
+modules/gumbel_vector_quantizer.py:90-94 (temperature), :130-200 (straight-through, perplexities). Shapes:
+engine.model.config.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from engine.model.config import ModelConfig
+
+
+def temperature(config: ModelConfig, updates: int) -> float:
+    """tau at the start of an update, the first being 0. A step takes it as a tensor, so that no step compiles anew."""
+    return max(config.tau_start * config.tau_decay**updates, config.tau_end)
+
+
+class LookUp(torch.autograd.Function):
+    """codebook_GVd[g, codes_AG] -> [A, G, d]; its gradient is that of soft_AGV @ codebook for soft, its own for codebook."""
+
+    @staticmethod
+    def forward(soft_AGV: Tensor, codebook_GVd: Tensor, codes_AG: Tensor) -> Tensor:
+        return codebook_GVd[torch.arange(codebook_GVd.shape[0], device=codes_AG.device), codes_AG]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        soft_AGV, codebook_GVd, codes_AG = inputs
+        ctx.save_for_backward(codebook_GVd, codes_AG)
+        ctx.soft_dtype = soft_AGV.dtype
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        codebook_GVd, codes_AG = ctx.saved_tensors
+        grad_GAd = grads[0].to(codebook_GVd.dtype).transpose(0, 1)
+        grad_soft_AGV = torch.bmm(grad_GAd, codebook_GVd.transpose(1, 2)).transpose(0, 1)
+        chosen_GVA = codes_AG.t()[:, None, :] == torch.arange(codebook_GVd.shape[1], device=codes_AG.device)[:, None]
+        grad_codebook = torch.bmm(chosen_GVA.to(codebook_GVd.dtype), grad_GAd)  # a sum in a fixed order, unlike scattered adds
+        return grad_soft_AGV.to(ctx.soft_dtype), grad_codebook, None
+
+
+class Quantized(NamedTuple):
+    values_RMP: Tensor
+    codes_RMG: Tensor
+    share_GV: Tensor  # mean probability of each code over valid tokens, with gradient: summed, not divided by `tokens`
+    tokens: Tensor  # how many valid ones
+    hard_GV: Tensor  # how often each code was the most probable, without noise
+
+
+class Quantizer(nn.Module):
+    def __init__(self, config: ModelConfig, feature_width: int) -> None:
+        super().__init__()
+        self.books, self.codes = config.codebooks, config.codes
+        self.logits = nn.Linear(feature_width, self.books * self.codes)
+        self.codebook = nn.Parameter(torch.empty(self.books, self.codes, config.code_width // self.books))
+
+    def forward(self, z_RMF: Tensor, valid_RM: Tensor, tau: Tensor, noise_RMGV: Tensor | None) -> Quantized:
+        """noise: standard Gumbel; None: the most probable code, as when evaluating."""
+        rows, slots, _ = z_RMF.shape
+        logits_AGV = self.logits(z_RMF).float().view(rows * slots, self.books, self.codes)
+        weight_A = valid_RM.reshape(-1).float()
+        best_AG = logits_AGV.detach().argmax(-1)
+        share_GV = (logits_AGV.softmax(-1) * weight_A[:, None, None]).sum(0)  # not a product: autocast would take it to bf16
+        if noise_RMGV is None:
+            codes_AG = best_AG
+            values = self.codebook[torch.arange(self.books, device=codes_AG.device), codes_AG]
+        else:
+            noisy_AGV = (logits_AGV + noise_RMGV.reshape(logits_AGV.shape)) / tau
+            codes_AG = noisy_AGV.detach().argmax(-1)
+            values = LookUp.apply(noisy_AGV.softmax(-1), self.codebook, codes_AG)
+        return Quantized(
+            values.reshape(rows, slots, -1),
+            codes_AG.view(rows, slots, self.books),
+            share_GV,
+            weight_A.sum(),
+            self._histogram(best_AG, weight_A),
+        )
+
+    def _histogram(self, codes_AG: Tensor, weight_A: Tensor) -> Tensor:
+        """Sums of zeros and ones: exact in any order."""
+        at_AG = codes_AG + self.codes * torch.arange(self.books, device=codes_AG.device)
+        counts = torch.zeros(self.books * self.codes, device=codes_AG.device)
+        counts = counts.scatter_add(0, at_AG.reshape(-1), weight_A[:, None].expand_as(at_AG).reshape(-1))
+        return counts.view(self.books, self.codes)
+
+
+def perplexity(share_GV: Tensor) -> Tensor:
+    """How many codes are in use: the sum over codebooks of exp(entropy), from G to G * V."""
+    return (-(share_GV * (share_GV + 1e-7).log()).sum(-1)).exp().sum()

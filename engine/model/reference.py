@@ -1,0 +1,142 @@
+"""Reference numbers of the authors' implementation, read and checked: what engine.parity compares with.
+
+cases = read_cases(DIR)                     settings, weights, inputs, draws and what followed from them
+draws = draws_of(arrays, config)            their draws in our form
+"""
+
+import ast
+import json
+import zipfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import safetensors
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from engine.model.config import ModelConfig
+from engine.model.draws import Draws, count_negatives, slots
+from engine.model.fairseq import settings
+from engine.objectives.config import ObjectiveConfig
+
+STATE = "_state_dict.safetensors"
+_FORMATS = (safetensors.SafetensorError, zipfile.BadZipFile)
+
+
+class InputError(Exception):
+    """DIR is not what it must be: one line."""
+
+
+class Adam(NamedTuple):
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    decay: float
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    config: ModelConfig
+    objective: ObjectiveConfig
+    adam: Adam
+    state: dict[str, Tensor]
+    files: dict[str, dict[str, np.ndarray]]  # eval, train
+    gradients: dict[str, Tensor] | None
+    after: dict[str, Tensor] | None
+
+
+def read_cases(folder: Path) -> list[Case]:
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such directory")
+    found = [(path.name[: -len(STATE)], path) for path in sorted(folder.glob("*" + STATE))]
+    cases = [_read_case(name, path) for name, path in found if (folder / f"{name}_cfg.json").is_file()]
+    if not cases:
+        raise InputError(f"{folder}: holds no NAME{STATE} with NAME_cfg.json beside it")
+    return cases
+
+
+def _read_case(name: str, path: Path) -> Case:
+    folder = path.parent
+    try:
+        cfg = json.loads((folder / f"{name}_cfg.json").read_text())
+        state = load_file(path)
+        files = {}
+        for mode in ("eval", "train"):
+            if (folder / f"{name}_{mode}.npz").is_file():
+                with np.load(folder / f"{name}_{mode}.npz", allow_pickle=False) as arrays:
+                    files[mode] = {key: arrays[key] for key in arrays.files}
+        more = [folder / f"{name}_train_grads_of_sum_loss.safetensors", folder / f"{name}_state_dict_after_3_steps.safetensors"]
+        gradients, after = (load_file(p) if p.is_file() else None for p in more)
+        config = replace(settings(cfg["model"]), dropout=0.0, attention_dropout=0.0, activation_dropout=0.0)
+        config = replace(config, input_dropout=0.0, feature_dropout=0.0)  # dropouts were off when the reference was made
+        objective = _objective(cfg)
+        o = cfg["optimizer"]
+        adam = Adam(cfg["optimization"]["lr"][0], ast.literal_eval(o["adam_betas"]), o["adam_eps"], o["weight_decay"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, SyntaxError, *_FORMATS) as error:
+        raise InputError(f"{folder}, case {name}: cannot be read: {type(error).__name__}: {error}".splitlines()[0]) from error
+    if not files:
+        raise InputError(f"{folder}: case {name} has neither {name}_eval.npz nor {name}_train.npz")
+    for mode, arrays in files.items():
+        _check_arrays(f"{folder}/{name}_{mode}.npz", arrays, config, mode, objective.negatives)
+    for reference in (gradients, after):
+        if reference is not None and reference.keys() != state.keys():
+            raise InputError(f"{folder}: case {name}: gradients or later weights are not those of {path.name}")
+    return Case(name, config, objective, adam, state, files, gradients, after)
+
+
+def _objective(cfg: dict[str, Any]) -> ObjectiveConfig:
+    model, criterion = cfg["model"], cfg["criterion"]
+    diversity, features = criterion.get("loss_weights") or (0.0, 0.0)
+    if model["logit_temp"] != criterion["temp"]:
+        raise InputError(f"model.logit_temp={model['logit_temp']} and criterion.temp={criterion['temp']} differ: not supported")
+    weights = criterion.get("cmsc_weights")
+    return ObjectiveConfig(
+        diversity=diversity,
+        features=features,
+        contrast=1.0 if weights is None else float(weights[0] if isinstance(weights, list) else weights),
+        form="authors",
+        temperature=model["logit_temp"],
+        negatives=model["num_negatives"],
+        gathered=False,
+    )
+
+
+def _check_arrays(name: str, arrays: dict[str, np.ndarray], config: ModelConfig, mode: str, negatives: int) -> None:
+    needed = ["source", "mask_indices", "neg_idxs", "patient_id", "segment"] + ["gumbel_noise", "temp"] * (mode == "train")
+    missing = [key for key in needed if key not in arrays]
+    if missing:
+        raise InputError(f"{name}: lacks {', '.join(missing)}")
+    source, mask = arrays["source"], arrays["mask_indices"]
+    if source.ndim != 3 or source.shape[1] != config.leads or len(source) % 2:
+        raise InputError(f"{name}: source is {source.shape}: must be [2 x pairs, {config.leads} leads, samples]")
+    if mask.shape != (len(source), config.tokens(source.shape[2])) or len(set(mask.sum(1).tolist())) != 1 or not mask.any():
+        raise InputError(f"{name}: mask_indices is {mask.shape}: must mask equally many tokens of each segment")
+    if (arrays["segment"] != np.arange(len(source)) % 2).any():
+        raise InputError(f"{name}: segment is not 0, 1, 0, 1, ...: pairs must lie side by side")
+    masked, codes = int(mask.sum()), config.codebooks * config.codes
+    sizes = {"neg_idxs": masked * negatives, "gumbel_noise": masked * codes, "patient_id": len(source)}
+    wrong = [key for key, size in sizes.items() if key in arrays and arrays[key].size != size]
+    if wrong:
+        raise InputError(f"{name}: {', '.join(wrong)} does not fit {len(source)} segments with {masked} masked tokens")
+
+
+def draws_of(arrays: dict[str, np.ndarray], config: ModelConfig, count: int | None = None) -> Draws:
+    """Their draws in our form; `count` slots instead of as many as are used."""
+    mask_RN = torch.from_numpy(arrays["mask_indices"])
+    rows, used = len(mask_RN), int(mask_RN.sum(1)[0])
+    slot_RM, valid_RM = slots(mask_RN, count or used)
+    spare = slot_RM.shape[1] - used
+    first_R11 = torch.arange(0, rows * used, used)[:, None, None]
+    other_RMK = torch.from_numpy(arrays["neg_idxs"]).view(rows, used, -1) - first_R11
+    if other_RMK.min() < 0 or other_RMK.max() >= used:
+        raise InputError("neg_idxs: a negative lies in another segment, which these losses do not know")
+    times_RMM = nn.functional.pad(count_negatives(other_RMK, used), (0, spare, 0, spare))
+    noise = None
+    if "gumbel_noise" in arrays:
+        noise = torch.from_numpy(arrays["gumbel_noise"]).view(rows, used, config.codebooks, config.codes)
+        noise = nn.functional.pad(noise, (0, 0, 0, 0, 0, spare))
+    return Draws(mask_RN, slot_RM, valid_RM, times_RMM, noise)

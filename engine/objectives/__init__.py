@@ -1,0 +1,1 @@
+"""What is learned without labels: one loss a file, composed by ObjectiveConfig."""

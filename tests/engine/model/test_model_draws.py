@@ -1,0 +1,131 @@
+"""Draws are functions of their keys alone, distributed as the authors', in shapes that no draw changes."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from tiny import SMALL
+from torch import Tensor
+
+from engine.model.config import ModelConfig, masked_share
+from engine.model.draws import (
+    ModelStream,
+    _mix,
+    count_negatives,
+    draw,
+    draw_gumbel,
+    draw_mask,
+    draw_negatives,
+    hashed,
+    max_masked,
+    max_spans,
+    row_keys,
+    slots,
+)
+from engine.pipelines.counter import Stream, mix
+from engine.pipelines.leads import ConfigError
+
+CONFIG = ModelConfig()
+
+
+def keys(rows: int, seed: int = 3) -> Tensor:
+    return torch.from_numpy(row_keys(seed, 0, np.arange(rows // 2))).flatten()
+
+
+def runs(mask: Tensor) -> list[int]:
+    edges = np.flatnonzero(np.diff(np.r_[0, mask.int().numpy(), 0]))
+    return (edges[1::2] - edges[::2]).tolist()
+
+
+def test_streams_do_not_meet_those_of_the_pipelines() -> None:
+    assert max(Stream) < min(ModelStream)
+
+
+def test_hashes_are_those_of_the_counter() -> None:
+    """The finaliser in int64 is numpy's in uint64, bit for bit."""
+    state = np.arange(2**63 - 8, 2**63 + 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    assert np.array_equal(_mix(torch.from_numpy(state.view(np.int64).copy())).numpy().view(np.uint64), mix(state.copy()))
+
+
+def test_hashes_are_uniform_and_unlike_along_every_counter() -> None:
+    drawn = hashed(keys(200)[:, None], ModelStream.GUMBEL, torch.arange(500))
+    assert len(drawn.unique()) == drawn.numel()
+    ones = torch.stack([(drawn >> bit & 1).double().mean() for bit in range(64)])
+    assert (ones - 0.5).abs().max() < 5 * 0.5 / drawn.numel() ** 0.5
+    low = (drawn & 0xFFFF).double()
+    for a, b in ((low[1:], low[:-1]), (low[:, 1:], low[:, :-1])):
+        assert abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]) < 0.02
+    other = hashed(keys(200)[:, None], ModelStream.STARTS, torch.arange(500))
+    assert not (drawn == other).any()
+
+
+def test_a_row_s_draws_do_not_depend_on_its_batch() -> None:
+    config = dataclasses.replace(CONFIG, codes=8)
+    whole, part = draw(config, keys(16), 156, 100), draw(config, keys(16)[5:9], 156, 100)
+    for one, other in zip(whole, part, strict=True):
+        assert torch.equal(one[5:9], other)
+    again = row_keys(3, 0, np.array([2, 3]))
+    assert np.array_equal(again.ravel(), keys(16)[4:8].numpy())
+    assert not np.isin(row_keys(3, 1, np.arange(8)), keys(16).numpy()).any()
+    assert not np.isin(row_keys(4, 0, np.arange(8)), keys(16).numpy()).any()
+
+
+def test_masks_are_spans_as_many_as_the_authors_draw() -> None:
+    mask = draw_mask(CONFIG, keys(4000), 156)
+    counts = mask.sum(1)
+    assert not mask[:, -1].any()  # the last start is 145
+    assert all(min(runs(row)) >= 10 for row in mask[:200])
+    assert counts.min() >= 11 and counts.max() <= max_masked(CONFIG, 156) == 110
+    assert counts.float().mean() / 156 == pytest.approx(masked_share(CONFIG, 156), abs=0.004)
+    share = mask.float().mean(0)
+    assert share[20:130].std() < 0.012  # no token is preferred
+    assert max_spans(CONFIG, 156) == 11
+
+
+def test_trimmed_masks_are_as_large_as_the_smallest_and_lie_within_the_drawn() -> None:
+    trimmed = draw_mask(dataclasses.replace(CONFIG, mask_trim=True), keys(128), 156)
+    drawn = draw_mask(CONFIG, keys(128), 156)
+    assert (trimmed.sum(1) == drawn.sum(1).min()).all()
+    assert not (trimmed & ~drawn).any()
+    lost = (drawn & ~trimmed).float().mean(0)[20:130]
+    assert lost.min() > 0  # at random, not from one end
+
+
+def test_slots_hold_the_masked_tokens_in_order() -> None:
+    mask = draw_mask(CONFIG, keys(32), 156)
+    slot, valid = slots(mask, 110)
+    assert slot.shape == valid.shape == (32, 110)
+    for row in range(32):
+        assert torch.equal(slot[row][valid[row]], mask[row].nonzero()[:, 0])
+        assert (slot[row][~valid[row]] == 0).all()
+
+
+def test_negatives_are_other_valid_slots_each_as_likely() -> None:
+    valid = torch.arange(12) < torch.tensor([[12], [5], [2]])
+    times = draw_negatives(torch.arange(3), valid, 20_000)
+    assert (times.diagonal(dim1=1, dim2=2) == 0).all()
+    for row, used in enumerate((12, 5, 2)):
+        assert (times[row, :, used:] == 0).all()
+        inside = times[row, :used, :used]
+        assert (inside.sum(1) == 20_000).all()
+        off = ~torch.eye(used, dtype=torch.bool)
+        assert (inside[off] / 20_000 - 1 / (used - 1)).abs().max() < 0.02
+
+
+def test_counting_negatives() -> None:
+    times = count_negatives(torch.tensor([[[1, 1, 2], [0, 2, 2]]]), 3)
+    assert times.tolist() == [[[0, 2, 1], [1, 0, 2]]]
+
+
+def test_gumbel_noise_is_gumbel() -> None:
+    noise = draw_gumbel(keys(64), (20, 4, 50)).double()
+    assert noise.isfinite().all()
+    assert noise.mean() == pytest.approx(0.57722, abs=0.01) and noise.var() == pytest.approx(1.64493, abs=0.02)
+    assert (noise < 0).double().mean() == pytest.approx(np.exp(-1), abs=0.003)
+    assert draw(SMALL, keys(4), 50, 5, sample_codes=False).noise_RMGV is None
+
+
+def test_a_crop_too_short_for_its_spans_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.mask_span"):
+        draw(CONFIG, keys(2), 11, 100)

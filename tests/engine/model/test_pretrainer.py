@@ -1,0 +1,215 @@
+"""The composed step: golden numbers, learning, every method, other encoders, low precision, one graph."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import SMALL, STILL, by_numpy, keys, seeded, waves
+from torch import Tensor, nn
+
+from engine.model.config import ModelConfig
+from engine.model.draws import Draws, draw
+from engine.model.pretrainer import Pretrainer
+from engine.objectives.config import ObjectiveConfig
+from engine.pipelines.leads import ConfigError
+
+GOLDEN = {
+    "loss": 6.714488,
+    "loss_local": 4.815771,
+    "loss_diversity": 0.1407744,
+    "loss_features": 0.009498719,
+    "accuracy_local": 0.04753464,
+    "prob_perplexity": 27.49522,
+    "code_perplexity": 15.16531,
+    "masked": 196,
+    "masked_share": 0.49,
+    "loss_global": 1.789653,
+    "accuracy_global": 0.625,
+    "grad": 2.975036,
+}
+
+
+def step(model: Pretrainer, crops: int = 4) -> dict[str, Tensor]:
+    return dict(model(waves(crops), keys(crops), torch.tensor(2.0), ids_B=torch.arange(crops) // 2))
+
+
+def test_golden_losses_and_gradient() -> None:
+    """Numbers that this code gave when it agreed with the authors' (tests/engine/test_parity.py): a change of meaning shows."""
+    model = by_numpy(seeded())
+    out = step(model)
+    out["loss"].backward()
+    grad = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    seen = {name: float(value.detach()) for name, value in out.items()} | {"grad": float(grad)}
+    assert seen == pytest.approx(GOLDEN, rel=2e-4)
+
+
+def test_only_the_loss_has_a_gradient_and_it_is_the_weighted_sum() -> None:
+    out = step(seeded(objective=ObjectiveConfig(local=2, diversity=0.3, features=5, contrast=0.5)))
+    assert [name for name, value in out.items() if value.requires_grad] == ["loss"]
+    parts = 2 * out["loss_local"] + 0.3 * out["loss_diversity"] + 5 * out["loss_features"] + 0.5 * out["loss_global"]
+    torch.testing.assert_close(out["loss"].detach(), parts)
+
+
+def test_spare_slots_change_nothing() -> None:
+    """M slots with a validity weight give what exactly as many slots as are masked give."""
+    model = seeded()
+    config = dataclasses.replace(SMALL, mask_trim=True)
+    padded = draw(config, keys(4).flatten(), 50, 100)
+    used = int(padded.valid_RM.sum(1)[0])
+    assert padded.valid_RM[:, :used].all() and used < padded.valid_RM.shape[1]
+    tight = Draws(
+        padded.mask_RN,
+        padded.slot_RM[:, :used],
+        padded.valid_RM[:, :used],
+        padded.times_RMM[:, :used, :used],
+        padded.noise_RMGV[:, :used],  # type: ignore[index]
+    )
+    results = []
+    for draws in (padded, tight):
+        model.zero_grad()
+        out = model(waves(4), tau=torch.tensor(2.0), draws=draws)
+        out["loss"].backward()
+        results.append(list(out.values()) + [p.grad.clone() for p in model.parameters() if p.grad is not None])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        ObjectiveConfig(),
+        ObjectiveConfig(contrast=0),
+        ObjectiveConfig(local=0),
+        ObjectiveConfig(local=0, method="simclr", detach_norm=True),
+        ObjectiveConfig(local=0, method="3kg"),
+        ObjectiveConfig(form="authors", gathered=False),
+    ],
+    ids=["w2v_cmsc", "w2v", "cmsc", "simclr", "3kg", "authors"],
+)
+def test_every_method_learns(objective: ObjectiveConfig) -> None:
+    torch.manual_seed(0)
+    model = seeded(dataclasses.replace(SMALL, layers=1), objective)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    x, ids, losses = waves(8), torch.arange(8), []
+    for epoch in range(25):
+        loss = model(x, keys(8, epoch), torch.tensor(2.0), ids_B=ids)["loss"]
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(float(loss.detach()))
+    assert sum(losses[-5:]) < 0.85 * sum(losses[:5]), losses
+
+
+class ConvEncoder(nn.Module):
+    """Another encoder in forty lines: patches, then depthwise convolutions over time with gated mixing of channels."""
+
+    def __init__(self, leads: int = 12, width: int = 32, patch: int = 16, layers: int = 2) -> None:
+        super().__init__()
+        self.width = self.feature_width = width
+        self.patches = nn.Conv1d(leads, width, patch, patch)
+        self.norm = nn.LayerNorm(width)
+        self.mask = nn.Parameter(torch.zeros(width))
+        self.mix = nn.ModuleList(nn.Conv1d(width, width, 31, padding=15, groups=width) for _ in range(layers))
+        self.gate = nn.ModuleList(nn.Linear(width, 2 * width) for _ in range(layers))
+
+    def features(self, x_RLT: Tensor) -> tuple[Tensor, Tensor]:
+        z_RNF = self.patches(x_RLT).transpose(1, 2)
+        return self.norm(z_RNF), z_RNF.square().mean()
+
+    def context(self, z_RNF: Tensor, mask_RN: Tensor | None) -> Tensor:
+        x = z_RNF if mask_RN is None else torch.where(mask_RN[..., None], self.mask, z_RNF)
+        for mix, gate in zip(self.mix, self.gate, strict=True):
+            x = x + F.glu(gate(F.silu(mix(x.transpose(1, 2))).transpose(1, 2)))
+        return x
+
+    def forward(self, x_RLT: Tensor) -> Tensor:
+        return self.context(self.features(x_RLT)[0], None)
+
+
+class Tokens(nn.Module):
+    """The least that an encoder can be."""
+
+    width = 24
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv1d(12, 24, 50, 50)
+
+    def forward(self, x_RLT: Tensor) -> Tensor:
+        y: Tensor = self.patches(x_RLT).transpose(1, 2).tanh()
+        return y
+
+
+@pytest.mark.parametrize("encoder, objective", [(ConvEncoder, ObjectiveConfig()), (Tokens, ObjectiveConfig(local=0))])
+def test_any_encoder_can_take_the_place(encoder: type[nn.Module], objective: ObjectiveConfig) -> None:
+    torch.manual_seed(0)
+    model = Pretrainer(SMALL, objective, encoder=encoder())
+    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for epoch in range(25):
+        loss = model(waves(8), keys(8, epoch), torch.tensor(2.0))["loss"]
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(float(loss.detach()))
+    assert sum(losses[-5:]) < 0.85 * sum(losses[:5]), losses
+
+
+def test_an_encoder_that_cannot_be_masked_is_refused_for_the_local_objective() -> None:
+    with pytest.raises(ConfigError, match=r"objective\.local"):
+        Pretrainer(SMALL, ObjectiveConfig(), encoder=Tokens())
+
+
+@pytest.mark.parametrize("pure", [False, True], ids=["autocast", "weights"])
+def test_bf16_is_finite_and_near(pure: bool) -> None:
+    exact = step(seeded().eval())
+    model = seeded().eval()
+    if pure:
+        model = model.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=not pure):
+        out = step(model)
+    out["loss"].backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    for name in ("loss_local", "loss_features", "loss_global"):
+        assert float(out[name]) == pytest.approx(float(exact[name]), rel=0.05)
+        assert out[name].dtype == torch.float32
+
+
+def test_dropout_drops_and_evaluation_does_not() -> None:
+    model = seeded(dataclasses.replace(SMALL, dropout=0.3, activation_dropout=0.2, attention_dropout=0.1, input_dropout=0.1))
+    assert step(model)["loss"] != step(model)["loss"]
+    model.eval()
+    assert step(model)["loss"] == step(model)["loss"]
+
+
+def test_other_lengths_and_leads() -> None:
+    config = dataclasses.replace(SMALL, leads=3, conv_norm="layer", mask_trim=True)
+    model = seeded(config)
+    out = model(torch.randn(2, 2, 3, 999), keys(2), torch.tensor(1.0))
+    out["loss"].backward()
+    assert out["loss"].isfinite()
+
+
+def test_initial_weights_follow_the_generator_alone() -> None:
+    one, other = seeded(), seeded()
+    torch.manual_seed(5)
+    assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+    assert float(one.encoder.layers[0].fc1.weight.detach().std()) == pytest.approx(0.02, rel=0.05)
+    torch.testing.assert_close(one.encoder.position.weight(), one.encoder.position.direction)
+
+
+def test_nothing_in_a_step_breaks_the_graph() -> None:
+    """One graph, whatever the draws: traced, not compiled, which would take minutes here."""
+    model = seeded(ModelConfig(**{**dataclasses.asdict(SMALL), "layers": 1, **STILL}))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for epoch in range(3):
+            grads = []
+            for m in (compiled, model):
+                model.zero_grad()
+                loss = m(waves(2), keys(2, epoch), torch.tensor(2.0 - 0.1 * epoch))["loss"]
+                loss.backward()
+                grads.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+            for got, wanted in zip(*grads, strict=True):
+                torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-5)

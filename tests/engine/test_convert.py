@@ -1,0 +1,225 @@
+"""engine.convert: exact both ways, strict about names, deaf to what a pickle asks for."""
+
+import argparse
+import collections
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from engine import convert
+from engine.model.config import ModelConfig
+from engine.model.fairseq import their_settings, theirs
+from engine.model.pretrainer import Pretrainer
+from engine.objectives.config import ObjectiveConfig
+
+ROOT = Path(__file__).parents[2]
+REAL = ROOT.parent / "shared" / "parity" / "small_checkpoint.pt"
+CONFIG = ModelConfig(
+    conv=((16, 2), (32, 2)), width=24, layers=1, heads=2, ffn=32, position_kernel=8, position_groups=4, codes=8, code_width=16
+)
+
+
+def weights(spelled: str = "parametrizations") -> dict[str, Tensor]:
+    model = Pretrainer(CONFIG, ObjectiveConfig(), generator=torch.Generator().manual_seed(0))
+    return theirs(model.state_dict(), CONFIG, spelled)  # type: ignore[arg-type]
+
+
+def saved(path: Path, **changes: Any) -> Path:
+    content = {"args": None, "cfg": their_settings(CONFIG), "model": weights(), "optimizer_history": [{"num_updates": 7}]}
+    torch.save(content | changes, path)
+    return path
+
+
+def same(one: Any, other: Any) -> bool:
+    return list(one) == list(other) and all(torch.equal(one[k], other[k]) and one[k].dtype == other[k].dtype for k in one)
+
+
+@pytest.mark.parametrize("spelled", ["parametrizations", "weight_g"])
+def test_round_trip_is_exact(spelled: str, tmp_path: Path) -> None:
+    first = saved(tmp_path / "a.pt", model={k: v.half() for k, v in reversed(weights(spelled).items())})
+    assert convert.main(["from-fairseq", str(first), str(tmp_path / "out")]) == 0
+    assert convert.main(["to-fairseq", str(tmp_path / "out"), str(tmp_path / "b.pt")]) == 0
+    one, other = (torch.load(tmp_path / name, weights_only=True) for name in ("a.pt", "b.pt"))
+    assert same(one["model"], other["model"])
+    assert (one["cfg"], one["optimizer_history"]) == (other["cfg"], other["optimizer_history"])
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "README.md", "config.json", "model.safetensors", "preprocessing.json",
+    ]  # fmt: skip
+
+
+def test_the_authors_own_checkpoint(tmp_path: Path) -> None:
+    if not REAL.is_file():
+        pytest.skip("the authors' checkpoint is not here (../shared/parity)")
+    assert convert.main(["from-fairseq", str(REAL), str(tmp_path / "out")]) == 0
+    assert convert.main(["to-fairseq", str(tmp_path / "out"), str(tmp_path / "b.pt")]) == 0
+    one, other = (torch.load(path, weights_only=True) for path in (REAL, tmp_path / "b.pt"))
+    assert same(one["model"], other["model"]) and one["cfg"] == other["cfg"]
+
+
+def test_the_converted_model_loads_and_computes(tmp_path: Path) -> None:
+    convert.from_fairseq(saved(tmp_path / "a.pt"), tmp_path / "out")
+    config = convert.config_of(json.loads((tmp_path / "out" / "config.json").read_text()))
+    assert config == CONFIG
+    model = Pretrainer(config, ObjectiveConfig()).eval()
+    model.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
+    wanted = Pretrainer(CONFIG, ObjectiveConfig(), generator=torch.Generator().manual_seed(0)).eval()
+    x = torch.randn(2, 12, 400)
+    assert torch.equal(model.encoder(x), wanted.encoder(x))
+
+
+def test_a_run_of_ours_becomes_a_checkpoint_of_theirs(tmp_path: Path) -> None:
+    """RUN/model without anything of theirs in its config.json."""
+    convert.from_fairseq(saved(tmp_path / "a.pt"), tmp_path / "run" / "model")
+    document = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    del document["fairseq"]
+    (tmp_path / "run" / "model" / "config.json").write_text(json.dumps(document))
+    assert convert.main(["to-fairseq", str(tmp_path / "run"), str(tmp_path / "b.pt")]) == 0
+    assert convert.main(["from-fairseq", str(tmp_path / "b.pt"), str(tmp_path / "again")]) == 0
+    assert same(*(load_file(tmp_path / p / "model.safetensors") for p in ("run/model", "again")))
+
+
+@pytest.mark.parametrize(
+    "section, given, wanted",
+    [
+        ({}, "auto", "millivolt"),
+        ({"normalize": True}, "auto", "zscore"),
+        ({"data": "/x/mimic_iv_ecg/manifests"}, "auto", "zscore"),
+        ({}, "zscore", "zscore"),
+        ({"normalize": True}, "millivolt", "millivolt"),
+    ],
+)
+def test_the_scale_of_the_input_is_recorded(section: dict[str, Any], given: str, wanted: str, tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.pt", cfg=their_settings(CONFIG) | {"task": section})
+    assert convert.main(["from-fairseq", str(path), str(tmp_path / "out"), "--input", given]) == 0
+    document = json.loads((tmp_path / "out" / "preprocessing.json").read_text())
+    assert (document["scale"], document["fs_hz"], document["leads"][3]) == (wanted, 500, "aVR")
+
+
+class Content:
+    """As OmegaConf keeps settings: a class of another package, with nodes that hold values."""
+
+    def __init__(self, content: Any) -> None:
+        self._content = {k: Content(v) if isinstance(v, dict) else Value(v) for k, v in content.items()}
+
+
+class Value:
+    def __init__(self, value: Any) -> None:
+        self._val = value
+
+
+def test_settings_in_objects_are_read_without_their_classes(tmp_path: Path) -> None:
+    for name, changes in (
+        ("namespace", {"cfg": None, "args": argparse.Namespace(**their_settings(CONFIG)["model"])}),
+        ("nodes", {"cfg": Content(their_settings(CONFIG))}),
+        ("ordered", {"model": collections.OrderedDict(weights()), "extra_state": {"meters": Content({"a": 1})}}),
+    ):
+        path = saved(tmp_path / f"{name}.pt", **changes)
+        assert convert.main(["from-fairseq", str(path), str(tmp_path / name)]) == 0
+        assert convert.main(["to-fairseq", str(tmp_path / name), str(tmp_path / f"{name}.back.pt")]) == 0
+        assert same(torch.load(tmp_path / f"{name}.back.pt", weights_only=True)["model"], weights())
+
+
+class Malice:
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> Any:
+        return os.system, (self.command,)
+
+
+def test_a_pickle_s_code_is_not_run(tmp_path: Path) -> None:
+    trace = tmp_path / "executed"
+    path = saved(tmp_path / "a.pt", task_state=Malice(f"touch {trace}"))
+    assert convert.main(["from-fairseq", str(path), str(tmp_path / "out")]) == 0  # its weights are sound
+    path = saved(tmp_path / "b.pt", model=Malice(f"touch {trace}"))
+    assert convert.main(["from-fairseq", str(path), str(tmp_path / "other")]) == 2
+    assert not trace.exists() and not (tmp_path / "other").exists()
+
+
+def huge() -> dict[str, Tensor]:
+    state = weights()
+    state["encoder.layers.0.fc1.weight"] = torch.zeros(1).expand(60_000, 60_000)
+    return state
+
+
+def harm(kind: str, path: Path) -> Path:
+    state, cfg = weights(), their_settings(CONFIG)
+    if kind == "missing":
+        del state["final_proj.bias"]
+    elif kind == "unexpected":
+        state["proj.weight"] = torch.zeros(3)
+    elif kind == "reshaped":
+        state["mask_emb"] = torch.zeros(25)
+    elif kind == "huge":
+        state, cfg["model"]["encoder_ffn_embed_dim"] = huge(), 60_000
+    elif kind == "not tensors":
+        state["mask_emb"] = "text"  # type: ignore[assignment]
+    elif kind == "pre-norm":
+        cfg["model"]["layer_norm_first"] = True
+    elif kind == "layers":
+        cfg["model"]["conv_feature_layers"] = "__import__('os').getcwd()"
+    elif kind == "no settings":
+        cfg = {}
+    saved(path, model=state, cfg=cfg)
+    if kind == "cut":
+        path.write_bytes(path.read_bytes()[:5000])
+    elif kind == "text":
+        path.write_text("hello")
+    elif kind == "zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("a/b", "c")
+    elif kind == "absent":
+        path.unlink()
+    return path
+
+
+@pytest.mark.parametrize(
+    "kind, told",
+    [
+        ("missing", "1 missing: final_proj.bias"),
+        ("unexpected", "1 unexpected: proj.weight"),
+        ("reshaped", "mask_emb is (25,)"),
+        ("huge", "larger than their file"),
+        ("not tensors", "mask_emb is a str"),
+        ("pre-norm", "layer_norm_first"),
+        ("layers", "conv_feature_layers"),
+        ("no settings", "no settings"),
+        ("cut", ""),
+        ("text", ""),
+        ("zip", ""),
+        ("absent", "no such file"),
+    ],
+)
+def test_wrong_checkpoints_are_one_line_and_leave_nothing(
+    kind: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert convert.main(["from-fairseq", str(harm(kind, tmp_path / "a.pt")), str(tmp_path / "out")]) == 2
+    err = capsys.readouterr().err
+    assert told in err and err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir() if path.name != "a.pt"] == []
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.pt")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").write_text("")
+    assert convert.main(["from-fairseq", str(path), str(tmp_path / "out")]) == 2
+    assert convert.main(["from-fairseq", str(path), str(tmp_path / "fine")]) == 0
+    assert convert.main(["to-fairseq", str(tmp_path / "fine"), str(path)]) == 2
+    assert convert.main(["to-fairseq", str(tmp_path), str(tmp_path / "b.pt")]) == 2
+
+
+@pytest.mark.parametrize("door", ["convert", "parity"])
+def test_doors_open_as_scripts_and_as_modules(door: str) -> None:
+    for command in ([f"engine/{door}.py"], ["-m", f"engine.{door}"]):
+        done = subprocess.run([sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and done.stdout.startswith(f"usage: engine.{door}"), done.stderr
