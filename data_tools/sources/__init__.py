@@ -34,7 +34,10 @@ def open_sources(url: str, kind: str = "auto", anonymous: bool = False) -> list[
     if not names:
         raise StorageError(f"{root.url}: nothing is there")
     if ":" in kind:
-        return [_imported(kind)(root)]
+        try:
+            return [_imported(kind)(root)]
+        except TypeError as error:  # a method is missing
+            raise DataError(f"--source {kind}: {error}") from None
     if kind != "auto":
         if kind not in ARCHIVES:
             raise DataError(f"--source {kind}: not auto, {', '.join(ARCHIVES)} or your own module:Class")

@@ -20,6 +20,7 @@ Reading your own format takes a class of a dozen lines and `--source your_module
 """
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -34,7 +35,7 @@ from data_tools.storage import Folder
 T = TypeVar("T")
 
 
-class Source:
+class Source(ABC):
     """An archive. Sources travel to worker processes: keep in `self` only what pickles small."""
 
     name = ""
@@ -43,12 +44,13 @@ class Source:
     def __init__(self, root: Folder) -> None:
         self.root = root
 
+    @abstractmethod
     def keys(self) -> Iterator[str]:
         """Every record's key, in an order that depends on the archive alone."""
-        raise NotImplementedError(f"{type(self).__name__}.keys")
 
+    @abstractmethod
     def read(self, key: str) -> EcgRecord:
-        raise NotImplementedError(f"{type(self).__name__}.read")
+        """One record; a ReadError refuses it."""
 
     def header(self, key: str) -> Header:
         """What the plan needs. A format that can tell it without reading the signal should."""

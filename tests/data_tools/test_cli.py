@@ -46,6 +46,7 @@ def test_from_nothing_to_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture
         (("shard", "SRC", "--out", "x", "--source", "foo"), "mimic-iv-ecg"),
         (("shard", "SRC", "--out", "x", "--source", "no_such_module:Thing"), "no_such_module"),
         (("shard", "SRC", "--out", "x", "--source", "json:loads"), "not a subclass"),
+        (("shard", "SRC", "--out", "x", "--source", "data_tools.sources:Source"), "abstract method"),
         (("shard", "SRC", "--out", "x", "--pseudonymize", "nokey"), "nokey"),
         (("shard", "SRC", "--out", "x", "--pseudonymize", "SHORT"), "at least 16"),
         (("shard", "SRC", "--out", "x", "--extend", "nothing"), "nothing"),

@@ -1,0 +1,320 @@
+"""The tree of settings: YAML and `--set a.b=c` -> one frozen Config, or one line that names the key.
+
+    config = load("configs/pretrain/w2v_cmsc_rlm.yaml", ["train.steps=100", "data.datasets=[DATASET]"])
+    check(config, world=8)                    # every combination that cannot be, before any work is done
+    python engine/pretrain.py --schema        # JSON schema, for editors
+
+Each component's settings are a dataclass that lies beside its code; here they are gathered. A file may begin with
+`base: other.yaml`, and says then only what differs. Unknown keys and values of the wrong type are errors.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml  # type: ignore[import-untyped]
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from engine.model.config import ModelConfig
+from engine.model.draws import max_masked
+from engine.objectives.config import ObjectiveConfig
+from engine.pipelines.augment import AugmentConfig
+from engine.pipelines.batched import HALF
+from engine.pipelines.leads import ConfigError
+from engine.pipelines.loader import LoaderConfig
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+QUICKSTART = CONFIGS / "pretrain" / "quickstart.yaml"
+DEEPSPEED_KEYS = ("zero_optimization", "communication_data_type", "prescale_gradients", "gradient_predivide_factor")
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Roles(Section):
+    """Which crops of a dataset: see data_tools.dataset.Dataset.select."""
+
+    pretrain: bool | None = None
+    dx: Literal["train", "valid", "test"] | None = None
+    identity: Literal["train", "valid", "gallery", "probe"] | None = None
+
+
+class DataConfig(Section):
+    datasets: tuple[str, ...] = ()  # directories or s3:// addresses
+    train: Roles = Roles(pretrain=True)
+    valid: Roles = Roles(dx="valid")  # the loss is measured on these; datasets without any are left out
+    anonymous: bool = False  # s3:// without credentials
+
+
+class PipelineConfig(Section):
+    """LoaderConfig, less what other sections say."""
+
+    backend: Literal["auto", "dali", "torch", "resident"] = "auto"
+    views: Literal["halves", "window"] = "halves"
+    block_shards: int = 0
+    weights: tuple[float, ...] | None = None
+    source: Literal["tar", "zarr"] | None = None
+    check: Literal["first", "always", "never"] = "first"
+    on_corrupt: Literal["stop", "skip"] = "stop"
+    threads: int = 2
+    read_ahead: int = 2
+    cache_dir: str | None = None
+    cache_bytes: int = 100 * 2**30
+
+
+class TrainConfig(Section):
+    steps: int | None = Field(default=None, ge=1)  # this or epochs
+    epochs: float | None = Field(default=None, gt=0)
+    batch_crops: int = Field(default=512, ge=1)  # of all ranks together, whatever their number
+    micro_batch: int | None = Field(
+        default=None, ge=1
+    )  # crops of a rank at a time; None: all, so that candidates are the whole batch
+    precision: Literal["bf16", "fp32"] = "bf16"
+    zero_stage: int | None = Field(default=None, ge=0, le=3)  # None: as the DeepSpeed JSON says, else 1
+    deepspeed: str | None = None  # JSON file, for ZeRO and communication only
+    compile: bool | None = None  # torch.compile; None: on CUDA
+    lr: float = Field(default=5e-5, gt=0, le=1)
+    schedule: Literal["fixed", "warmup_cosine", "tri_stage"] = "fixed"
+    warmup: float = Field(default=0.1, ge=0, le=1)  # shares of all steps
+    hold: float = Field(default=0.2, ge=0, le=1)  # tri_stage
+    start_factor: float = Field(default=0.01, ge=0, le=1)  # of lr
+    end_factor: float = Field(default=0.01, ge=0, le=1)
+    weight_decay: float = Field(default=0.01, ge=0, le=1)  # on every parameter, decoupled
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = Field(default=1e-6, gt=0)
+    clip_norm: float = Field(default=0.0, ge=0)  # 0: gradients are not clipped
+    max_nonfinite: int = Field(default=10, ge=1)  # skipped steps in a row that end the run
+    seed: int = Field(default=0, ge=0)
+    log_every: int = Field(default=10, ge=1)
+    validate_every: int = Field(default=0, ge=0)  # steps; 0: never
+    valid_batches: int = Field(default=16, ge=1)
+    probe_patients: int = Field(default=256, ge=0)
+    save_every_steps: int = Field(default=0, ge=0)  # 0: by time only, and at the end
+    save_every_minutes: float = Field(default=30.0, gt=0)
+    keep: int = Field(default=3, ge=1)  # checkpoints, beside the best one
+    peak_tflops: float | None = Field(default=None, gt=0)  # of one device, for MFU; None: measured at the start
+    timeout_s: float = Field(default=600.0, gt=0)  # a rank that is silent for so long ends the run
+
+
+class Config(Section):
+    run: str = "runs/pretrain"
+    data: DataConfig = DataConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    augment: AugmentConfig = AugmentConfig()
+    model: ModelConfig = ModelConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    train: TrainConfig = TrainConfig()
+
+    def tree(self) -> dict[str, Any]:
+        """As JSON and YAML hold it."""
+        plain: dict[str, Any] = json.loads(self.model_dump_json())
+        return plain
+
+    @property
+    def loader(self) -> LoaderConfig:
+        return LoaderConfig(
+            **dict(self.pipeline), batch_crops=self.train.batch_crops, seed=self.train.seed, augment=self.augment
+        )
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """YAML 1.1 takes 5e-5 for a string; a learning rate is none."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    tree = read(Path(path))
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set {override!r}: write key=value, for example --set train.steps=100")
+        _set(tree, key.strip().split("."), _parse(value, f"--set {key}"))
+    return build(tree)
+
+
+def read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A file over its `base`."""
+    path = path.resolve()
+    if path in seen:
+        raise ConfigError(f"{path}: base: goes in a circle")
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}: give another --config") from None
+    tree = _parse(text, str(path)) or {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: is no table of keys and values")
+    base = tree.pop("base", None)
+    return tree if base is None else _over(read(path.parent / str(base), (*seen, path)), tree)
+
+
+def build(tree: dict[str, Any]) -> Config:
+    _known(tree)
+    augment = tree.get("augment")
+    if isinstance(augment, dict) and type(augment.get("leads")) is int:
+        tree = tree | {"augment": augment | {"leads": str(augment["leads"])}}
+    try:
+        return Config.model_validate_json(json.dumps(tree))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in first["loc"] if not re.search(r"\W", str(part)))
+        raise ConfigError(f"{key}={first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
+    except TypeError as error:  # a date, say
+        raise ConfigError(f"a value is none that JSON knows: {error}") from None
+
+
+def schema() -> str:
+    return json.dumps(Config.model_json_schema(), indent=1)
+
+
+def keys(component: Any = Config, prefix: str = "") -> Iterator[str]:
+    """Every dotted name that there is."""
+    if isinstance(component, type) and issubclass(component, BaseModel):
+        parts: list[tuple[str, Any]] = [(name, field.annotation) for name, field in component.model_fields.items()]
+    else:
+        parts = [(field.name, field.type) for field in fields(component)]
+    for name, kind in parts:
+        yield prefix + name
+        for inner in (kind, *getattr(kind, "__args__", ())):
+            if isinstance(inner, type) and (is_dataclass(inner) or issubclass(inner, BaseModel)):
+                yield from keys(inner, f"{prefix}{name}.")
+
+
+def _known(tree: dict[str, Any], prefix: str = "") -> None:
+    known = list(keys())
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if key not in known:
+            tail = [other for other in known if other.split(".")[-1] == str(name)]
+            near = difflib.get_close_matches(key, known, 1, 0.5) or tail
+            raise ConfigError(f"{key}: no such key" + (f": did you mean {(tail or near)[0]}?" if near else ""))
+        if isinstance(value, dict):
+            _known(value, f"{key}.")
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: no YAML: {' '.join(str(error).split())}"[:300]) from None
+
+
+def _set(tree: dict[str, Any], names: list[str], value: Any) -> None:
+    for name in names[:-1]:
+        if not isinstance(tree.get(name), dict):
+            tree[name] = {}
+        tree = tree[name]
+    tree[names[-1]] = value
+
+
+def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    both = dict(below)
+    for name, value in above.items():
+        inner = both.get(name)
+        both[name] = _over(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return both
+
+
+def deepspeed_json(config: Config, world: int, universal: bool = False) -> dict[str, Any]:
+    """ZeRO and communication from the file, all else from the tree."""
+    own = _own_deepspeed(config.train.deepspeed)
+    zero: dict[str, Any] = own.pop("zero_optimization", {}) | {"stage": zero_stage(config)}
+    if zero["stage"] in (1, 2):
+        zero["compute_grad_norm"] = False  # the optimizer takes it, without waiting for the device
+    elif zero["stage"] == 3:
+        zero["sub_group_size"] = 10**12  # one step of the optimizer a step
+    micro, accumulation = micro_batch(config, world)
+    return own | {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulation,
+        "zero_optimization": zero,
+        "bf16": {"enabled": config.train.precision == "bf16", "check_grad_overflow": False},
+        "gradient_clipping": 0.0,  # DeepSpeed's default is 1; the optimizer clips, by train.clip_norm
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 2**62,
+        "checkpoint": {"load_universal": universal},
+    }
+
+
+def _own_deepspeed(path: str | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    found = next((p for p in (Path(path), CONFIGS.parent / path) if p.is_file()), None)
+    if found is None:
+        raise ConfigError(f"train.deepspeed={path!r}: no such file; {CONFIGS / 'deepspeed'} has some")
+    try:
+        own = json.loads(found.read_text())
+        names, stage = set(own), own.get("zero_optimization", {}).get("stage", 1)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"train.deepspeed={path!r}: no JSON of DeepSpeed's form: {error}") from None
+    if stage not in (0, 1, 2, 3):
+        raise ConfigError(f"train.deepspeed={path!r}: zero_optimization.stage={stage!r}: use 0, 1, 2 or 3")
+    if names - set(DEEPSPEED_KEYS):
+        allowed = ", ".join(DEEPSPEED_KEYS)
+        raise ConfigError(
+            f"train.deepspeed={path!r}: {sorted(names - set(DEEPSPEED_KEYS))[0]} is set in `train`: keep to {allowed}"
+        )
+    return dict(own)
+
+
+def zero_stage(config: Config) -> int:
+    in_file = _own_deepspeed(config.train.deepspeed).get("zero_optimization", {}).get("stage")
+    asked = config.train.zero_stage
+    if asked is not None and in_file is not None and asked != in_file:
+        raise ConfigError(f"train.zero_stage={asked}, but {config.train.deepspeed} has stage {in_file}: leave one of them out")
+    stage: int = next((stage for stage in (asked, in_file) if stage is not None), 1)
+    return stage
+
+
+def micro_batch(config: Config, world: int) -> tuple[int, int]:
+    """Crops of a rank at a time, and how many times to a step."""
+    t = config.train
+    share, rest = divmod(t.batch_crops, world)
+    if rest or not share:
+        raise ConfigError(f"train.batch_crops={t.batch_crops}: must be a multiple of the {world} ranks")
+    micro = t.micro_batch or share
+    if share % micro:
+        raise ConfigError(
+            f"train.micro_batch={micro}: must divide the {share} crops of a rank "
+            f"(train.batch_crops={t.batch_crops} / {world} ranks)"
+        )
+    return micro, share // micro
+
+
+def check(config: Config, world: int) -> None:
+    """What no section can see by itself."""
+    t, objective, augment = config.train, config.objective, config.augment
+    if not config.data.datasets:
+        raise ConfigError("data.datasets=[]: name a dataset, for example --set data.datasets=[DATASET]")
+    if (t.steps is None) == (t.epochs is None):
+        raise ConfigError(f"train.steps={t.steps}, train.epochs={t.epochs}: give one of the two")
+    micro_batch(config, world)
+    if zero_stage(config) == 0 and t.precision == "bf16":
+        raise ConfigError("train.zero_stage=0 with train.precision=bf16: DeepSpeed's Adam is one step off there: use stage 1")
+    if t.schedule == "tri_stage" and t.warmup + t.hold > 1:
+        raise ConfigError(f"train.warmup={t.warmup}, train.hold={t.hold}: shares of all steps: together 1 at most")
+    if not all(0 <= beta < 1 for beta in t.betas):
+        raise ConfigError(f"train.betas={list(t.betas)}: each must be from 0 to below 1")
+    seen = len(augment.output_leads)
+    if config.model.leads != seen:
+        raise ConfigError(f"model.leads={config.model.leads}: augment.leads={augment.leads!r} gives it {seen}: write that")
+    if objective.local > 0:
+        max_masked(config.model, config.model.tokens(HALF))
+    window = config.pipeline.views == "window"
+    if objective.contrast > 0 and window != (objective.method != "cmsc"):
+        right = "halves" if objective.method == "cmsc" else "window"
+        raise ConfigError(f"pipeline.views={config.pipeline.views!r}: objective.method={objective.method} needs {right}")
+    if objective.contrast > 0 and window and not (augment.rlm or augment.kinds or augment.threekg):
+        raise ConfigError("pipeline.views='window' without augmentation: both views are the same: set augment.rlm or noise")
+    if config.pipeline.weights is not None and len(config.pipeline.weights) != len(config.data.datasets):
+        raise ConfigError(f"pipeline.weights={list(config.pipeline.weights)}: must be one for each of data.datasets")
+    _ = config.loader  # its own checks

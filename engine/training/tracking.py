@@ -1,0 +1,129 @@
+"""What a run tells: a line on the screen, metrics.jsonl, validation.jsonl, TensorBoard if installed, run.json, config.yaml.
+
+    tracker = Tracker(run, config, facts, resumed_step)       # rank 0 only
+    tracker.log({"step": 10, "loss": 4.2, ...})
+
+A run that goes on after a kill drops the lines after the step that it goes on from: the files look as if nothing had happened.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml  # type: ignore[import-untyped]
+
+from engine.config import Config
+from engine.training.checkpoint import write
+
+KEYS = (
+    *("step", "crops_seen", "epoch", "loss", "loss_local", "loss_global", "loss_diversity", "loss_features", "lr", "grad_norm"),
+    *("crops_per_s", "data_wait_pct", "mfu", "code_perplexity", "prob_perplexity", "gumbel_tau", "masked_share"),
+    *("accuracy_local", "accuracy_global", "skipped_steps", "memory_gb"),
+)
+METRICS, VALIDATION = "metrics.jsonl", "validation.jsonl"
+PACKAGES = ("torch", "deepspeed", "numpy", "pydantic", "safetensors", "nvidia-dali-cuda130", "nvidia-dali-cuda120")
+
+
+class Tracker:
+    def __init__(self, run: Path, config: Config, facts: dict[str, Any], step: int, total: int) -> None:
+        self.run, self.total, self.first, self.began = run, total, step, time.perf_counter()
+        run.mkdir(parents=True, exist_ok=True)
+        write(run / "config.yaml", yaml.safe_dump(config.tree(), sort_keys=False))
+        write(run / "run.json", json.dumps(facts | hardware() | versions(), indent=1) + "\n")
+        for name in (METRICS, VALIDATION):
+            _cut(run / name, step)
+        self.files = {name: open(run / name, "a", buffering=1) for name in (METRICS, VALIDATION)}  # noqa: SIM115
+        self.board = _board(run / "tensorboard", step)
+
+    def log(self, row: dict[str, Any]) -> None:
+        whole = {key: row.get(key) for key in KEYS}
+        self._write(METRICS, whole)
+        _say(line(whole, self.total, self._left_s(int(row["step"]))))
+
+    def validated(self, row: dict[str, Any]) -> None:
+        self._write(VALIDATION, row, "valid/")
+        _say("  ".join(["  validation", *(f"{k} {v:.4g}" for k, v in row.items() if k not in ("step", "crops_seen"))]))
+
+    def note(self, text: str) -> None:
+        _say(text)
+
+    def close(self) -> None:
+        for file in self.files.values():
+            file.close()
+        if self.board:
+            self.board.close()
+
+    def _write(self, name: str, row: dict[str, Any], prefix: str = "") -> None:
+        self.files[name].write(json.dumps(row) + "\n")
+        if self.board:
+            for key, value in row.items():
+                if key != "step" and value is not None:
+                    self.board.add_scalar(prefix + key, value, row["step"])
+
+    def _left_s(self, step: int) -> float:
+        return (time.perf_counter() - self.began) / max(step - self.first, 1) * (self.total - step)
+
+
+def line(row: dict[str, Any], total: int, left_s: float) -> str:
+    parts = " + ".join(f"{k[5:]} {row[k]:.3f}" for k in KEYS if k.startswith("loss_") and row[k] is not None)
+    speed = f"{row['crops_per_s']:.1f} crops/s, data wait {row['data_wait_pct']:.1f} %, MFU {100 * row['mfu']:.1f} %"
+    return (
+        f"step {row['step']}/{total}  loss {row['loss']:.4f} ({parts})  lr {row['lr']:.2g}  {speed}  {_duration(left_s)} left"
+    )
+
+
+def _duration(seconds: float) -> str:
+    minutes, s = divmod(int(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _cut(path: Path, step: int) -> None:
+    """Lines of steps that will be done again, and a line that a kill cut off."""
+    if not path.is_file():
+        return
+    kept = []
+    for text in path.read_text().splitlines():
+        try:
+            if json.loads(text)["step"] <= step:
+                kept.append(text)
+        except (ValueError, KeyError, TypeError):
+            continue
+    write(path, "".join(f"{text}\n" for text in kept))
+
+
+def _board(path: Path, step: int) -> Any:
+    if importlib.util.find_spec("tensorboard") is None:
+        return None
+    try:
+        writer: Any = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+    except ImportError:
+        return None
+    return writer(str(path), purge_step=step + 1)
+
+
+def versions() -> dict[str, Any]:
+    installed = {}
+    for name in PACKAGES:
+        try:
+            installed[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {"versions": {"python": platform.python_version(), **installed}, "command": sys.argv}
+
+
+def hardware() -> dict[str, Any]:
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {"hardware": {"machine": platform.machine(), "cores": len(os.sched_getaffinity(0)), "gpus": gpus}}

@@ -1,0 +1,106 @@
+"""Runs of engine/pretrain.py in processes of their own, forked from one that has imported everything: half a second each."""
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CONTEXT = multiprocessing.get_context("forkserver")
+HEAVY = ["engine.pretrain", "deepspeed", "torch._dynamo", "torch.utils.tensorboard", "deepspeed.runtime.zero.stage3"]
+HEAVY += ["deepspeed.runtime.zero.muon.muon_optimizer"]  # DeepSpeed imports it, and with it torch's compiler
+CONTEXT.set_forkserver_preload(HEAVY)
+TINY = """
+model: {conv: [[8, 4], [8, 4], [8, 1]], width: 16, layers: 2, heads: 2, ffn: 32, position_kernel: 8, position_groups: 2,
+        codes: 8, code_width: 8, projection: 8, tau_decay: 0.9}
+train: {steps: 6, batch_crops: 8, precision: fp32, lr: 1e-3, clip_norm: 1.0, log_every: 1, peak_tflops: 1.0, timeout_s: 30}
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Ended:
+    codes: list[int | None]
+    output: str  # of all ranks
+
+    @property
+    def ok(self) -> bool:
+        return all(code == 0 for code in self.codes)
+
+
+def child(arguments: Sequence[str], environment: dict[str, str], out: str, before: Callable[[], None] | None) -> None:
+    os.environ.update(environment)
+    file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1) for stream in (1, 2))
+    torch.set_num_threads(1)
+    if before:
+        before()
+    from engine.pretrain import main
+
+    code = main(arguments)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def start(
+    tmp: Path, arguments: Sequence[str], world: int = 1, before: Callable[[], None] | None = None, **env: str
+) -> list[Any]:
+    common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | env
+    processes = []
+    for rank in range(world):
+        environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        processes.append(CONTEXT.Process(target=child, args=(list(arguments), environment, str(tmp / "out.txt"), before)))
+        processes[-1].start()
+    return processes
+
+
+def wait(tmp: Path, processes: list[Any], timeout_s: float = 90) -> Ended:
+    for process in processes:
+        process.join(timeout_s)
+    late = [process for process in processes if process.is_alive()]
+    for process in late:
+        process.kill()
+        process.join()
+    output = (tmp / "out.txt").read_text() if (tmp / "out.txt").exists() else ""
+    assert not late, f"still running after {timeout_s} s:\n{output}"
+    return Ended([process.exitcode for process in processes], output)
+
+
+def settings(tmp: Path, dataset: str, run: str = "run", **changes: Any) -> list[str]:
+    """Arguments for a tiny model; changes as train__steps=3."""
+    (tmp / "tiny.yaml").write_text(TINY)
+    sets = {"run": str(tmp / run), "data.datasets": json.dumps([dataset])}
+    sets |= {name.replace("__", "."): json.dumps(value) for name, value in changes.items()}
+    return ["--config", str(tmp / "tiny.yaml"), *(part for key, value in sets.items() for part in ("--set", f"{key}={value}"))]
+
+
+def pretrain(
+    tmp: Path, dataset: str, run: str = "run", world: int = 1, before: Callable[[], None] | None = None, **changes: Any
+) -> Ended:
+    (tmp / "out.txt").unlink(missing_ok=True)
+    return wait(tmp, start(tmp, settings(tmp, dataset, run, **changes), world, before))
+
+
+def rows(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+EXACT = ("step", "crops_seen", "epoch", "loss", "loss_local", "loss_global", "lr", "grad_norm", "gumbel_tau", "accuracy_local")
+
+
+def curve(run: Path) -> list[dict[str, Any]]:
+    """What must be equal to the last bit."""
+    return [{key: row[key] for key in EXACT} for row in rows(run)]

@@ -1,0 +1,229 @@
+"""What a run survives, and what it says when it does not."""
+
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import curve, free_port, pretrain, rows, settings, start, wait
+
+from data_tools.dataset import Dataset
+from engine.training import checkpoint
+
+ROOT = Path(__file__).parents[3]
+KILLS = 4
+
+
+def test_killed_at_any_time_it_goes_on_and_ends_as_if_nothing_had_been(dataset: Dataset, tmp_path: Path) -> None:
+    how = {"train__steps": 24, "train__save_every_steps": 1, "train__keep": 2}
+    assert pretrain(tmp_path, dataset.root.url, "whole", **how).ok
+    arguments, chance, killed = settings(tmp_path, dataset.root.url, "killed", **how), random.Random(3), 0
+    for _ in range(KILLS):
+        (process,) = start(tmp_path, arguments)
+        began = time.monotonic()
+        before = progress(tmp_path / "killed")
+        while process.is_alive() and progress(tmp_path / "killed") <= before and time.monotonic() - began < 30:
+            time.sleep(0.002)
+        time.sleep(chance.random() * 0.2)
+        killed += process.is_alive()
+        process.kill()
+        process.join()
+        path = checkpoint.newest(tmp_path / "killed", pytest.fail)  # the one that `latest` names is whole
+        assert path is None or checkpoint.fault(path) is None
+    assert killed >= KILLS - 2
+    ended = wait(tmp_path, start(tmp_path, arguments))
+    assert ended.ok, ended.output
+    assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", ["loader-rank0.json", "state.json", "manifest.json", "latest"])
+def test_killed_between_any_two_files_of_a_checkpoint(name: str, dataset: Dataset, tmp_path: Path) -> None:
+    how = {"train__save_every_steps": 2, "train__steps": 6}
+    ended = pretrain(tmp_path, dataset.root.url, before=partial(die_before, name), **how)
+    assert ended.codes == [9]
+    path = checkpoint.newest(tmp_path / "run", pytest.fail)
+    assert path is not None and path.name == "step-2"
+    ended = pretrain(tmp_path, dataset.root.url, **how)
+    assert ended.ok and "goes on after step 2" in ended.output, ended.output
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+def die_before(name: str) -> None:
+    """Before the second checkpoint's file of this name is there."""
+    written, calls = checkpoint.write, iter(range(10))
+
+    def deadly(path: Path, text: str) -> None:
+        if path.name == name and next(calls) == 1:
+            os._exit(9)
+        written(path, text)
+
+    checkpoint.write = deadly
+
+
+def progress(run: Path) -> int:
+    latest = run / "checkpoints" / "latest"
+    return checkpoint.step_of(Path(latest.read_text())) if latest.exists() else 0
+
+
+def test_sigterm_writes_a_checkpoint_and_ends_well(dataset: Dataset, tmp_path: Path) -> None:
+    arguments = settings(tmp_path, dataset.root.url, train__steps=100_000)
+    processes = start(tmp_path, arguments, world=2)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) > 3):
+        time.sleep(0.01)
+    os.kill(processes[1].pid, signal.SIGTERM)  # one rank is enough
+    ended = wait(tmp_path, processes, 30)
+    assert ended.ok, ended.output
+    assert progress(tmp_path / "run") == rows(tmp_path / "run")[-1]["step"] > 3
+    assert "the same command goes on" in ended.output
+
+
+def poison() -> None:
+    """Gradients of steps 3 and 4, and from step 8 on, are no numbers."""
+    from engine.model.pretrainer import Pretrainer
+
+    forward, calls = Pretrainer.forward, iter(range(1, 10_000))
+
+    def poisoned(self: Pretrainer, *args: object, **kwargs: object) -> dict[str, torch.Tensor]:
+        losses: dict[str, torch.Tensor] = forward(self, *args, **kwargs)  # type: ignore[arg-type]
+        call = next(calls)
+        return losses | {"loss": losses["loss"] * float("nan")} if call in (3, 4) or call >= 8 else losses
+
+    Pretrainer.forward = poisoned  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_step_that_is_not_finite_is_skipped_and_too_many_end_the_run(stage: int, dataset: Dataset, tmp_path: Path) -> None:
+    how = {"train__zero_stage": stage, "train__max_nonfinite": 5, "train__steps": 30}
+    ended = pretrain(tmp_path, dataset.root.url, before=poison, **how)
+    skipped = [row["skipped_steps"] for row in rows(tmp_path / "run")]
+    assert skipped == [0, 0, 1, 2, 2, 2, 2, 3, 4, 5, 6, 7]
+    losses = [row["loss"] for row in rows(tmp_path / "run")]
+    assert all(loss == loss for loss in losses[4:7])
+    assert ended.codes == [1] and "not finite in 5 steps in a row (train.max_nonfinite)" in ended.output
+    assert "rows" in ended.output and "Traceback" not in ended.output
+
+
+def die() -> None:
+    """Rank 1 is gone at its fourth step."""
+    from engine.training.loop import Loop
+
+    step, calls = Loop._step, iter(range(10_000))
+
+    def deadly(self: Loop, batch: object) -> object:
+        if next(calls) == 3 and self.ranks.rank == 1:
+            os._exit(9)
+        return step(self, batch)  # type: ignore[arg-type]
+
+    Loop._step = deadly  # type: ignore[method-assign, assignment]
+
+
+def hang() -> None:
+    from engine.training.loop import Loop
+
+    step, calls = Loop._step, iter(range(10_000))
+
+    def idle(self: Loop, batch: object) -> object:
+        if next(calls) == 3 and self.ranks.rank == 1:
+            time.sleep(8)
+            os._exit(9)
+        return step(self, batch)  # type: ignore[arg-type]
+
+    Loop._step = idle  # type: ignore[method-assign, assignment]
+
+
+@pytest.mark.parametrize("fate", [die, hang])
+def test_a_rank_that_dies_or_hangs_ends_the_run_in_time_and_it_goes_on(fate: object, dataset: Dataset, tmp_path: Path) -> None:
+    began = time.monotonic()
+    how = {"train__timeout_s": 4, "train__save_every_steps": 1}
+    ended = pretrain(tmp_path, dataset.root.url, world=2, before=fate, **how)  # type: ignore[arg-type]
+    assert ended.codes == [1, 9] and time.monotonic() - began < 30
+    assert "another rank died or hung" in ended.output and "Traceback" not in ended.output
+    ended = pretrain(tmp_path, dataset.root.url, world=2)
+    assert ended.ok and "goes on after step" in ended.output, ended.output
+
+
+def small_files() -> None:
+    """As a full disk: a file may grow to 60 kB."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+
+
+def no_space() -> None:
+    import shutil
+
+    usage = shutil.disk_usage("/")
+    shutil.disk_usage = lambda _: usage._replace(free=1000)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("disk", [small_files, no_space])
+def test_a_full_disk_is_said_and_the_last_checkpoint_stays_good(disk: object, dataset: Dataset, tmp_path: Path) -> None:
+    assert pretrain(tmp_path, dataset.root.url, train__steps=2).ok
+    ended = pretrain(tmp_path, dataset.root.url, before=disk, train__steps=4)  # type: ignore[arg-type]
+    assert ended.codes == [1] and "the last good checkpoint is step-2" in ended.output, ended.output
+    assert "Traceback" not in ended.output
+    assert progress(tmp_path / "run") == 2
+    assert pretrain(tmp_path, dataset.root.url, train__steps=4).ok
+
+
+def test_a_damaged_checkpoint_is_passed_over(dataset: Dataset, tmp_path: Path) -> None:
+    assert pretrain(tmp_path, dataset.root.url, train__save_every_steps=1, train__steps=3).ok
+    file = next((tmp_path / "run" / "checkpoints" / "step-3").glob("*optim_states.pt"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    ended = pretrain(tmp_path, dataset.root.url, train__steps=4)
+    assert ended.ok and "is not what was written: passed over" in ended.output and "goes on after step 2" in ended.output
+
+
+def test_a_port_in_use_is_one_line(dataset: Dataset, tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        arguments = settings(tmp_path, dataset.root.url)
+        (process,) = start(tmp_path, arguments, 1, None, WORLD_SIZE="2", MASTER_PORT=str(taken.getsockname()[1]))
+        ended = wait(tmp_path, [process])
+    assert ended.codes == [2] and "--master_port" in ended.output and len(ended.output.splitlines()) == 1
+
+
+def launched(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    env = {name: value for name, value in os.environ.items() if name not in names}
+    env |= {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{env['PATH']}", "PYTHONPATH": ""}
+    return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_deepspeed_starts_it(dataset: Dataset, tmp_path: Path) -> None:
+    script = [str(ROOT / "engine" / "pretrain.py"), *settings(tmp_path, dataset.root.url, train__steps=2)]
+    port = ["--master_port", str(free_port())]
+    ended = launched(tmp_path, sys.executable, "-m", "deepspeed.launcher.runner", "-q", "--num_gpus", "1", *port, *script)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+def test_two_nodes_without_ssh(dataset: Dataset, tmp_path: Path) -> None:
+    """Each node's own launcher, on loopback."""
+    port, script = str(free_port()), str(ROOT / "engine" / "pretrain.py")
+    arguments = settings(tmp_path, dataset.root.url, train__steps=2)
+    common = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port]
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *common, "--node-rank", str(node), script, *arguments],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for node in range(2)
+    ]
+    outputs = [node.communicate(timeout=120)[0].decode() for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert rows(tmp_path / "run")[-1]["step"] == 2
