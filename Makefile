@@ -7,7 +7,7 @@ RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
 help:
 	@echo "make test   install into .venv and run every test"
-	@echo "make demo   install into .venv; an archive -> a verified dataset, shown, in demo/"
+	@echo "make demo   install into .venv; an archive -> a dataset -> a small pre-trained model, in demo/"
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  measure this machine; a record in benchmarks/results"
 	@echo "make clean  remove .venv and demo/"
@@ -31,7 +31,9 @@ demo: .venv/installed
 	$(RUN) -m data_tools verify demo/dataset --source demo/archive --deep
 	$(RUN) -m data_tools show demo/dataset --png demo/summary.png > demo/summary.txt
 	$(RUN) -m data_tools show demo/dataset --crop 0 --png demo/ecg.png
-	@echo "look at demo/summary.png and demo/ecg.png"
+	$(BIN)/python -m engine.pipelines.picture demo/augmentations.png --data demo/dataset
+	OMP_NUM_THREADS=2 $(BIN)/deepspeed -q engine/pretrain.py --set run=demo/run --set train.steps=90
+	@echo "look at demo/summary.png, demo/ecg.png, demo/augmentations.png and demo/run"
 
 lint: .venv/installed
 	$(BIN)/ruff check .
