@@ -33,7 +33,7 @@ demo: .venv/installed
 	$(RUN) -m data_tools show demo/dataset --crop 0 --png demo/ecg.png
 	$(BIN)/python -m engine.pipelines.picture demo/augmentations.png --data demo/dataset
 	OMP_NUM_THREADS=2 $(BIN)/deepspeed -q engine/pretrain.py --set run=demo/run --set train.steps=90
-	@echo "look at demo/summary.png, demo/ecg.png, demo/augmentations.png and demo/run"
+	@echo "look at demo/summary.png, demo/ecg.png, demo/augmentations.png and demo/run/report.html"
 
 lint: .venv/installed
 	$(BIN)/ruff check .

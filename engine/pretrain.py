@@ -7,7 +7,7 @@
     python engine/pretrain.py --export RUN                    RUN/model from the newest checkpoint
     python engine/pretrain.py --schema                        JSON schema of the settings
 
-RUN/ holds config.yaml, run.json, metrics.jsonl, validation.jsonl, tensorboard/, checkpoints/ and, at the end, model/.
+RUN/ holds config.yaml, run.json, metrics.jsonl, validation.jsonl, tensorboard/, checkpoints/, in the end model/, report.html.
 Started again with the same RUN it goes on where the last checkpoint stands, bit for bit with as many ranks; with another number
 of ranks the same batches follow, and losses are equal to rounding. Other data, other settings: refused, naming what differs.
 SIGTERM writes a checkpoint at the next step and ends with 0. Exit 2: a setting or a file is wrong. Exit 1: the run failed.
@@ -37,6 +37,7 @@ from engine.pipelines.leads import ConfigError
 from engine.pipelines.loader import Loader, LoaderError
 from engine.pipelines.order import OrderError
 from engine.pipelines.resident import ResidentError
+from engine.scoring.report import write_report
 from engine.training import checkpoint, distributed, export
 from engine.training.checkpoint import CheckpointError, WriteError
 from engine.training.distributed import Ranks
@@ -238,7 +239,7 @@ def finish(config: Config, run: Path, done: bool) -> None:
     if not done:
         print(f"stopped after step {checkpoint.step_of(path)}; the same command goes on", flush=True)
         return
-    print(f"done: {export.export(run, path, config)}", flush=True)
+    print(f"done: {export.export(run, path, config)}, {write_report(run)}", flush=True)
 
 
 def export_run(run: Path) -> int:

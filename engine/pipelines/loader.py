@@ -228,7 +228,8 @@ class Loader:
             filled.close()  # type: ignore[attr-defined]
 
     def _stagings(self, datasets: Sequence[Dataset]) -> dict[int, Staging]:
-        far = [d for d, dataset in enumerate(datasets) if dataset.root.remote and dataset.shards and self.config.source != "zarr"]
+        in_tar = self.config.source != "zarr"
+        far = [d for d, dataset in enumerate(datasets) if in_tar and dataset.root.remote and dataset.shards]
         if not far:
             return {}
         if not self.config.cache_dir or not self.config.block_shards:

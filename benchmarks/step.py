@@ -1,0 +1,297 @@
+"""One training step of the paper's model on a batch that is already there: draws, forward, backward, gradient norm, AdamW.
+
+    python -m benchmarks.run step [--device cpu|cuda] [--batches 4 8] [--steps 2] [--threads 2] [--compiled]
+
+    fp32       float32 throughout
+    autocast   float32 weights, matrix products in bf16
+    bf16       bf16 weights and activations, float32 masters that AdamW updates
+
+Beside ours, in turns with it, the authors' step as benchmarks.authors_step writes it again, with their Adam; and a large matrix
+product: the rate that this machine has to give. MFU is the share of it that a step reaches, 175.9 GFLOP a crop, whatever an
+implementation spends. On a CPU both count per CPU-second, since seconds are also those of others; on a GPU per second. Crops
+are noise: a step's time does not depend on what they show. Before anything is timed, both sides must agree on the loss of the
+same weights and draws.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from benchmarks.authors_step import AuthorsStep, adam_step, draw
+from benchmarks.measure import Case, in_fresh_process, run_cases
+from engine.model import fairseq
+from engine.model.config import ModelConfig, flops_per_crop
+from engine.model.draws import row_keys
+from engine.model.pretrainer import Pretrainer
+from engine.model.quantizer import temperature
+from engine.model.reference import Adam, draws_of
+from engine.objectives.config import ObjectiveConfig
+
+RECREATION, OURS, PRODUCT = "re-creation of fairseq-signals' step", "omnilead", "matrix product"
+BATCHES = {"cpu": (4,), "cuda": (64, 256)}  # crops of 10 s
+STEPS = {"cpu": 2, "cuda": 20}  # that count
+WARM_UP = {"cpu": 1, "cuda": 3}
+FIGURE = {"cpu": "per_cpu_s", "cuda": "per_s"}  # what is compared: on shared cores seconds are also those of others
+PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192}
+BARS = {"bf16": 3.0, "fp32": 1.1}  # on a CPU, times the re-creation in fp32
+H200_BAR = 2700.0  # crops a second, the best way
+AGREEMENT = 1e-4
+SAMPLES = 2500
+ADAM = Adam(lr=5e-5, betas=(0.9, 0.98), eps=1e-6, decay=0.01)
+THEIR_OBJECTIVE = ObjectiveConfig(form="authors", gathered=False)
+
+
+Precision = Literal["fp32", "autocast", "bf16"]
+Attention = Literal["sdpa", "manual"]
+PRECISIONS: tuple[Precision, ...] = ("fp32", "autocast", "bf16")
+ATTENTIONS: tuple[Attention, ...] = ("sdpa", "manual")
+
+
+@dataclass(frozen=True)
+class Run:
+    side: str
+    precision: Precision
+    batch: int = 0
+    attention: Attention = "sdpa"
+    compiled: bool = False
+    device: str = "cpu"
+    threads: int = 2
+    steps: int = 2
+
+    @property
+    def name(self) -> str:
+        how: list[str] = [self.precision]
+        how += [self.attention] if self.side == OURS else []
+        how += ["compiled"] if self.compiled else []
+        how += [f"{self.batch} crops"] if self.batch else []
+        return f"{self.side}: {', '.join(how)}"
+
+
+def runs(device: str, batches: Sequence[int], steps: int, threads: int, compiled: bool) -> list[Run]:
+    base = Run(PRODUCT, "fp32", device=device, threads=threads, steps=steps)
+    found = [base, replace(base, precision="bf16")]
+    for batch in batches:
+        peer, mine = replace(base, side=RECREATION, batch=batch), replace(base, side=OURS, batch=batch)
+        found += [peer, replace(peer, precision="autocast")]
+        for precision in PRECISIONS:
+            found += [replace(mine, precision=precision, attention=kind) for kind in ATTENTIONS]
+            found += [replace(mine, precision=precision, compiled=True)] if compiled else []
+    return found
+
+
+def cases(chosen: Sequence[Run], notes: Path) -> dict[str, Case]:
+    return {run.name: (product if run.side == PRODUCT else step, (run, notes)) for run in chosen}
+
+
+def step(run: Run, notes: Path) -> Iterator[float]:
+    """Yields once when warm, then the crops trained on. What a GPU's memory held at most goes to `notes`."""
+    prepare(run)
+    advance = theirs(run) if run.side == RECREATION else ours(run)
+    for _ in range(WARM_UP[run.device]):
+        advance()
+    synchronise(run)
+    yield 0.0
+    for _ in range(run.steps):
+        advance()
+    synchronise(run)
+    if run.device == "cuda":
+        with notes.open("a") as file:
+            file.write(json.dumps({"name": run.name, "mb": torch.cuda.max_memory_allocated() / 2**20}) + "\n")
+    yield float(run.steps * run.batch)
+
+
+def product(run: Run, notes: Path) -> Iterator[float]:
+    """GFLOP of square matrix products."""
+    prepare(run)
+    size, dtype = PRODUCT_SIZE[run.device], torch.float32 if run.precision == "fp32" else torch.bfloat16
+    a, b = (torch.randn(size, size, device=run.device).to(dtype) for _ in range(2))
+    for _ in range(5):
+        a @ b
+    synchronise(run)
+    yield 0.0
+    for _ in range(20):
+        a @ b
+    synchronise(run)
+    yield 20 * 2 * size**3 / 1e9
+
+
+def prepare(run: Run) -> None:
+    torch.set_num_threads(run.threads)
+    torch.manual_seed(1)
+    np.random.seed(1)
+
+
+def synchronise(run: Run) -> None:
+    if run.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def ours(run: Run) -> Callable[[], None]:
+    config = ModelConfig(attention=run.attention)
+    model = Pretrainer(config, ObjectiveConfig()).to(run.device).train()
+    weights = list(model.parameters())
+    masters = [nn.Parameter(p.detach().clone()) for p in weights] if run.precision == "bf16" else weights
+    if run.precision == "bf16":
+        model.bfloat16()
+    if run.compiled:
+        model.compile()
+    adam = torch.optim.AdamW(masters, ADAM.lr, ADAM.betas, ADAM.eps, ADAM.decay, fused=True)
+    x_BSLT = torch.randn(run.batch, 2, config.leads, SAMPLES, device=run.device)
+    updates = count()
+
+    def advance() -> None:
+        update = next(updates)
+        keys_BS = torch.from_numpy(row_keys(1, update, np.arange(run.batch))).to(run.device)
+        tau = torch.tensor(temperature(config, update), device=run.device)
+        with torch.autocast(run.device, torch.bfloat16, enabled=run.precision == "autocast"):
+            loss = model(x_BSLT, keys_BS, tau)["loss"]
+        loss.backward()
+        if run.precision == "bf16":
+            for master, p in zip(masters, weights, strict=True):
+                master.grad, p.grad = p.grad.float() if p.grad is not None else None, None
+        nn.utils.get_total_norm([p.grad for p in masters if p.grad is not None])
+        adam.step()
+        adam.zero_grad()
+        if run.precision == "bf16":
+            with torch.no_grad():
+                torch._foreach_copy_([*weights], [*masters])
+
+    return advance
+
+
+def theirs(run: Run) -> Callable[[], None]:
+    config = ModelConfig()
+    model = AuthorsStep(config, THEIR_OBJECTIVE)
+    model.load_state_dict(fairseq.theirs(Pretrainer(config, THEIR_OBJECTIVE).state_dict(), config))
+    model.to(run.device).train()
+    source = torch.randn(2 * run.batch, config.leads, SAMPLES, device=run.device)
+    patient_id = torch.arange(run.batch, device=run.device)
+    moments: dict[str, tuple[Tensor, Tensor]] = {}
+    updates = count()
+
+    def advance() -> None:
+        update = next(updates)
+        with torch.autocast(run.device, torch.bfloat16, enabled=run.precision == "autocast"):
+            loss, sample_size = model(source, patient_id, temperature(config, update))
+        loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        for gradient in gradients:
+            gradient.div_(sample_size)
+        nn.utils.get_total_norm(gradients, foreach=False)
+        adam_step(model, ADAM, moments, update + 1)
+        model.zero_grad()
+
+    return advance
+
+
+def both_sides(config: ModelConfig, pairs: int) -> tuple[tuple[Pretrainer, Tensor], tuple[AuthorsStep, Tensor]]:
+    """Two models with the same weights, and their losses for the same batch and draws, without dropout."""
+    config = replace(config, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, input_dropout=0.0, feature_dropout=0.0)
+    model, again = Pretrainer(config, THEIR_OBJECTIVE), AuthorsStep(config, THEIR_OBJECTIVE)
+    again.load_state_dict(fairseq.theirs(model.state_dict(), config))
+    source, patient_id, tau = torch.randn(2 * pairs, config.leads, SAMPLES), torch.arange(pairs), 1.99
+    drawn = draw(config, THEIR_OBJECTIVE.negatives, 2 * pairs, config.tokens(SAMPLES), source.device)
+    same = draws_of({name: np.asarray(value) for name, value in drawn._asdict().items()}, config)
+    summed, tokens = again(source, patient_id, tau, drawn)
+    losses = model(source.view(pairs, 2, *source.shape[1:]), tau=torch.tensor(tau), ids_B=patient_id, draws=same)
+    return (model, losses["loss"]), (again, summed / tokens)
+
+
+def disagreement(threads: int) -> float:
+    prepare(Run(OURS, "fp32", threads=threads))
+    with torch.no_grad():
+        (_, mine), (_, wanted) = both_sides(ModelConfig(), pairs=2)
+    return abs(float(mine / wanted) - 1)
+
+
+def check_agreement(threads: int) -> float:
+    """The benchmark's own first condition: the same weights and draws give the same loss."""
+    found = in_fresh_process(disagreement, threads, warm_up=False)["units"]
+    if not found <= AGREEMENT:
+        raise SystemExit(
+            f"benchmarks.step: the two sides' losses differ by {found:.1e}, more than {AGREEMENT:.0e}: nothing was timed"
+        )
+    return found
+
+
+def completed(results: dict[str, dict[str, Any]], chosen: Sequence[Run], notes: Path) -> dict[str, dict[str, Any]]:
+    """Each step's result with what its crops a second mean: GFLOP/s, MFU, times the re-creation, a GPU's memory."""
+    lines = [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
+    gflop = flops_per_crop(ModelConfig()) / 1e9
+    for run in chosen:
+        if run.side == PRODUCT:
+            continue
+        result, kind, figure = results[run.name], "fp32" if run.precision == "fp32" else "bf16", FIGURE[run.device]
+        rate = result[figure]["median"]
+        result["mfu"] = rate * gflop / results[f"{PRODUCT}: {kind}"][figure]["median"]
+        result["times_recreation"] = rate / results[Run(RECREATION, "fp32", run.batch).name][figure]["median"]
+        if memory := [line["mb"] for line in lines if line["name"] == run.name]:
+            result["gpu_peak_mb"] = max(memory)
+    return results
+
+
+def verdicts(results: dict[str, dict[str, Any]], chosen: Sequence[Run], device: str) -> dict[str, dict[str, Any]]:
+    """The best way of each precision against its bar, at the smallest batch; on an H200 the best of all."""
+    mine = [run for run in chosen if run.side == OURS]
+    smallest = min(run.batch for run in mine)
+    told = {}
+    for precision, bar in BARS.items() if device == "cpu" else ():
+        rivals = [run for run in mine if run.batch == smallest and (run.precision == "fp32") == (precision == "fp32")]
+        best = max(rivals, key=lambda run: float(results[run.name]["times_recreation"]))
+        told[f"{precision}, times the re-creation in fp32"] = (best, results[best.name]["times_recreation"], bar)
+    if "H200" in device:
+        best = max(mine, key=lambda run: float(results[run.name]["per_s"]["median"]))
+        told["crops a second"] = (best, results[best.name]["per_s"]["median"], H200_BAR)
+    return {
+        what: {"best": best.name, "found": found, "bar": bar, "met": found >= bar} for what, (best, found, bar) in told.items()
+    }
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    width = max(map(len, results))
+    lines = [f"{'':<{width}}    per s   per CPU-s (low to high)    MFU  x re-creation  peak GB"]
+    for name, r in results.items():
+        spread = " ".join(f"{r['per_cpu_s'][key]:7.3g}" for key in ("median", "low", "high"))
+        line = f"{name:<{width}}  {r['per_s']['median']:7.3g}   {spread}"
+        if "mfu" in r:
+            line += f"  {r['mfu']:6.0%}  {r['times_recreation']:13.2f}  {r.get('gpu_peak_mb', r['peak_mb']) / 1024:7.2f}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def refuse(text: str) -> NoReturn:
+    print(f"benchmarks.run: {text}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def measure(work: Path, options: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+    device = options.device
+    if device == "cuda" and not torch.cuda.is_available():
+        refuse("--device cuda: torch sees no CUDA device here: use --device cpu")
+    batches, steps = options.batches or BATCHES[device], options.steps or STEPS[device]
+    if min(batches) < 2 or min(steps, options.threads) < 1:
+        refuse("--batches must be 2 or more (CMSC needs two crops), --steps and --threads 1 or more")
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # in the children: a thread that waits takes no CPU-seconds
+    chosen, notes = runs(device, batches, steps, options.threads, options.compiled), work / "memory.jsonl"
+    progress("do both sides agree on a loss?")
+    difference = check_agreement(options.threads)
+    results = completed(run_cases(cases(chosen, notes), options.repeats, progress), chosen, notes)
+    print(table(results))
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    facts = {"archive": "noise, on the device", "device": name, "loss_difference": difference}
+    facts["gflop_per_crop"] = flops_per_crop(ModelConfig()) / 1e9
+    judged = verdicts(results, chosen, name)
+    for what, verdict in judged.items():
+        outcome = "met" if verdict["met"] else "MISSED"
+        print(f"{what}: {verdict['found']:.3g} ({verdict['best']}); the bar of {verdict['bar']:g} is {outcome}")
+    return {"input": facts, "results": results, "bars": judged}

@@ -1,0 +1,261 @@
+"""A run's directory -> RUN/report.html: one page that shows how the training went, with nothing to load from elsewhere.
+
+    python -m engine.scoring.report RUN
+
+metrics.jsonl makes the curves; validation.jsonl, run.json, config.yaml and diagnostics.npz (engine.scoring.rundir) add to them
+if they are there. A page of an unfinished run is as good: what was not logged is left out, what is not finite is marked.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import numpy as np
+
+from engine.pipelines.leads import LEADS
+from engine.scoring import charts, page
+from engine.scoring.charts import Line, Look
+from engine.scoring.rundir import (
+    DIAGNOSTICS,
+    METRICS,
+    VALIDATION,
+    ReportError,
+    Rows,
+    number,
+    read_diagnostics,
+    read_facts,
+    write_whole,
+)
+
+REPORT = "report.html"
+SAMPLES_SHOWN, FS_HZ = 4, 500.0
+
+
+class Curve(NamedTuple):
+    key: str
+    label: str
+    held_out: bool = False  # of validation.jsonl
+
+
+class Chart(NamedTuple):
+    title: str
+    curves: tuple[Curve, ...]
+    look: Look = Look()
+
+
+def _one(key: str, label: str) -> tuple[Curve, ...]:
+    return (Curve(key, label),)
+
+
+def _both(key: str) -> tuple[Curve, ...]:
+    return Curve(key, "training"), Curve(key, "held out", True)
+
+
+PERPLEXITIES = Curve("code_perplexity", "perplexity of codes"), Curve("prob_perplexity", "of probabilities")
+IDENTIFICATION = (Curve("identification_accuracy", "accuracy", True),)
+SHARE, RATE = Look(percent=True, floor=0), Look(percent=True, floor=0, wide=True)
+SECTIONS: dict[str, tuple[Chart, ...]] = {
+    "Loss": (
+        Chart("Loss", _both("loss"), Look(wide=True)),
+        Chart("Local contrast", _both("loss_local"), Look("nats a masked token")),
+        Chart("Global contrast", _both("loss_global"), Look("nats a half")),
+        Chart("Diversity", _one("loss_diversity", "training"), Look("of codes out of use", percent=True)),
+        Chart("Feature penalty", _one("loss_features", "training"), Look("mean square", log=True)),
+    ),
+    "Accuracy": (
+        Chart("Masked token told from others", _both("accuracy_local"), SHARE),
+        Chart("Other half told from other crops", _both("accuracy_global"), SHARE),
+        Chart("Patient known again", IDENTIFICATION, Look("probe among gallery", percent=True, floor=0)),
+    ),
+    "Quantiser and masks": (
+        Chart("Codes in use", PERPLEXITIES, Look(floor=0)),
+        Chart("Gumbel temperature", _one("gumbel_tau", "temperature"), Look(smooth=False)),
+        Chart("Masked tokens", _one("masked_share", "share"), Look(percent=True)),
+    ),
+    "Optimisation": (
+        Chart("Learning rate", _one("lr", "learning rate"), Look(floor=0, smooth=False)),
+        Chart("Gradient norm", _one("grad_norm", "norm"), Look(log=True)),
+        Chart("Steps skipped so far", _one("skipped_steps", "not finite"), Look(floor=0, smooth=False)),
+    ),
+    "Throughput": (
+        Chart("Crops a second", _one("crops_per_s", "all ranks"), Look(floor=0, wide=True)),
+        Chart("Waiting for data", _one("data_wait_pct", "of the time"), Look("%", floor=0)),
+        Chart("Model FLOPs utilisation", _one("mfu", "MFU"), RATE),
+        Chart("Memory", _one("memory_gb", "rank 0"), Look("GB", floor=0, smooth=False)),
+    ),
+}
+
+
+def build(run: Path) -> str:
+    """The page."""
+    if not (run / METRICS).is_file():
+        raise ReportError(f"{run}: no {METRICS}: give the directory of a run, as engine/pretrain.py writes it")
+    metrics = Rows(run / METRICS)
+    if not metrics.rows:
+        raise ReportError(f"{run / METRICS}: holds no step yet: wait for the first log line")
+    held_out = Rows(run / VALIDATION) if (run / VALIDATION).is_file() else None
+    facts, config, remarks = read_facts(run)
+    diagnostics, more = read_diagnostics(run / DIAGNOSTICS)
+    remarks += more + list(concerns(metrics))
+    absent: list[str] = []
+    body = [heading(run, metrics, facts), page.tiles(summary(metrics, held_out, facts)), page.remarks(remarks)]
+    for title, wanted in SECTIONS.items():
+        drawn = [(draw(chart, metrics, held_out, absent), chart.look.wide) for chart in wanted]
+        body.append(page.section(title, [(chart, wide) for chart, wide in drawn if chart]))
+    body.append(page.section("What it tells apart", list(diagnostic_charts(diagnostics))))
+    body.append(page.section("What it saw", list(sample_charts(diagnostics.get("samples_mv"))), columns=2))
+    body.append(about(facts, config, absent))
+    return page.page(f"{run.resolve().name}: report", body)
+
+
+def concerns(metrics: Rows) -> Iterator[str]:
+    """What a reader should see before the curves."""
+    _, loss = metrics.curve("loss")
+    if lost := int((~np.isfinite(loss)).sum()):
+        yield f"The loss was not finite in {lost} of {len(loss)} logged steps; they are marked on its axis."
+    if (skipped := metrics.last("skipped_steps")) > 0:
+        yield f"{skipped:.0f} steps were skipped because the loss or a gradient was not finite."
+    if (wait := metrics.median("data_wait_pct")) > 5 and len(metrics.rows) > 1:
+        yield f"Training waited for data {wait:.0f} % of the time: raise pipeline.threads or choose another pipeline.backend."
+    if metrics.unreadable:
+        yield f"{metrics.unreadable} lines of {METRICS} could not be read."
+
+
+def heading(run: Path, metrics: Rows, facts: Mapping[str, Any]) -> str:
+    step, total = metrics.steps[-1], number(facts.get("steps"))
+    parts = [f"step {step:,.0f}" + (f" of {total:,.0f}" if total >= step else "")]
+    if math.isfinite(crops := metrics.last("crops_seen")):
+        parts.append(f"{crops:,.0f} crops of 10 s")
+    if math.isfinite(epoch := metrics.last("epoch")):
+        parts.append(f"epoch {epoch:.2f}")
+    if seconds := trained_s(metrics):
+        parts.append(f"{duration(seconds)} of training")
+    return page.header("Pre-training", run.resolve().name, parts)
+
+
+def trained_s(metrics: Rows) -> float:
+    """From crops and crops a second: validation and checkpoints do not count."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        spans = np.diff(metrics.column("crops_seen"), prepend=0) / metrics.column("crops_per_s")
+    return float(spans[np.isfinite(spans) & (spans > 0)].sum())
+
+
+def duration(seconds: float) -> str:
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours} h {m:02d} min" if hours else f"{m} min {s:02d} s" if m else f"{s} s"
+
+
+def summary(metrics: Rows, held_out: Rows | None, facts: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """The numbers that one asks for first, as far as they are known."""
+    if math.isfinite(loss := metrics.last("loss")):
+        yield "Loss", f"{loss:.3f}", f"{_first(metrics.column('loss')):.3f} at first"
+    if held_out and math.isfinite(best := _lowest(held_out.column("loss"))):
+        yield "Held-out loss", f"{best:.3f}", "the lowest so far"
+    for name, key, of, rows in (
+        ("Local accuracy", "accuracy_local", "of masked tokens", metrics),
+        ("Global accuracy", "accuracy_global", "of halves", metrics),
+        ("Identification", "identification_accuracy", "of patients", held_out),
+    ):
+        if rows and math.isfinite(share := rows.last(key)):
+            yield name, f"{share:.1%}", of
+    if math.isfinite(used := metrics.last("code_perplexity")):
+        codes = _codes(facts)
+        yield "Codes in use", f"{used:,.0f}", f"of {codes:,.0f}" if math.isfinite(codes) else "perplexity"
+    if math.isfinite(rate := metrics.median("crops_per_s")):
+        wait = metrics.median("data_wait_pct")
+        told = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+        yield "Crops a second", told, f"{wait:.1f} % data wait" if wait >= 0 else "median"
+    if math.isfinite(share := metrics.median("mfu")):
+        yield "MFU", f"{share:.1%}", "of the device's rate"
+
+
+def _first(values: np.ndarray) -> float:
+    return float(values[np.isfinite(values)][0])
+
+
+def _lowest(values: np.ndarray) -> float:
+    return float(np.min(values[np.isfinite(values)], initial=math.inf))
+
+
+def _codes(facts: Mapping[str, Any]) -> float:
+    try:
+        return float(facts["config"]["model"]["codebooks"]) * float(facts["config"]["model"]["codes"])
+    except (LookupError, TypeError, ValueError):
+        return math.nan
+
+
+def draw(chart: Chart, metrics: Rows, held_out: Rows | None, absent: list[str]) -> str:
+    """'' if none of its curves was logged."""
+    lines: list[Line] = []
+    for curve in chart.curves:
+        rows = held_out if curve.held_out else metrics
+        if rows is None or not len(rows.curve(curve.key)[0]):
+            if not curve.held_out:
+                absent.append(curve.key)
+            continue
+        key = f"valid/{curve.key}" if curve.held_out else curve.key
+        colour = 1 if curve.held_out and len(chart.curves) > 1 else len(lines)
+        x, y = rows.curve(curve.key)
+        if curve.held_out:
+            x, y = x[np.isfinite(y)], y[np.isfinite(y)]
+        lines.append(Line(key, curve.label, x, y, colour, dashed=curve.held_out and len(chart.curves) > 1))
+    return charts.line_chart(chart.title, lines, chart.look, metrics.steps) if lines else ""
+
+
+def diagnostic_charts(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[str, bool]]:
+    pairs = [(name, arrays[f"{name}_similarity"]) for name in ("positive", "negative") if f"{name}_similarity" in arrays]
+    if pairs:
+        yield charts.histogram("Cosine similarity of pairs", [(f"{name} pairs", values) for name, values in pairs]), True
+    if "code_usage" in arrays:
+        counts_GV = np.nan_to_num(arrays["code_usage"], posinf=0, neginf=0).clip(0)
+        yield charts.rank_chart("Codes by how often they are used", counts_GV), False
+
+
+def sample_charts(samples: np.ndarray | None) -> Iterator[tuple[str, bool]]:
+    if samples is None:
+        return
+    names = LEADS if samples.shape[2] == len(LEADS) else [str(i + 1) for i in range(samples.shape[2])]
+    for i, mv_SLT in enumerate(samples[:SAMPLES_SHOWN]):
+        yield charts.ecg_chart(f"Crop {i + 1}, as the model saw it", mv_SLT, names, FS_HZ), False
+
+
+def about(facts: Mapping[str, Any], config: str, absent: Sequence[str]) -> str:
+    rows = [(key, value) for key, value in flat(facts) if not key.startswith("config.")]
+    inside = page.table(rows) + page.folded("config.yaml", config)
+    inside += page.small(f"Not logged in this run: {', '.join(absent)}." if absent else "")
+    return f"<section><h2>The run</h2>{inside}</section>" if inside else ""
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", " ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
+
+
+def write_report(run: Path) -> Path:
+    write_whole(run / REPORT, build(run).encode())
+    return run / REPORT
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="engine.scoring.report", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("run", type=Path, metavar="RUN")
+    try:
+        print(write_report(parser.parse_args(arguments).run))
+    except (ReportError, OSError) as error:
+        print(f"engine.scoring.report: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""The authors' step, written again, is their step: same weights and draws, same loss and gradients as ours. And the rest of the
+benchmark: what is compared with what, and that nothing is timed before both sides agree."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import step
+from benchmarks.authors_step import AuthorsStep, adam_step, compute_mask_indices, draw
+from engine.model import fairseq
+from engine.model.config import ModelConfig
+
+torch.set_num_threads(1)
+SMALL: dict[str, Any] = {"width": 48, "layers": 2, "heads": 4, "ffn": 96, "codes": 16, "projection": 32, "code_width": 32}
+SMALL |= {"conv": ((32, 2),) * 4, "position_kernel": 16}
+CONFIGS = {
+    "small": ModelConfig(**SMALL),
+    "one codebook, odd kernel, other spans": ModelConfig(**SMALL | {"codebooks": 1, "position_kernel": 15, "mask_span": 6}),
+    "manual attention": ModelConfig(**SMALL | {"attention": "manual"}),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_the_recreation_computes_what_ours_computes(config: ModelConfig) -> None:
+    step.prepare(step.Run(step.OURS, "fp32", threads=1))
+    (model, loss), (again, wanted) = step.both_sides(config, pairs=3)
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+    loss.backward()
+    wanted.backward()
+    mine = fairseq.theirs({name: grad(p) for name, p in model.named_parameters()}, config)
+    largest = max(float(grad(p).abs().max()) for p in again.parameters())
+    for name, p in again.named_parameters():
+        scale = float(grad(p).abs().max())
+        scale = largest if scale < 1e-6 * largest else scale  # the key's bias: zero but for rounding
+        assert float((mine[name] - grad(p)).abs().max()) <= 1e-4 * scale, name
+
+
+def grad(p: nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(p) if p.grad is None else p.grad
+
+
+def test_the_comparison_can_fail() -> None:
+    """Another weight, and the losses part."""
+    step.prepare(step.Run(step.OURS, "fp32", threads=1))
+    (_, loss), (again, wanted) = step.both_sides(CONFIGS["small"], pairs=2)
+    assert isinstance(again, AuthorsStep)
+    step.prepare(step.Run(step.OURS, "fp32", threads=1))
+    _, (_, other) = step.both_sides(ModelConfig(**SMALL | {"position_groups": 8}), pairs=2)
+    assert abs((other / wanted).item() - 1) > step.AGREEMENT and loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+
+
+def test_masks_are_the_authors() -> None:
+    """Spans, and every row cut to the smallest count."""
+    np.random.seed(0)
+    config = ModelConfig()
+    counts = [compute_mask_indices(config, 8, 156).sum(1) for _ in range(50)]
+    assert all(len(set(count.tolist())) == 1 for count in counts)
+    mean = float(np.mean([count[0] for count in counts]))
+    assert 55 < mean < 70  # 64 for 4 pairs, 55 for 64
+
+
+def test_negatives_are_others_of_the_same_segment() -> None:
+    drawn = draw(ModelConfig(), 100, 4, 156, torch.device("cpu"))
+    masked = int(drawn.mask_indices[0].sum())
+    other = drawn.neg_idxs.view(4, masked, 100) - masked * torch.arange(4)[:, None, None]
+    assert other.min() == 0 and other.max() == masked - 1
+    assert not (other == torch.arange(masked)[:, None]).any()
+
+
+def test_adam_is_the_authors_and_for_small_eps_torchs() -> None:
+    torch.manual_seed(0)
+    mine, wanted = nn.Linear(5, 3), nn.Linear(5, 3)
+    wanted.load_state_dict(mine.state_dict())
+    adam = step.ADAM._replace(lr=1e-2, eps=1e-12)
+    reference = torch.optim.AdamW(wanted.parameters(), adam.lr, adam.betas, adam.eps, adam.decay)
+    moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for i in range(1, 4):
+        for model in (mine, wanted):
+            for p in model.parameters():
+                p.grad = torch.sin(i * p.detach()) + 0.1
+        adam_step(mine, adam, moments, i)
+        reference.step()
+    for a, b in zip(mine.parameters(), wanted.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-5)
+
+
+@pytest.mark.parametrize("side", [step.OURS, step.RECREATION])
+@pytest.mark.parametrize("precision", step.PRECISIONS)
+def test_each_case_trains(side: str, precision: step.Precision, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if side == step.RECREATION and precision == "bf16":
+        pytest.skip("not a case: the authors have no bf16 weights")
+    made: list[nn.Module] = []
+    monkeypatch.setattr(step, "ModelConfig", partial(ModelConfig, **SMALL))
+    for name in ("Pretrainer", "AuthorsStep"):
+        monkeypatch.setattr(step, name, remember(getattr(step, name), made))
+    stream = step.step(step.Run(side, precision, batch=2, threads=1), tmp_path / "notes")
+    assert next(stream) == 0
+    before = [p.detach().clone() for p in made[0].parameters()]
+    assert next(stream) == 4  # two steps of two crops
+    after = list(made[0].parameters())
+    assert {p.dtype for p in after} == {torch.bfloat16 if precision == "bf16" else torch.float32}
+    assert sum(not torch.equal(a, b) for a, b in zip(before, after, strict=True)) > 0.6 * len(after)
+    assert all(p.isfinite().all() for p in after)
+
+
+def remember(kind: Any, made: list[nn.Module]) -> Any:
+    def make(*arguments: Any) -> nn.Module:
+        made.append(kind(*arguments))
+        return made[-1]
+
+    return make
+
+
+def test_the_cases() -> None:
+    chosen = step.runs("cpu", [4, 8], steps=2, threads=2, compiled=True)
+    assert len({run.name for run in chosen}) == len(chosen) == 2 + 2 * (2 + 6 + 3)
+    assert not any(run.compiled for run in step.runs("cpu", [4], 2, 2, compiled=False))
+    assert "omnilead: bf16, manual, 8 crops" in {run.name for run in chosen}
+
+
+def result(rate: float) -> dict[str, Any]:
+    spread = {"median": rate, "low": rate, "high": rate}
+    return {"per_s": spread, "per_cpu_s": spread, "peak_mb": 1024.0, "units": 8.0, "repeats": 3}
+
+
+def test_a_ratio_is_that_of_the_same_batch_and_the_bars_are_judged(tmp_path: Path) -> None:
+    chosen = step.runs("cpu", [4], 2, 2, False)
+    rates = {run.name: 1.0 for run in chosen}
+    rates |= {"matrix product: fp32": 352.0, "matrix product: bf16": 1760.0}
+    rates |= {"omnilead: fp32, manual, 4 crops": 1.05, "omnilead: bf16, sdpa, 4 crops": 3.2}
+    results = step.completed({name: result(rate) for name, rate in rates.items()}, chosen, tmp_path / "none")
+    best = results["omnilead: bf16, sdpa, 4 crops"]
+    assert best["times_recreation"] == pytest.approx(3.2) and best["mfu"] == pytest.approx(3.2 * 175.9 / 1760, rel=1e-3)
+    judged = step.verdicts(results, chosen, "cpu")
+    bf16, fp32 = judged["bf16, times the re-creation in fp32"], judged["fp32, times the re-creation in fp32"]
+    assert bf16["met"] and bf16["best"] == "omnilead: bf16, sdpa, 4 crops"
+    assert not fp32["met"] and fp32["found"] == pytest.approx(1.05)
+    assert "3.20" in step.table(results)
+    assert step.verdicts(results, chosen, "NVIDIA H200") == {
+        "crops a second": {"best": "omnilead: bf16, sdpa, 4 crops", "found": 3.2, "bar": 2700.0, "met": False}
+    }
+
+
+def test_a_gpus_memory_is_taken_from_the_notes(tmp_path: Path) -> None:
+    chosen, notes = step.runs("cuda", [64], 2, 2, False), tmp_path / "notes"
+    notes.write_text("".join(json.dumps({"name": chosen[2].name, "mb": mb}) + "\n" for mb in (10.0, 30.0, 20.0)))
+    results = step.completed({run.name: result(1.0) for run in chosen}, chosen, notes)
+    assert results[chosen[2].name]["gpu_peak_mb"] == 30.0 and "gpu_peak_mb" not in results[chosen[3].name]
+
+
+@pytest.mark.parametrize("found", [2e-4, float("nan")])
+def test_nothing_is_timed_while_the_sides_disagree(found: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "in_fresh_process", lambda *_, **__: {"units": found})
+    with pytest.raises(SystemExit, match="nothing was timed"):
+        step.check_agreement(1)
