@@ -1,6 +1,7 @@
 """The authors' step, written again, is their step: same weights and draws, same loss and gradients as ours. And the rest of the
 benchmark: what is compared with what, and that nothing is timed before both sides agree."""
 
+import argparse
 import json
 from functools import partial
 from pathlib import Path
@@ -159,3 +160,17 @@ def test_nothing_is_timed_while_the_sides_disagree(found: float, monkeypatch: py
     monkeypatch.setattr(step, "in_fresh_process", lambda *_, **__: {"units": found})
     with pytest.raises(SystemExit, match="nothing was timed"):
         step.check_agreement(1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [({"batches": [1]}, "--batches must be 2"), ({"threads": 0}, "--threads 1"), ({"steps": -1}, "--steps")],
+)
+def test_a_wrong_option_is_one_line(
+    changed: dict[str, Any], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"device": "cpu", "batches": None, "steps": None, "threads": 2, "compiled": False, "repeats": 3} | changed
+    with pytest.raises(SystemExit) as stopped:
+        step.measure(tmp_path, argparse.Namespace(**options), print)
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and told in error and len(error.splitlines()) == 1
