@@ -12,7 +12,6 @@ Source: fairseq-signals modules/ (conv_feature_extraction, conv_positional_encod
 gumbel_vector_quantizer), models/wav2vec2/, criterions/ (wav2vec2, cmsc), data/data_utils.py, optim/adam.py, trainer.py.
 """
 
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 
 from engine.model.config import ModelConfig
 from engine.model.features import ScaleGradient
-from engine.model.reference import Adam
 from engine.objectives.config import ObjectiveConfig
 
 
@@ -261,17 +259,3 @@ def compute_mask_indices(config: ModelConfig, rows: int, tokens: int) -> np.ndar
     for row, steps in enumerate(chosen):
         mask[row, np.random.choice(steps, fewest, replace=False) if len(steps) > fewest else steps] = True
     return mask
-
-
-@torch.no_grad()
-def adam_step(model: nn.Module, adam: Adam, moments: dict[str, tuple[Tensor, Tensor]], step: int) -> None:
-    """Weight decay on every parameter, eps outside the square root; one tensor after another. `step` counts from 1."""
-    for name, p in model.named_parameters():
-        if p.grad is None:
-            continue
-        mean, square = moments.setdefault(name, (torch.zeros_like(p), torch.zeros_like(p)))
-        mean.mul_(adam.betas[0]).add_(p.grad, alpha=1 - adam.betas[0])
-        square.mul_(adam.betas[1]).addcmul_(p.grad, p.grad, value=1 - adam.betas[1])
-        size = adam.lr * math.sqrt(1 - adam.betas[1] ** step) / (1 - adam.betas[0] ** step)
-        p.add_(p, alpha=-adam.decay * adam.lr)
-        p.addcdiv_(mean, square.sqrt().add_(adam.eps), value=-size)

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.authors_step import AuthorsStep, adam_step, draw
+from benchmarks.authors_step import AuthorsStep, draw
 from benchmarks.measure import Case, in_fresh_process, run_cases
 from engine.model import fairseq
 from engine.model.config import ModelConfig, flops_per_crop
@@ -36,6 +36,7 @@ from engine.model.pretrainer import Pretrainer
 from engine.model.quantizer import temperature
 from engine.model.reference import Adam, draws_of
 from engine.objectives.config import ObjectiveConfig
+from engine.parity import authors_adam
 
 RECREATION, OURS, PRODUCT = "re-creation of fairseq-signals' step", "omnilead", "matrix product"
 BATCHES = {"cpu": (4,), "cuda": (64, 256)}  # crops of 10 s
@@ -188,7 +189,7 @@ def theirs(run: Run) -> Callable[[], None]:
         for gradient in gradients:
             gradient.div_(sample_size)
         nn.utils.get_total_norm(gradients, foreach=False)
-        adam_step(model, ADAM, moments, update + 1)
+        authors_adam(model, ADAM, moments, update + 1)
         model.zero_grad()
 
     return advance

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from benchmarks import step
-from benchmarks.authors_step import AuthorsStep, adam_step, compute_mask_indices, draw
+from benchmarks.authors_step import AuthorsStep, compute_mask_indices, draw
 from engine.model import fairseq
 from engine.model.config import ModelConfig
+from engine.parity import authors_adam
 
 torch.set_num_threads(1)
 SMALL: dict[str, Any] = {"width": 48, "layers": 2, "heads": 4, "ffn": 96, "codes": 16, "projection": 32, "code_width": 32}
@@ -85,7 +86,7 @@ def test_adam_is_the_authors_and_for_small_eps_torchs() -> None:
         for model in (mine, wanted):
             for p in model.parameters():
                 p.grad = torch.sin(i * p.detach()) + 0.1
-        adam_step(mine, adam, moments, i)
+        authors_adam(mine, adam, moments, i)
         reference.step()
     for a, b in zip(mine.parameters(), wanted.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=1e-5)
