@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 
 from data_tools.errors import DatasetError as DatasetError  # the engine has it from here
 from data_tools.errors import ReadError
+from data_tools.labels import ABBREVIATIONS as ABBREVIATIONS  # of the columns of `labels`
 from data_tools.record import LEADS
 from data_tools.storage import Folder, folder
 
