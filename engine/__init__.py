@@ -1,1 +1,19 @@
-"""Verified datasets -> weights, scores, embeddings."""
+"""Verified datasets -> weights, scores, embeddings.
+
+import engine
+model = engine.load("RUN")                     # or RUN/model, or a copy of that folder, or s3://...
+model.embed(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")
+"""
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.model.trained import Trained
+
+
+def load(path: str | os.PathLike[str]) -> "Trained":
+    """A model that was trained here or converted, in eval mode. torch is imported now and not with the package."""
+    from engine.model.trained import load
+
+    return load(path)

@@ -33,14 +33,9 @@ from torch import Tensor
 from engine.model.config import ModelConfig
 from engine.model.fairseq import WeightsError, ours, settings, spelling, their_settings, theirs
 from engine.model.stranger import CheckpointError, read_checkpoint, tensors
+from engine.model.trained import CARD, CONFIG, FORMAT, PREPROCESSING, WEIGHTS, config_of, model_folder
 from engine.pipelines.leads import LEADS, ConfigError
-
-WEIGHTS, CONFIG, PREPROCESSING, CARD = "model.safetensors", "config.json", "preprocessing.json", "README.md"
-FORMAT = 1
-SCALES = {
-    "millivolt": "millivolts, not normalised",
-    "zscore": "mean 0 and standard deviation 1 in each lead of each record",
-}
+from engine.pipelines.signals import SCALES
 
 
 def from_fairseq(checkpoint: Path, out: Path, scale: str = "auto") -> None:
@@ -88,15 +83,15 @@ def _scale(cfg: Mapping[str, Any]) -> str:
 
 
 def to_fairseq(run: Path, out: Path) -> None:
-    folder = run / "model" if (run / "model" / WEIGHTS).is_file() else run
     if out.exists():
         raise ConfigError(f"{out}: exists: choose another name")
-    try:
-        document = json.loads((folder / CONFIG).read_text())
-        state = load_file(folder / WEIGHTS)
-        config = config_of(document)
-    except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
-        raise ConfigError(f"{folder}: no model of ours: {type(error).__name__}: {error}".splitlines()[0]) from error
+    with model_folder(run) as folder:
+        try:
+            document = json.loads((folder / CONFIG).read_text())
+            state = load_file(folder / WEIGHTS)
+        except (OSError, ValueError, safetensors.SafetensorError) as error:
+            raise ConfigError(f"{folder}: no model of ours: {type(error).__name__}: {error}".splitlines()[0]) from error
+        config = config_of(document, folder / CONFIG)
     origin = document.get("fairseq") or {}
     back = theirs(state, config, origin.get("spelling", "parametrizations"))
     order = origin.get("order") or list(back)
@@ -116,13 +111,6 @@ def to_fairseq(run: Path, out: Path) -> None:
         temporary.replace(out)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def config_of(document: dict[str, Any]) -> ModelConfig:
-    """ModelConfig of config.json, where JSON has made lists of tuples."""
-    model = dict(document["model"])
-    model["conv"] = tuple((int(width), int(kernel)) for width, kernel in model["conv"])
-    return ModelConfig(**model)
 
 
 def _publish(out: Path, state: dict[str, Tensor], documents: dict[str, str]) -> None:
@@ -152,6 +140,10 @@ convolutions, {config.layers} transformer layers of width {config.width}, {confi
 Input: {config.leads} leads at 500 Hz, 5 s at a time, {SCALES[scale]}. See {PREPROCESSING}; {CONFIG}
 holds the settings, the original ones included. Every weight is bit for bit that of the original; the optimiser's state is not
 here. The licence is that of the original.
+
+    import engine
+    model = engine.load("THIS_FOLDER")
+    vectors = model.embed(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")    # [L, T] -> [{config.width}]
 
     python -m engine.convert to-fairseq THIS_FOLDER OUT.pt      # back again
 """

@@ -19,8 +19,8 @@ class ConfigError(Exception):
     """A setting that cannot be: one line that names the key, the value seen and what to write instead."""
 
 
-def parse(leads: str | int | Iterable[str], key: str = "leads") -> tuple[int, ...]:
-    """Indices into LEADS, ascending: a model sees leads in their one canonical order, however they were asked for."""
+def in_order(leads: str | int | Iterable[str], key: str = "leads") -> tuple[int, ...]:
+    """Indices into LEADS, in the order in which they are named."""
     mend = f'use {", ".join(SUBSETS)}, or names out of {" ".join(LEADS)} such as "I,II,V2"'
     text = str(leads) if isinstance(leads, str | int) else ",".join(map(str, leads))
     if text.strip() in SUBSETS:
@@ -31,7 +31,12 @@ def parse(leads: str | int | Iterable[str], key: str = "leads") -> tuple[int, ..
         raise ConfigError(f"{key}={text!r}: no lead is called {unknown[0]!r}: {mend}")
     if len(set(names)) < len(names):
         raise ConfigError(f"{key}={text!r}: a lead is named twice: {mend}")
-    return tuple(sorted(_INDEX[name] for name in names))
+    return tuple(_INDEX[name] for name in names)
+
+
+def parse(leads: str | int | Iterable[str], key: str = "leads") -> tuple[int, ...]:
+    """The same, ascending: a model sees leads in their one canonical order, however they were asked for."""
+    return tuple(sorted(in_order(leads, key)))
 
 
 def describe(leads: Iterable[int]) -> str:

@@ -13,10 +13,10 @@ from typing import Any
 from safetensors.torch import save_file
 
 from engine.config import Config
+from engine.model.trained import CARD, CONFIG, FORMAT, PREPROCESSING, WEIGHTS
 from engine.pipelines.leads import describe
+from engine.pipelines.signals import SCALES
 from engine.training import checkpoint
-
-FORMAT = 1
 
 
 def export(run: Path, path: Path, config: Config) -> Path:
@@ -27,7 +27,7 @@ def export(run: Path, path: Path, config: Config) -> Path:
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
+        save_file(weights, temporary / WEIGHTS, metadata={"format": "pt"})
         for name, content in documents(config, state, sum(w.numel() for w in weights.values())).items():
             (temporary / name).write_text(content)
         if out.exists():
@@ -40,14 +40,16 @@ def export(run: Path, path: Path, config: Config) -> Path:
 
 
 def documents(config: Config, state: dict[str, Any], parameters: int) -> dict[str, str]:
-    leads = describe(config.augment.output_leads).split(",")
-    signal = {"fs_hz": 500, "leads": leads, "segment_s": 5.0, "scale": "millivolt", "meaning": "millivolts, not normalised"}
+    leads, seen = (describe(some).split(",") for some in (config.augment.output_leads, config.augment.seen))
+    signal = {"fs_hz": 500, "leads": leads, "segment_s": 5.0, "scale": "millivolt", "meaning": SCALES["millivolt"]}
+    if seen != leads:
+        signal["seen"] = seen
     trained = {name: state[name] for name in ("step", "crops_seen", "datasets", "preprocessing_sha256")}
     model = {"format_version": FORMAT, "model": asdict(config.model), "objective": asdict(config.objective), "trained": trained}
     return {
-        "config.json": _json(model),
-        "preprocessing.json": _json(signal | {"sha256": state["preprocessing_sha256"]}),
-        "README.md": card(config, state, parameters, leads),
+        CONFIG: _json(model),
+        PREPROCESSING: _json(signal | {"sha256": state["preprocessing_sha256"]}),
+        CARD: card(config, state, parameters, leads),
     }
 
 
@@ -73,5 +75,9 @@ CHIL 2022 (wav2vec 2.0, CMSC, random lead masking).
 - Left out in training steps as not finite: {state["skipped_steps"]}.
 
 It finds representations; it makes no diagnosis. Whatever is built on it must be validated for its use and its population.
-config.json holds the settings; weights are float32, under the names of engine.model.pretrainer.Pretrainer.
+config.json holds the settings; weights are float32, under the names of engine.model.pretrainer.Pretrainer. In use:
+
+    import engine
+    model = engine.load("THIS_FOLDER")
+    vectors = model.embed(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")    # [L, T] -> [{m.width}]
 """

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).parent / "training"))  # the helpers lie there
 from ranks import Ended, curve, pretrain, rows, settings, start, wait
 
+import engine
 from data_tools.dataset import Dataset
 from engine.config import TrainConfig, build
 from engine.model.config import ModelConfig
@@ -62,7 +63,7 @@ def test_a_run_leaves_what_was_promised(dataset: Dataset, tmp_path: Path) -> Non
     model = Pretrainer(build({"model": config["model"]}).model, build({"objective": config["objective"]}).objective)
     model.load_state_dict(weights)  # its own names, all of them
     assert "not normalised" in (out / "model" / "README.md").read_text()
-    assert json.loads((out / "model" / "preprocessing.json").read_text())["leads"][0] == "I"
+    assert engine.load(out).embed(dataset.read(0), 500, "12", "uV").shape == (model.encoder.width,)
     progress = [line for line in ended.output.splitlines() if line.startswith("step ")]
     assert len(progress) == 4 and all("crops/s, data wait" in line and "MFU" in line and "left" in line for line in progress)
 

@@ -1,0 +1,220 @@
+"""A trained model in use: RUN/model/ -> an encoder, its head if it has one, and what a signal must be like.
+
+    model = engine.load("RUN")                                      # or RUN/model, a copy of that folder, s3://bucket/model
+    model.embed(signal, fs_hz=250, leads=["II", "V1"], unit="mV")   # [L, T] -> [D], [B, L, T] -> [B, D]
+    model(x_RLT), model.logits(x_RLT)                               # of segments that are prepared already (model.input)
+
+config.json says what the weights must be: one that is missing, is too many or has another shape is an error that names it.
+Only what stands beside the encoder in pre-training (quantiser, projections) is passed over.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from engine.model.config import ModelConfig
+from engine.model.encoder import Encoder
+from engine.model.heads import pool
+from engine.pipelines.leads import ConfigError
+from engine.pipelines.signals import Input, SignalError, segments
+
+WEIGHTS, CONFIG, PREPROCESSING, CARD = "model.safetensors", "config.json", "preprocessing.json", "README.md"
+FORMAT = 1
+TASKS = ("diagnosis", "identification")
+ROWS = 64  # segments encoded at a time
+SHOWN = 4  # names in a message
+
+
+class LoadError(ConfigError):
+    """A folder that is no model of ours, or not all of one: one line."""
+
+
+class Trained(nn.Module):
+    """In eval mode. R segments of 5 s, L leads, T samples; D is `encoder.width`."""
+
+    def __init__(self, encoder: Encoder, head: nn.Linear | None, config: dict[str, Any], preprocessing: dict[str, Any]) -> None:
+        super().__init__()
+        self.encoder, self.head, self.config, self.preprocessing = encoder, head, config, preprocessing
+        self.input = Input.of(preprocessing, config["model"]["leads"])
+        self.eval()
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.encoder.parameters()).device
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """What the logits stand for."""
+        return tuple((self.config.get("head") or {}).get("classes", ()))
+
+    def pooled(self, x_RLT: Tensor) -> Tensor:
+        """c_RD, float32: the mean over tokens."""
+        return pool(self.encoder(x_RLT))
+
+    def forward(self, x_RLT: Tensor) -> Tensor:
+        return self.pooled(x_RLT)
+
+    def logits(self, x_RLT: Tensor) -> Tensor:
+        if self.head is None:
+            raise ConfigError("this model has no head: only one that was fine-tuned for diagnosis gives logits")
+        y: Tensor = self.head(self.pooled(x_RLT).to(self.head.weight.dtype))
+        return y.float()
+
+    @torch.inference_mode()
+    def embed(self, signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str = "mV", unit_norm: bool = False) -> Tensor:
+        """[D] of an ECG [L, T], [B, D] of several [B, L, T], as numpy or torch: the mean over its segments of 5 s.
+
+        leads: the names of the rows, in any order; those not given are zeros, as random lead masking has taught the model.
+        NaN: not measured. unit_norm: divided by its length, for cosines. See engine.pipelines.signals for what is refused.
+        """
+        leads = leads if isinstance(leads, str) else tuple(leads)
+        several = getattr(signal, "ndim", None) == 3
+        parts = []
+        for i, record in enumerate(signal if several else (signal,)):
+            try:
+                parts.append(segments(record, fs_hz, leads, unit, self.input))
+            except SignalError as error:
+                raise SignalError(f"signal[{i}]: {error}" if several else str(error)) from None
+        if not parts:
+            return torch.zeros(0, self.encoder.width, device=self.device)
+        c_SD = self.encode(torch.cat(parts))
+        c_BD = torch.stack([part.mean(0) for part in c_SD.split([len(part) for part in parts])])
+        c_BD = F.normalize(c_BD, dim=-1) if unit_norm else c_BD
+        return c_BD if several else c_BD[0]
+
+    @torch.inference_mode()
+    def encode(self, x_RLT: Tensor) -> Tensor:
+        """`pooled` of any number of segments, some at a time."""
+        return torch.cat([self.pooled(part.to(self.device)) for part in x_RLT.split(ROWS)])
+
+
+def load(path: str | os.PathLike[str]) -> Trained:
+    with model_folder(path) as folder:
+        document, preprocessing = _document(folder / CONFIG), _document(folder / PREPROCESSING)
+        config = config_of(document, folder / CONFIG)
+        encoder, head = _load_weights(folder / WEIGHTS, config, _classes(document, folder / CONFIG))
+        try:
+            return Trained(encoder, head, document, preprocessing)
+        except ConfigError as error:
+            raise LoadError(f"{folder / PREPROCESSING}: {error}") from None
+
+
+@contextmanager
+def model_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """The folder with the weights: RUN/model or the folder itself; far away ones are fetched first."""
+    text = os.fspath(path)
+    if "://" in text:
+        with tempfile.TemporaryDirectory() as local:
+            yield _fetched(text.rstrip("/"), Path(local))
+        return
+    run = Path(text)
+    folder = run / "model" if (run / "model").is_dir() else run
+    if not (folder / WEIGHTS).is_file():
+        if not run.exists():
+            raise LoadError(f"{run}: no such folder: give RUN or RUN/model")
+        if folder == run and (run / "checkpoints").is_dir():
+            raise LoadError(f"{run}: has checkpoints but no model/ yet: python engine/pretrain.py --export {run}")
+        raise LoadError(f"{folder}: no {WEIGHTS} in it: give RUN or RUN/model")
+    yield folder
+
+
+def _fetched(url: str, local: Path) -> Path:
+    try:
+        place, root = fsspec.core.url_to_fs(url)
+        root = f"{root}/model" if place.exists(f"{root}/model/{WEIGHTS}") else root
+        for name in (CONFIG, PREPROCESSING, WEIGHTS):
+            place.get_file(f"{root}/{name}", str(local / name))
+    except FileNotFoundError as error:
+        raise LoadError(f"{url}: no model there: {error}".splitlines()[0]) from None
+    except Exception as error:  # of many kinds: network, credentials, a missing package
+        raise LoadError(f"{url}: {type(error).__name__}: {error}".splitlines()[0]) from None
+    return local
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise LoadError(f"{path}: no such file: a model is {WEIGHTS}, {CONFIG} and {PREPROCESSING}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise LoadError(f"{path}: cannot be read: {error}".splitlines()[0]) from None
+    if not isinstance(document, dict):
+        raise LoadError(f"{path}: a {type(document).__name__}, not an object")
+    return document
+
+
+def config_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> ModelConfig:
+    """ModelConfig of config.json, where JSON has made lists of tuples."""
+    version = document.get("format_version")
+    if version != FORMAT:
+        raise LoadError(f"{path}: format_version={version!r}: this program reads {FORMAT}")
+    try:
+        model = dict(document["model"])
+        model["conv"] = tuple((int(width), int(kernel)) for width, kernel in model["conv"])
+        return ModelConfig(**model)
+    except ConfigError as error:
+        raise LoadError(f"{path}: {error}") from None
+    except (KeyError, TypeError, ValueError) as error:
+        told = str(error).replace("ModelConfig.__init__() ", "")
+        raise LoadError(f"{path}: no settings of a model of ours: {told}") from None
+
+
+def _classes(document: Mapping[str, Any], path: Path) -> int:
+    """Outputs of the head; 0 if there is none."""
+    head = document.get("head")
+    if head is None:
+        return 0
+    task, classes = (head.get("task"), head.get("classes")) if isinstance(head, dict) else (None, None)
+    named = isinstance(classes, list) and len(classes) > 0
+    if task not in TASKS or named != (task == "diagnosis"):
+        raise LoadError(f"{path}: head={str(head)[:60]}: use a task of {' or '.join(TASKS)}, for diagnosis with its classes")
+    return len(classes or ())
+
+
+def _load_weights(path: Path, config: ModelConfig, classes: int) -> tuple[Encoder, nn.Linear | None]:
+    """Built without memory, then given the file's: nothing is ever there that was not trained."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            seen = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            with torch.device("meta"):
+                encoder = Encoder(config, mask="encoder.mask_embedding" in seen)
+                head = nn.Linear(config.width, classes) if classes else None
+            parts = {"encoder": encoder} | ({"head": head} if head else {})
+            wanted = {f"{part}.{n}": tuple(w.shape) for part, module in parts.items() for n, w in module.state_dict().items()}
+            _compare(path, seen, wanted)
+            weights = {name: file.get_tensor(name).float() for name in wanted}
+    except (SafetensorError, OSError) as error:
+        raise LoadError(f"{path}: cannot be read as safetensors: {error}: copy it anew".splitlines()[0]) from None
+    for part, module in parts.items():
+        mine = {name.removeprefix(f"{part}."): w for name, w in weights.items() if name.startswith(f"{part}.")}
+        module.load_state_dict(mine, assign=True)
+    return encoder, head
+
+
+def _compare(path: Path, seen: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Names and shapes. Whatever is neither encoder nor head belongs to pre-training."""
+    mine = [name for name in seen if name.startswith(("encoder.", "head."))]
+    kinds = {
+        "missing": [name for name in wanted if name not in seen],
+        "unexpected": [name for name in mine if name not in wanted],
+        "of another shape": [
+            f"{n} is {list(seen[n])}, not {list(wanted[n])}" for n in wanted if n in seen and seen[n] != wanted[n]
+        ],
+    }
+    told = [f"{len(names)} {kind}: {_some(names)}" for kind, names in kinds.items() if names]
+    if told:
+        raise LoadError(f"{path}: the weights are not those of {CONFIG}: {'; '.join(told)}")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

@@ -1,0 +1,300 @@
+"""engine.load: a model folder to embeddings, and what is refused. Oracles: the pre-trainer's encoder, the dataset builder."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import engine
+from data_tools.dataset import Dataset
+from data_tools.prepare import crop_count, prepare_crop
+from data_tools.record import EcgRecord
+from engine.model.heads import pool
+from engine.model.pretrainer import Pretrainer
+from engine.model.trained import LoadError, Trained, config_of
+from engine.objectives.config import ObjectiveConfig
+from engine.pipelines.leads import LEADS, ConfigError, in_order
+from engine.pipelines.signals import SignalError, microvolts
+
+Saved = Callable[..., Path]
+DIAGNOSIS = {"task": "diagnosis", "classes": ["AF", "NSR", "SB"]}
+torch.set_num_threads(1)
+
+
+def ecg(seconds: float = 10, fs_hz: float = 500, leads: int = 12, seed: int = 0) -> np.ndarray:
+    """Millivolts: beats of a shape and size of each lead's own, some wander, some noise."""
+    rng = np.random.default_rng(seed)
+    t = np.arange(round(seconds * fs_hz)) / fs_hz
+    gain, phase = rng.normal(0, 0.7, (leads, 1)), rng.uniform(0, 1, (leads, 1))
+    beats = gain * np.cos(np.pi * (1.2 * t + 0.02 * phase)) ** 40
+    return beats + 0.1 * np.sin(2 * np.pi * (0.3 * t + phase)) + 0.01 * rng.normal(size=(leads, len(t)))
+
+
+@pytest.fixture
+def model(saved_model: Saved) -> Trained:
+    return engine.load(saved_model().parent)
+
+
+def test_weights_are_those_of_the_file(saved_model: Saved) -> None:
+    folder = saved_model(head=DIAGNOSIS)
+    config = config_of(json.loads((folder / "config.json").read_text()))
+    weights = load_file(folder / "model.safetensors")
+    head = weights.pop("head.weight"), weights.pop("head.bias")
+    whole = Pretrainer(config, ObjectiveConfig()).eval()
+    whole.load_state_dict(weights)
+    x = torch.randn(3, 12, 2500)
+    for place in (folder, folder.parent, str(folder)):
+        model = engine.load(place)
+        assert not model.training and torch.equal(model(x), pool(whole.encoder(x))) and model(x).dtype == torch.float32
+    assert torch.allclose(model.logits(x), pool(whole.encoder(x)) @ head[0].T + head[1], atol=1e-6)
+    assert model.classes == ("AF", "NSR", "SB")
+
+
+def test_a_model_of_a_bucket_and_of_half_precision(saved_model: Saved) -> None:
+    folder = saved_model()
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: w.half() for name, w in weights.items()}, folder / "model.safetensors")
+    bucket = fsspec.filesystem("memory")
+    bucket.put(str(folder), "/bucket/run/model", recursive=True)
+    x = torch.randn(1, 12, 2500)
+    assert torch.equal(engine.load("memory://bucket/run")(x), engine.load(folder)(x))
+    with pytest.raises(LoadError, match="no model there"):
+        engine.load("memory://bucket/other")
+
+
+def test_an_encoder_that_was_never_masked_and_a_head_without_classes(saved_model: Saved) -> None:
+    folder = saved_model(head={"task": "identification"})
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {n: w for n, w in weights.items() if "mask" not in n and not n.startswith("local.")}, folder / "model.safetensors"
+    )
+    model = engine.load(folder)
+    assert model.head is None and model(torch.randn(1, 12, 2500)).isfinite().all()
+    with pytest.raises(ConfigError, match="no head"):
+        model.logits(torch.randn(1, 12, 2500))
+
+
+def change(folder: Path, name: str, **to: Any) -> None:
+    document = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps(document | to))
+
+
+def harm(kind: str, folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    model = json.loads((folder / "config.json").read_text())["model"]
+    if kind == "missing":
+        del weights["encoder.layers.1.fc1.bias"]
+    elif kind == "unexpected":
+        weights["encoder.layers.2.fc1.bias"] = torch.zeros(48)
+    elif kind == "reshaped":
+        weights["encoder.norm.weight"] = torch.zeros(31)
+    elif kind == "other width":
+        change(folder, "config.json", model=model | {"width": 64})
+    elif kind == "no head":
+        del weights["head.bias"]
+    elif kind == "unnamed head":
+        change(folder, "config.json", head=None)
+    elif kind == "other task":
+        change(folder, "config.json", head={"task": "age"})
+    elif kind == "no settings":
+        (folder / "config.json").write_text('{"architectures": ["Wav2Vec2Model"], "hidden_size": 32, "format_version": 1}')
+    elif kind == "other settings":
+        change(folder, "config.json", model=model | {"patches": 7})
+    elif kind == "wrong settings":
+        change(folder, "config.json", model=model | {"heads": 5})
+    elif kind == "version":
+        change(folder, "config.json", format_version=2)
+    elif kind == "not json":
+        (folder / "config.json").write_text("{")
+    elif kind == "no preprocessing":
+        (folder / "preprocessing.json").unlink()
+    elif kind == "other rate":
+        change(folder, "preprocessing.json", fs_hz=250)
+    elif kind == "other scale":
+        change(folder, "preprocessing.json", scale="minmax")
+    elif kind == "few names":
+        change(folder, "preprocessing.json", leads=["I", "II"])
+    save_file(weights, folder / "model.safetensors")
+    if kind == "cut":
+        (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-5000])
+    elif kind == "not weights":
+        (folder / "model.safetensors").write_text("hello")
+    elif kind == "not exported":
+        (folder.parent / "checkpoints").mkdir()
+        folder.rename(folder.parent.parent / "elsewhere")
+    elif kind == "emptied":
+        (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    "kind, told",
+    [
+        ("missing", "1 missing: encoder.layers.1.fc1.bias"),
+        ("unexpected", "1 unexpected: encoder.layers.2.fc1.bias"),
+        ("reshaped", r"encoder.norm.weight is \[31\], not \[32\]"),
+        ("other width", "and 26 more"),
+        ("no head", "1 missing: head.bias"),
+        ("unnamed head", "2 unexpected: head.bias, head.weight"),
+        ("other task", "'age'"),
+        ("no settings", "no settings of a model"),
+        ("other settings", "'patches'"),
+        ("wrong settings", "model.heads=5"),
+        ("version", "format_version=2"),
+        ("not json", "config.json"),
+        ("no preprocessing", "preprocessing.json: no such file"),
+        ("other rate", "fs_hz=250"),
+        ("other scale", "scale='minmax'"),
+        ("few names", "12 channels"),
+        ("cut", "copy it anew"),
+        ("not weights", "copy it anew"),
+        ("not exported", "engine/pretrain.py --export"),
+        ("emptied", "no model.safetensors"),
+    ],
+)
+def test_what_is_no_model_is_one_line(kind: str, told: str, saved_model: Saved) -> None:
+    folder = saved_model(head=DIAGNOSIS)
+    harm(kind, folder)
+    with pytest.raises(LoadError, match=told) as caught:
+        engine.load(folder.parent)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+def test_no_such_run() -> None:
+    with pytest.raises(LoadError, match="no such folder"):
+        engine.load("nowhere/at/all")
+
+
+@pytest.mark.parametrize("fs_hz", [500, 257, 1000, 400, 333.5])
+@pytest.mark.parametrize("unit", ["mV", "uV"])
+def test_an_array_becomes_what_the_dataset_builder_makes_of_it(fs_hz: float, unit: str) -> None:
+    """Values, missing leads, cuts: 26.2 s in three crops, leads in disorder, some samples not measured."""
+    names = tuple(np.random.default_rng(1).permutation(LEADS)[:9])
+    signal = ecg(26.2, fs_hz, len(names))
+    signal[2, int(12 * fs_hz)] = np.nan
+    signal[5] = np.inf
+    signal[4, int(21 * fs_hz)] = 50.0  # beyond int16 microvolts
+    signal *= 1e3 if unit == "uV" else 1
+    record = EcgRecord("a", signal, fs_hz, names, unit=unit)
+    uv_LT = microvolts(signal, fs_hz, in_order(names), unit)
+    crops = crop_count(signal.shape[1], fs_hz)
+    assert crops == 3
+    for index in range(crops):
+        crop = np.zeros((12, 5000), np.int16)
+        told = prepare_crop(record, index, crop)
+        mine = uv_LT[:, index * 5000 :][:, : 2500 * told.halves]
+        missing = tuple(lead for lead, row in zip(LEADS, mine, strict=True) if np.isnan(row).all())
+        assert missing == told.missing
+        difference = np.abs(np.nan_to_num(mine) - crop[:, : mine.shape[1]])
+        assert difference.max() <= (0 if fs_hz == 500 else 1) and (difference > 0).mean() < 1e-3  # a half may round both ways
+
+
+def test_a_crop_and_its_dataset_have_one_embedding(dataset: Dataset, model: Trained) -> None:
+    crop = dataset.read(0)
+    x_SLT = torch.from_numpy(crop.astype(np.float32) * np.float32(1e-3)).view(12, 2, 2500).transpose(0, 1)
+    wanted = model(x_SLT).mean(0)
+    assert torch.allclose(model.embed(crop, 500, LEADS, "uV"), wanted, atol=1e-6)
+    assert torch.allclose(model.embed(crop / 1e6, 500, LEADS, "V"), wanted, atol=1e-6)
+
+
+def test_names_decide_and_not_the_order(model: Trained) -> None:
+    signal, rng = ecg(), np.random.default_rng(0)
+    wanted = model.embed(signal, 500, LEADS)
+    order = rng.permutation(12)
+    assert torch.equal(model.embed(signal[order], 500, [LEADS[i].lower() for i in order]), wanted)
+    assert torch.equal(model.embed(torch.from_numpy(signal), 500, "12"), wanted)
+    few = np.zeros_like(signal)
+    few[[1, 6]] = signal[[1, 6]]
+    assert torch.equal(model.embed(signal[[6, 1]], 500, "V1,II"), model.embed(few, 500, LEADS))
+    holed = signal.copy()
+    holed[[0, *range(2, 6), *range(7, 12)], 700] = np.nan  # a lead that was not measured is a lead that is not there
+    assert torch.equal(model.embed(holed, 500, LEADS), model.embed(few, 500, LEADS))
+    assert not torch.equal(model.embed(few, 500, LEADS), wanted)
+
+
+def test_several_records_and_any_length(model: Trained) -> None:
+    signals = np.stack([ecg(23, seed=seed) for seed in range(3)])
+    together = model.embed(signals, 500, LEADS)
+    assert together.shape == (3, 32) and together.dtype == torch.float32
+    for one, signal in zip(together, signals, strict=True):
+        fives = torch.stack([model.embed(signal[:, i * 2500 : (i + 1) * 2500], 500, LEADS) for i in range(4)])
+        assert torch.allclose(one, fives.mean(0), atol=1e-6)  # what is left, 3 s, is no segment
+    assert torch.allclose(model.embed(signals, 500, LEADS, unit_norm=True).norm(dim=1), torch.ones(3))
+    assert model.embed(signals[:0], 500, LEADS).shape == (0, 32)
+
+
+def test_part_of_a_record_that_was_not_measured_is_left_out(model: Trained) -> None:
+    signal = ecg(30)
+    signal[:, 6000] = np.nan
+    kept = np.concatenate([signal[:, :5000], signal[:, 10000:]], 1)
+    assert torch.allclose(model.embed(signal, 500, LEADS), model.embed(kept, 500, LEADS), atol=1e-6)
+
+
+def test_silence_is_defined(model: Trained) -> None:
+    assert model.embed(np.zeros((12, 5000)), 500, LEADS).isfinite().all()
+
+
+def test_scores_of_each_lead(saved_model: Saved) -> None:
+    """For a model that was trained on z-scores, gain and offset of a lead do not matter, and a missing lead is zero."""
+    model, signal = engine.load(saved_model(preprocessing={"scale": "zscore"})), ecg()[:8]
+    wanted = model.embed(signal, 500, LEADS[:8])
+    gains = np.linspace(0.5, 3, 8)[:, None]
+    assert torch.allclose(model.embed(signal * gains + gains, 500, LEADS[:8]), wanted, atol=0.02)  # of whole microvolts
+    uv = np.rint(signal * 1e3)
+    z = np.zeros((12, 5000))
+    z[:8] = (uv - uv.mean(1, keepdims=True)) / uv.std(1, keepdims=True)
+    x_SLT = torch.from_numpy(z).float().view(12, 2, 2500).transpose(0, 1)
+    assert torch.allclose(model(x_SLT).mean(0), wanted, atol=1e-5)
+
+
+def test_models_of_fewer_leads(saved_model: Saved) -> None:
+    signal = ecg()
+    padded = engine.load(saved_model("a", preprocessing={"seen": ["I", "V2"]}))
+    assert torch.equal(padded.embed(signal, 500, LEADS), padded.embed(signal[[0, 7]], 500, "I,V2"))
+    with pytest.raises(SignalError, match="looks at I,V2"):
+        padded.embed(signal[[1]], 500, "II")
+    small = engine.load(saved_model("b", leads=2))
+    assert torch.equal(small.embed(signal, 500, LEADS), small.embed(signal[[1, 0]], 500, "II,I"))
+    with pytest.raises(SignalError, match="needs II too"):
+        small.embed(signal[[0]], 500, "I")
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        ({"signal": ecg() * 1e3}, "is the unit smaller"),
+        ({"signal": ecg() * 1e-3}, "is the unit larger"),
+        ({"unit": "uV"}, "is the unit larger"),
+        ({"unit": "V"}, "is the unit smaller"),
+        ({"unit": "mmHg"}, "unit='mmHg': use"),
+        ({"fs_hz": 0}, "fs_hz=0"),
+        ({"fs_hz": float("nan")}, "fs_hz=nan"),
+        ({"fs_hz": "fast"}, "fs_hz='fast'"),
+        ({"leads": [*LEADS[:11], "V7"]}, "'V7'"),
+        ({"leads": [*LEADS[:11], "i"]}, "named twice"),
+        ({"leads": LEADS[:3]}, "for 3 leads"),
+        ({"signal": ecg().T}, "for 12 leads"),
+        ({"signal": ecg() > 0}, "bool"),
+        ({"signal": ecg()[0]}, "for 12 leads"),
+        ({"signal": ecg(4.9)}, "4.9 s"),
+        ({"signal": np.full((12, 5000), np.nan)}, "nothing was measured"),
+        ({"signal": np.stack([ecg(), ecg() * np.nan])}, r"signal\[1\]: nothing"),
+    ],
+)
+def test_what_is_no_ecg_is_one_line(change: dict[str, Any], told: str, model: Trained) -> None:
+    given = {"signal": ecg(), "fs_hz": 500, "leads": LEADS, "unit": "mV"} | change
+    with pytest.raises(ConfigError, match=told) as caught:
+        model.embed(**given)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_package_alone_weighs_nothing() -> None:
+    probe = "import engine, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", probe], cwd=Path(__file__).parents[3], check=False).returncode == 0
