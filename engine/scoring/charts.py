@@ -45,6 +45,7 @@ class Look:
     floor: float | None = None  # the axis reaches at least down to it
     smooth: bool = True
     wide: bool = False
+    across: str = "step"  # what the curves run over
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def line_chart(title: str, lines: Sequence[Line], look: Look = Look(), span: Arr
     steps = np.concatenate([np.zeros(0) if span is None else span, *(line.x for line in lines)])
     steps = steps if len(steps) else np.zeros(1)
     scale = Scale(*_x_range(steps), *_y_range(numbers, look.floor, log), width=WIDE if look.wide else WIDTH, log=log)
-    parts = _y_axis(scale, look) + _x_axis(scale, steps)
+    parts = _y_axis(scale, look) + _x_axis(scale, steps, look.across)
     for line in lines:
         parts += _curve(line, scale, look.smooth)
     facts = {
@@ -88,7 +89,9 @@ def line_chart(title: str, lines: Sequence[Line], look: Look = Look(), span: Arr
     }
     facts |= {"left": LEFT, "top": TOP, "width": scale.width - LEFT - RIGHT, "height": HEIGHT - TOP - BOTTOM}
     data = "".join(f' data-{name}="{value:.10g}"' for name, value in facts.items())
-    data += f' data-unit="{escape(" %" if look.percent else look.unit and " " + look.unit)}"'
+    data += (
+        f' data-across="{escape(look.across)}" data-unit="{escape(" %" if look.percent else look.unit and " " + look.unit)}"'
+    )
     keys = _keys([(line.label, line.colour, line.dashed) for line in lines]) if len(lines) > 1 else ""
     read = _rule("cross", (0, 0), (TOP, HEIGHT - BOTTOM)) + '<g class="read"></g>'
     return _chart("lines", title, scale, [keys, *parts, read], data)
@@ -272,10 +275,10 @@ def _y_axis(scale: Scale, look: Look) -> list[str]:
     return parts
 
 
-def _x_axis(scale: Scale, steps: Array) -> list[str]:
+def _x_axis(scale: Scale, steps: Array, across: str) -> list[str]:
     only = float(steps.min()) == float(steps.max())
     marks = [float(steps[0])] if only else [t for t in ticks(scale.x0, scale.x1, round(scale.width / 80)) if t == int(t)]
-    name = f'<text x="{LEFT - 7:g}" y="{scale.height - 8:g}" text-anchor="end">step</text>'
+    name = f'<text x="{LEFT - 7:g}" y="{scale.height - 8:g}" text-anchor="end">{escape(across)}</text>'
     return [name, *(_tick_x(scale, mark) for mark in marks)]
 
 

@@ -113,6 +113,19 @@ def checked(labels: Array, outputs: Array) -> tuple[Array, Array]:
     return found[0], found[1]
 
 
+def ranked(score_N: Array) -> tuple[Array, Array]:
+    """Rows from the highest score down, and of each run of equal scores the place of its last."""
+    order = np.argsort(-score_N)
+    return order, np.flatnonzero(np.append(np.diff(score_N[order]) != 0, True))
+
+
+def counts(label_N: Array, order: Array, last: Array, weight_N: Array | None = None) -> tuple[Array, Array]:
+    """True and false positives if the threshold is each distinct score, from the highest down."""
+    weight = np.ones(len(order)) if weight_N is None else weight_N[order]
+    true, every = np.cumsum(weight * label_N[order])[last], np.cumsum(weight)[last]
+    return true.astype(float), (every - true).astype(float)
+
+
 class Diagnosis:
     """Rows that can be scored again and again with other weights, each in the time of a few cumulative sums: sorted once."""
 
@@ -128,10 +141,7 @@ class Diagnosis:
         self.right_N = (self.labels == self.outputs).all(1)
         self.true_NK = (self.labels & self.outputs).astype(np.float64)
         self.cost_NK = np.add(self.labels, self.outputs, dtype=np.float64)  # 2 tp + fp + fn
-        self.order_KN = np.argsort(-scores.T, axis=1)
-        self.last: list[Array] = []  # of each class's equal scores, highest first: the place of the last
-        for k, order in enumerate(self.order_KN):
-            self.last.append(np.flatnonzero(np.append(np.diff(scores[order, k]) != 0, True)))
+        self.ranked = [ranked(score_N) for score_N in scores.T]
 
     def __call__(self, weight_N: Array | None = None) -> Array:
         """METRICS, where row i counts weight_N[i] times."""
@@ -159,11 +169,8 @@ class Diagnosis:
         return found[0], found[1]
 
     def curve(self, k: int, weight_N: Array | None = None) -> tuple[Array, Array]:
-        """True and false positives of class k at each distinct score, from the highest down."""
-        order, last = self.order_KN[k], self.last[k]
-        weight = np.ones(len(order)) if weight_N is None else weight_N[order]
-        true, every = np.cumsum(weight * self.labels[order, k])[last], np.cumsum(weight)[last]
-        return true.astype(float), (every - true).astype(float)
+        """`counts` of class k."""
+        return counts(self.labels[:, k], *self.ranked[k], weight_N)
 
     def summary(self) -> dict[str, Any]:
         ones = np.ones(len(self.labels), np.int64)

@@ -47,6 +47,20 @@ def table(rows: Sequence[tuple[str, str]]) -> str:
     return f"<table>{inside}</table>" if rows else ""
 
 
+def grid(head: Sequence[str], rows: Sequence[Sequence[str]], dim: Sequence[bool] = ()) -> str:
+    """A table of numbers under their names; `dim`: rows that say nothing."""
+    top = "".join(f"<th>{escape(name)}</th>" for name in head)
+    off = dim or [False] * len(rows)
+    cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    inside = "".join(f"<tr{' class=dim' * grey}>{row}</tr>" for row, grey in zip(cells, off, strict=True))
+    return f'<div class="scroll"><table class="grid"><thead><tr>{top}</tr></thead><tbody>{inside}</tbody></table></div>'
+
+
+def part(title: str, *inside: str) -> str:
+    """A section of anything."""
+    return f"<section><h2>{escape(title)}</h2>{''.join(inside)}</section>"
+
+
 def folded(title: str, text: str) -> str:
     return f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>" if text else ""
 
@@ -76,12 +90,18 @@ h2{font-size:17px;margin:38px 0 12px}
 .cards{display:grid;gap:14px}
 .card{padding:15px 17px 9px;min-width:0}
 @media(min-width:620px){.by2,.by3{grid-template-columns:1fr 1fr}.wide{grid-column:span 2}}
-@media(min-width:980px){.by3{grid-template-columns:1fr 1fr 1fr}}
+@media(min-width:620px){.by4{grid-template-columns:1fr 1fr}}
+@media(min-width:980px){.by4{grid-template-columns:repeat(4,1fr)}.by3{grid-template-columns:1fr 1fr 1fr}}
 .remarks{margin:18px 0 0;padding:12px 18px 12px 34px;border-left:4px solid var(--c1)}
 table{border-collapse:separate;border-spacing:0;width:100%;padding:8px 4px;font-size:13px}
 th,td{text-align:left;vertical-align:top;padding:3px 14px;overflow-wrap:anywhere;font-variant-numeric:tabular-nums}
 th{font-weight:400;color:var(--grey);white-space:nowrap}
 td{width:100%}
+.scroll{overflow-x:auto}
+.grid th,.grid td{text-align:right;width:auto;white-space:nowrap;padding:4px 14px;border-bottom:1px solid var(--rule)}
+.grid th:first-child,.grid td:first-child{text-align:left}
+.grid tr:last-child td{border-bottom:0}
+.grid .dim td{color:var(--grey)}
 details{margin-top:14px;padding:10px 18px}
 summary{cursor:pointer}
 pre{font:12px/1.5 ui-monospace,"DejaVu Sans Mono",monospace;overflow-x:auto}
@@ -96,6 +116,8 @@ pre{font:12px/1.5 ui-monospace,"DejaVu Sans Mono",monospace;overflow-x:auto}
 .chart .curve{fill:none;stroke-width:1.8;stroke-linejoin:round;stroke-linecap:round}
 .chart .raw{stroke-width:1;opacity:.32}
 .chart .dashed{stroke-dasharray:5 3.5}
+.chart .none{fill:var(--rule)}
+.chart .number{font-size:9px;fill:var(--ink)}
 .chart .lost{stroke:var(--c4);stroke-width:1.6}
 .chart .cross{stroke:var(--axis);visibility:hidden}
 .chart .read{visibility:hidden}
@@ -134,7 +156,7 @@ for (const svg of document.querySelectorAll("svg.lines")) {
     const step = Math.round(x0 + (x - left) / width * (x1 - x0)).toLocaleString("en");
     const reading = i => `${curves[i].label} ${number(value(near[i][1]))}${svg.dataset.unit}`;
     const lines = curves.map((curve, i) => [`var(--c${curve.colour})`, reading(i)]);
-    lines.unshift(["var(--grey)", `step ${step}`]);
+    lines.unshift(["var(--grey)", `${svg.dataset.across} ${step}`]);
     const wide = 6.4 * Math.max(...lines.map(([, text]) => text.length)) + 12;
     const from = x > left + width / 2 ? x - wide - 5 : x + 5;
     read.replaceChildren();
