@@ -22,13 +22,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_tools.errors import DatasetError as DatasetError  # the engine has it from here
+from data_tools.errors import DataError as DataError  # the engine has both from here
+from data_tools.errors import DatasetError as DatasetError
 from data_tools.errors import ReadError
-from data_tools.labels import ABBREVIATIONS as ABBREVIATIONS  # of the columns of `labels`
+from data_tools.labels import ABBREVIATIONS
 from data_tools.record import LEADS
 from data_tools.storage import Folder, folder
 
 FORMAT_VERSION = 1
+CLASSES = ABBREVIATIONS  # the columns of `labels`
 CROP_SAMPLES = 5000
 CROP_SHAPE = (len(LEADS), CROP_SAMPLES)
 CROP_BYTES = 2 * len(LEADS) * CROP_SAMPLES
@@ -107,6 +109,12 @@ class Dataset:
     def column(self, name: str) -> np.ndarray:
         values: np.ndarray = self.table([name])[name].to_numpy()
         return values
+
+    @property
+    def labels(self) -> np.ndarray:
+        """bool [crops, 26]: which of CLASSES each crop's record has."""
+        values: np.ndarray = self.table(["labels"])["labels"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        return values.reshape(len(self), len(CLASSES))
 
     @cached_property
     def addresses(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from data_tools.dataset import ABBREVIATIONS
+from data_tools.dataset import CLASSES
 from engine.scoring import charts, page, squares
 from engine.scoring.charts import Line, Look
 from engine.scoring.metrics import Array, outputs_of
@@ -67,14 +67,14 @@ def diagnosis_parts(told: Diagnoses) -> Iterator[str]:
         "One sample is a half of 5 s, as in the paper; a class is said to hold where its probability is above 0.5. "
         "Small: 95 % intervals, patients drawn anew. AUROC, AUPRC and F are means over the classes that have them."
     )
-    yield page.remarks(list(remarks(half)))
+    yield page.remarks(told.remarks)
     yield page.part("By record: the mean probability over its halves", page.tiles(tiles_of(told.record)))
     yield page.section("As the threshold falls", [(chart, False) for chart in threshold_charts(told)], columns=4)
     outputs = outputs_of(told.scores_NK)
     labels = np.asarray(told.labels_NK, bool)
     cards = [
         (squares.reliability(*calibration(labels, told.scores_NK)), False),
-        (squares.confusions(labels, outputs, ABBREVIATIONS), True),
+        (squares.confusions(labels, outputs, CLASSES), True),
     ]
     yield page.section("What it says", cards)
     yield page.part("Classes", class_table(half["classes"]))
@@ -86,23 +86,13 @@ def tiles_of(result: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield name, number(result["metrics"][key], percent), between(result["intervals"][key], percent)
 
 
-def remarks(result: Mapping[str, Any]) -> Iterator[str]:
-    if absent := result["without_positives"]:
-        names = ", ".join(absent)
-        yield f"{len(absent)} of {len(ABBREVIATIONS)} classes have no positives: {names}. AUROC and AUPRC leave them out."
-    if always := result["without_negatives"]:
-        yield f"Every row has {', '.join(always)}: its AUROC is not defined."
-    if result["patients"] == 1:
-        yield "All rows are of one patient: there are no intervals."
-
-
 def threshold_charts(told: Diagnoses) -> Iterator[str]:
     labels, scores = np.asarray(told.labels_NK, bool), np.asarray(told.scores_NK)
     yield squares.trade_offs("All classes together", labels.ravel(), scores.ravel())
     positives = labels.sum(0)
     for k in np.argsort(-positives, kind="stable")[:SHOWN].tolist():
         if 0 < positives[k] < len(labels):
-            yield squares.trade_offs(ABBREVIATIONS[k], labels[:, k], scores[:, k])
+            yield squares.trade_offs(CLASSES[k], labels[:, k], scores[:, k])
 
 
 def class_table(classes: Mapping[str, Mapping[str, float]]) -> str:
@@ -134,17 +124,8 @@ def identification_parts(told: Identities) -> Iterator[str]:
         "A probe is a hit if the gallery entry most similar to it (cosine) is of the same patient; entries as similar count "
         "by what a draw among them would give. Small: 95 % interval, patients drawn anew."
     )
-    yield page.remarks(list(identification_remarks(found)))
+    yield page.remarks(told.remarks)
     yield page.section("Patients known again", [(rank_curve(found), False), (similarities(told), True)])
-
-
-def identification_remarks(found: Mapping[str, Any]) -> Iterator[str]:
-    if found["n_gallery"] == 1:
-        yield "The gallery holds one patient: accuracy and chance are both 1 and say nothing."
-    elif found["ties"] > 0.5:
-        yield "Most probes are equally similar to several patients: the embeddings have collapsed, or are copies."
-    if found["one_sided"]:
-        yield f"Probes of patients whom the gallery lacks: {found['one_sided']:,}; they count as misses."
 
 
 def rank_curve(found: Mapping[str, Any]) -> str:

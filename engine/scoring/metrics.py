@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 from scipy import special, stats
 
-from data_tools.dataset import ABBREVIATIONS
+from data_tools.dataset import CLASSES
 
 Array = np.ndarray
 METRICS = ("challenge", "auroc", "auprc", "accuracy", "f_measure")
-NORMAL = ABBREVIATIONS.index("NSR")
+NORMAL = CLASSES.index("NSR")
 WEIGHTS = "challenge_weights.csv"
 UNIT = 80  # of the weights
 THRESHOLD = 0.5
@@ -103,8 +103,8 @@ def checked(labels: Array, outputs: Array) -> tuple[Array, Array]:
     """Both as truth values of one shape [n, 26], or an error."""
     found = []
     for name, array in (("labels", np.asarray(labels)), ("outputs", np.asarray(outputs))):
-        if array.ndim != 2 or array.shape[1] != len(ABBREVIATIONS) or not len(array):
-            raise MetricError(f"{name} of shape {list(array.shape)}: they are [n, {len(ABBREVIATIONS)}], n at least 1")
+        if array.ndim != 2 or array.shape[1] != len(CLASSES) or not len(array):
+            raise MetricError(f"{name} of shape {list(array.shape)}: they are [n, {len(CLASSES)}], n at least 1")
         if array.dtype != bool and (wrong := int(((array != 0) & (array != 1)).sum())):
             raise MetricError(f"{name}: {wrong:,} of {array.size:,} are neither 0 nor 1")
         found.append(array.astype(bool))
@@ -157,8 +157,8 @@ class Diagnosis:
 
     def areas(self, weight_N: Array) -> tuple[Array, Array]:
         """AUROC and AUPRC of each class. NaN without positives; without negatives AUROC is NaN and AUPRC 1."""
-        found = np.full((2, len(ABBREVIATIONS)), np.nan)
-        for k in range(len(ABBREVIATIONS)):
+        found = np.full((2, len(CLASSES)), np.nan)
+        for k in range(len(CLASSES)):
             true, false = self.curve(k, weight_N)
             positives, negatives = true[-1], false[-1]
             if positives:
@@ -188,7 +188,7 @@ class Diagnosis:
                 "predicted": int(predicted_K[k]),
                 "n": n,
             }
-            for k, name in enumerate(ABBREVIATIONS)
+            for k, name in enumerate(CLASSES)
         }
         without = {
             "without_positives": [name for name, of in classes.items() if not of["positives"]],
@@ -224,7 +224,7 @@ class Tally:
         if not self.batches:
             raise MetricError("no rows to score")
         y, p, scores = (np.concatenate(part) for part in zip(*self.batches, strict=True))
-        labels, outputs = (np.unpackbits(bits, 1, len(ABBREVIATIONS)).astype(bool) for bits in (y, p))
+        labels, outputs = (np.unpackbits(bits, 1, len(CLASSES)).astype(bool) for bits in (y, p))
         return labels, outputs, scores
 
     def summary(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from data_tools.dataset import CLASSES
 from engine.scoring.metrics import METRICS, Diagnosis, MetricError, bootstrap, identification, outputs_of
 
 Array = np.ndarray
@@ -27,9 +28,10 @@ class Diagnoses:
 
     labels_NK: Array
     scores_NK: Array  # probabilities
-    records_N: Sequence[str]
-    patients_N: Sequence[str]
-    facts: dict[str, Any] = field(default_factory=dict)  # task, model, data, role, leads
+    records_N: Sequence[Any]
+    patients_N: Sequence[Any]
+    facts: dict[str, Any] = field(default_factory=dict)  # model, data, role, leads
+    notes: Sequence[str] = ()  # what a reader should know of the data
     resamples: int = RESAMPLES
 
     @cached_property
@@ -40,13 +42,26 @@ class Diagnoses:
     def record(self) -> dict[str, Any]:
         return scored(*by_record(self.labels_NK, self.scores_NK, self.records_N, self.patients_N), self.resamples)
 
+    @property
+    def remarks(self) -> list[str]:
+        """What qualifies the numbers."""
+        told, half = list(self.notes), self.half
+        if absent := half["without_positives"]:
+            among = f"{len(absent)} of {len(CLASSES)} classes have no positives: {', '.join(absent)}"
+            told.append(f"{among}. AUROC and AUPRC leave them out.")
+        if always := half["without_negatives"]:
+            told.append(f"Every row has {', '.join(always)}: AUROC is not defined there.")
+        if half["patients"] == 1:
+            told.append("All rows are of one patient: there are no intervals.")
+        return told
+
     def document(self) -> dict[str, Any]:
         own = {"unit": "half", **self.half, "score": self.half["metrics"]["challenge"]}
-        whole = {"task": "diagnosis", **self.facts, **own, "record": {"unit": "record", **self.record}}
+        whole = {"task": "diagnosis", **self.facts, **own, "record": {"unit": "record", **self.record}, "remarks": self.remarks}
         return {key: nullable(value) for key, value in whole.items()}
 
 
-def scored(labels: Array, scores: Array, patients: Sequence[str], resamples: int = RESAMPLES) -> dict[str, Any]:
+def scored(labels: Array, scores: Array, patients: Sequence[Any], resamples: int = RESAMPLES) -> dict[str, Any]:
     """n, patients, metrics, intervals, classes, without_positives, without_negatives."""
     if not np.isfinite(scores).all():
         rows = ~np.isfinite(scores).all(1)
@@ -65,8 +80,8 @@ def scored(labels: Array, scores: Array, patients: Sequence[str], resamples: int
 
 
 def by_record(
-    labels: Array, scores: Array, records: Sequence[str], patients: Sequence[str]
-) -> tuple[Array, Array, Sequence[str]]:
+    labels: Array, scores: Array, records: Sequence[Any], patients: Sequence[Any]
+) -> tuple[Array, Array, Sequence[Any]]:
     """Mean probabilities of each record, in the order of their names."""
     _, first, record_N, halves = np.unique(np.asarray(records), return_index=True, return_inverse=True, return_counts=True)
     sums = np.zeros((len(first), scores.shape[1]))
@@ -87,10 +102,11 @@ def calibration(labels: Array, scores: Array) -> tuple[Array, Array, Array, floa
 @dataclass(frozen=True, eq=False)
 class Identities:
     gallery_PD: Array
-    gallery_ids: Sequence[str]
+    gallery_ids: Sequence[Any]
     probe_QD: Array
-    probe_ids: Sequence[str]
+    probe_ids: Sequence[Any]
     facts: dict[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
     resamples: int = RESAMPLES
 
     @cached_property
@@ -103,12 +119,23 @@ class Identities:
         span = bootstrap(lambda weight: weight @ hits / weight.sum(), self.probe_ids, self.resamples)
         return [float(end) for end in span]
 
+    @property
+    def remarks(self) -> list[str]:
+        told, found = list(self.notes), self.found
+        if found["n_gallery"] == 1:
+            told.append("The gallery holds one entry: accuracy and chance say nothing.")
+        elif found["ties"] > 0.5:
+            told.append("Most probes are equally similar to several patients: the embeddings have collapsed, or are copies.")
+        if found["one_sided"]:
+            told.append(f"Probes of patients whom the gallery lacks: {found['one_sided']:,}; they count as misses.")
+        return told
+
     def document(self) -> dict[str, Any]:
         found = self.found
         metrics = {name: found[name] for name in ("accuracy", "top5", "chance", "ties")}
         counts = {"n": found["n_probes"], "gallery": found["n_gallery"], "one_sided": found["one_sided"]}
         own = {"unit": "patient", **counts, "metrics": metrics, "intervals": {"accuracy": self.interval}}
-        more = {"classes": {}, "cmc": found["cmc"].tolist(), "score": found["accuracy"]}
+        more = {"classes": {}, "cmc": found["cmc"].tolist(), "score": found["accuracy"], "remarks": self.remarks}
         whole = {"task": "identification", **self.facts, **own, **more}
         return {key: nullable(value) for key, value in whole.items()}
 

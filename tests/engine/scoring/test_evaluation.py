@@ -33,7 +33,9 @@ def usual(n: int = 200) -> Diagnoses:
 
 def identities(gallery: Any, probes: Any, ids: Any = None) -> Identities:
     own = [f"p{i}" for i in range(len(gallery))]
-    return Identities(np.asarray(gallery), own, np.asarray(probes), own[: len(probes)] if ids is None else ids, FACTS, 20)
+    return Identities(
+        np.asarray(gallery), own, np.asarray(probes), own[: len(probes)] if ids is None else ids, FACTS, resamples=20
+    )
 
 
 class Strict(HTMLParser):
