@@ -7,7 +7,7 @@
 Diagnosis: the CinC 2021 Challenge score, AUROC, AUPRC, accuracy and F measure of halves of 5 s, as in the paper, and of
 records.
 Identification: is the gallery crop most similar to a probe (cosine) of the same patient? A model that was only pre-trained can
-be asked that too. Every number has a 95 % interval: a bootstrap over patients.
+be asked that too. Scores come with 95 % intervals: a bootstrap over patients.
 """
 
 import argparse
