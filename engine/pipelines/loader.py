@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, cycle
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -27,12 +27,13 @@ from engine.pipelines import dali
 from engine.pipelines.augment import AugmentConfig
 from engine.pipelines.augment_draws import Params
 from engine.pipelines.batched import HALF, Augmenter, Views, parameters
-from engine.pipelines.gather import Filled, Gather, Hold, read_ahead
+from engine.pipelines.gather import Filled, Gather, Hold, Report, read_ahead
 from engine.pipelines.order import Order, Places, Rows, shards_needed
 from engine.pipelines.resident import Resident
 from engine.pipelines.staging import Staging
 
 BACKENDS = ("auto", "dali", "torch", "resident")
+PLANNED_CROPS = 1024
 State = dict[str, Any]
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,21 @@ class Batch:
     )  # float32 millivolts on the device; on a CPU (not dali) in a buffer that the batch after next uses again
     places: Places  # dataset, row and epoch of each crop
     skipped: tuple[tuple[int, int, str], ...] = ()  # crops left out as unreadable: (dataset, row, reason)
+
+
+class Planned(NamedTuple):
+    """A batch before it is read."""
+
+    places: Places
+    p: Params
+
+    @property
+    def dataset(self) -> np.ndarray:
+        return self.places.dataset
+
+    @property
+    def row(self) -> np.ndarray:
+        return self.places.row
 
 
 @dataclass
@@ -155,15 +171,29 @@ class Loader:
             yield batch, {"crops_seen": self.step * self.config.batch_crops, "recipe": self.recipe, "dali": blob}
             asked = time.perf_counter()
 
-    def _places(self) -> Iterator[Places]:
-        return (self.order.slice(step, self.rank, self.world) for step in count(self.step))
+    def _planned(self) -> Iterator[Planned]:
+        """Small batches are planned several at once: the same numpy calls, whose cost is that of being called."""
+        each = self.config.batch_crops // self.world
+        steps = max(1, PLANNED_CROPS // each)
+        for first in count(self.step, steps):
+            places = self.order.slice(first, self.rank, self.world, steps)
+            p = self._parameters(places)
+            for part in (slice(at, at + each) for at in range(0, len(places), each)):
+                yield Planned(places[part], {name: values[part] for name, values in p.items()})
 
-    def _filled(self) -> Iterator[Filled[Places]]:
+    def _filled(self) -> Iterator[Filled[Planned]]:
         shape = (self.config.batch_crops // self.world, *CROP_SHAPE)
-        return read_ahead(self._places(), self.gather, shape, self.config.read_ahead)
+        return read_ahead(self._planned(), self.gather, shape, self.config.read_ahead)
 
     def _parameters(self, places: Places) -> Params:
         return parameters(self.config.augment, self.config.views, self.config.seed, places)
+
+    def _as_read(self, planned: Planned, report: Report) -> Planned:
+        """A crop that came in the place of another has parameters of its own."""
+        if not report.skipped:
+            return planned
+        places = dataclasses.replace(planned.places, row=report.row)
+        return Planned(places, self._parameters(places))
 
     def _torch(self) -> Iterator[tuple[Batch, None]]:
         filled, outs = self._filled(), cycle(self._outs())
@@ -173,10 +203,10 @@ class Loader:
                 now = time.perf_counter()
                 if copied:
                     copied.synchronize()  # asking for the next batch gives the last one's buffer back
-                places, crops, report = next(filled)
+                planned, crops, report = next(filled)
                 now = self.meter.add("gather_wait", now)
-                places = dataclasses.replace(places, row=report.row)
-                p = self.augmenter.to_device(self._parameters(places))
+                places, drawn = self._as_read(planned, report)
+                p = self.augmenter.to_device(drawn)
                 now = self.meter.add("draws", now)
                 if copied:
                     on_device = torch.from_numpy(crops).to(self.device, non_blocking=True)
@@ -196,9 +226,8 @@ class Loader:
 
     def _resident(self) -> Iterator[tuple[Batch, None]]:
         resident, outs = Resident(self.order, self.gather, self.augmenter), cycle(self._outs() or [None])
-        for places in self._places():
-            p = self.augmenter.to_device(self._parameters(places))
-            yield Batch(resident.batch(places, p, next(outs)), places), None
+        for places, p in self._planned():
+            yield Batch(resident.batch(places, self.augmenter.to_device(p), next(outs)), places), None
 
     def _dali(self) -> Iterator[tuple[Batch, str]]:
         """DALI asks ahead; what it was given is kept until its batch comes out."""
@@ -206,10 +235,10 @@ class Loader:
         filled = self._filled()
 
         def feed() -> Iterator[tuple[int, np.ndarray, Params]]:
-            for step, (places, crops, report) in zip(count(self.step), filled, strict=False):
-                there = dataclasses.replace(places, row=report.row)
-                ahead[step] = there, report.skipped
-                yield step, crops, self._parameters(there)
+            for step, (planned, crops, report) in zip(count(self.step), filled, strict=False):
+                places, p = self._as_read(planned, report)
+                ahead[step] = places, report.skipped
+                yield step, crops, p
 
         each = self.config.batch_crops // self.world
         example = self._parameters(self.order.slice(0, self.rank, self.world))

@@ -128,6 +128,9 @@ class Places:
     def __len__(self) -> int:
         return len(self.row)
 
+    def __getitem__(self, part: slice) -> "Places":
+        return Places(self.dataset[part], self.row[part], self.epoch[part])
+
 
 @dataclass(frozen=True)
 class Order:
@@ -184,12 +187,14 @@ class Order:
         """The `count` crops that follow the first `crops_seen` of the run."""
         if crops_seen < 0 or count < 0:
             raise OrderError(f"crops_seen {crops_seen}, count {count}: neither may be negative")
-        position = np.arange(crops_seen, crops_seen + count, dtype=np.int64)
+        return self._at(np.arange(crops_seen, crops_seen + count, dtype=np.int64))
+
+    def _at(self, position: np.ndarray) -> Places:
         if len(self.rows) == 1:
             epoch, i = np.divmod(position, self.crops_per_epoch)
-            return Places(np.zeros(count, np.int16), self._row(0, epoch, i), epoch)
+            return Places(np.zeros(len(position), np.int16), self._row(0, epoch, i), epoch)
         dataset, turn = deal(position, self._quotas)
-        row, epoch = np.empty((2, count), np.int64)
+        row, epoch = np.empty((2, len(position)), np.int64)
         for d, rows in enumerate(self.rows):
             mine = np.flatnonzero(dataset == d)
             epoch[mine], i = np.divmod(turn[mine], len(rows))
@@ -199,8 +204,8 @@ class Order:
     def batch(self, step: int) -> Places:
         return self.slice(step, 0, 1)
 
-    def slice(self, step: int, rank: int, world: int) -> Places:
-        """Crops rank * n to (rank + 1) * n of the global batch, n = batch / world."""
+    def slice(self, step: int, rank: int, world: int, steps: int = 1) -> Places:
+        """Crops rank * n to (rank + 1) * n of the global batch, n = batch / world; of so many `steps`, one after the other."""
         if world < 1 or self.batch_crops % world:
             raise OrderError(
                 f"batch {self.batch_crops} cannot be shared equally by {world} ranks: make it a multiple of {world}"
@@ -208,7 +213,8 @@ class Order:
         if step < 0 or not 0 <= rank < world:
             raise OrderError(f"step {step}, rank {rank} of {world}: steps and ranks count from 0")
         each = self.batch_crops // world
-        return self.places(step * self.batch_crops + rank * each, each)
+        first = np.arange(step, step + steps, dtype=np.int64) * self.batch_crops + rank * each
+        return self._at((first[:, None] + np.arange(each)).reshape(-1))
 
     def _row(self, dataset: int, epoch: np.ndarray, i: np.ndarray) -> np.ndarray:
         rows = self.rows[dataset]

@@ -52,7 +52,7 @@ class Resident:
         index = torch.from_numpy(at)
         if self.crops.is_cuda:
             index = index.pin_memory().to(self.crops.device, non_blocking=True)
-        return self.augmenter.into(self.crops.index_select(0, index), p, out) if out is not None else self._make(index, p)
+        return self._make(index, p) if out is None else self.augmenter.into(self.crops, p, out, index)
 
     def _eager(self, index: torch.Tensor, p: dict[str, torch.Tensor]) -> torch.Tensor:
         return self.augmenter(self.crops.index_select(0, index), p)
