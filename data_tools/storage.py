@@ -37,6 +37,7 @@ class Folder(Hashable, Protocol):
 
     def read(self, name: str, limit: int) -> bytes: ...
     def read_range(self, name: str, start: int, size: int) -> bytes: ...
+    def size(self, name: str) -> int: ...
     def stamp(self, name: str) -> bytes: ...
     def exists(self, name: str) -> bool: ...
     def names(self, under: str = "") -> Iterator[str]: ...
@@ -83,6 +84,9 @@ class LocalFolder:
         """A part of one of our own files."""
         with open(self.path(name), "rb", buffering=0) as file:
             return os.pread(file.fileno(), size, start)
+
+    def size(self, name: str) -> int:
+        return os.path.getsize(self.path(name))
 
     def stamp(self, name: str) -> bytes:
         """Size and time of change: another stamp means that the file may hold something else."""
@@ -213,6 +217,9 @@ class RemoteFolder:
             return data
 
         return self.patiently(path, call)
+
+    def size(self, name: str) -> int:
+        return int(self.patiently(self.path(name), lambda: self.fs.info(self.path(name))["size"]))
 
     def stamp(self, name: str) -> bytes:
         return b""  # a request per record would cost more than the plan; headers carry checksums

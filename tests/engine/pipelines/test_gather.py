@@ -103,7 +103,7 @@ def twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Dataset:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("source, count", [("tar", 150), ("zarr", 30)])
+@pytest.mark.parametrize("source, count", [("tar", 150), ("zarr", 150)])
 def test_gives_what_the_dataset_gives(dataset: Dataset, source: str, count: int, threads: int) -> None:
     rng = np.random.default_rng(3)
     gather = Gather([dataset], threads=threads, source=source)
@@ -123,21 +123,6 @@ def test_mixes_datasets_and_formats(dataset: Dataset, small: Dataset, tmp_path: 
     gather.read(index, rows, out)
     for crop, d, row in zip(out, index, rows, strict=True):
         assert np.array_equal(crop, [dataset, small, dataset][d].read(row))
-
-
-def test_zarr_groups_neighbours(twin: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    gather, asked = Gather([twin], source="zarr"), []
-    real = gather._sources[0].store
-
-    class Store:
-        def __getitem__(self, what: slice) -> np.ndarray:
-            asked.append((what.start, what.stop))
-            return real[what]
-
-    gather._sources[0].store = Store()
-    out, _ = read(gather, [9, 2, 5, 3, 1, 3, 4, 15, 6])
-    assert all(np.array_equal(crop, twin.read(row)) for crop, row in zip(out, [9, 2, 5, 3, 1, 3, 4, 15, 6], strict=True))
-    assert asked == [(1, 4), (4, 7), (9, 10), (15, 16)]
 
 
 def test_refuses_buffers_and_rows_that_do_not_fit(small: Dataset) -> None:
@@ -265,38 +250,110 @@ def test_a_short_read_is_noticed_unchecked(small: Dataset) -> None:
         read(Gather([small], check="never"), [8, 9])
 
 
+OBJECT = "store.zarr/c/2/0/0"
+INDEX_BYTES = 4 * 16 + 4
+
+
 def damage_zarr(dataset: Dataset, kind: str) -> None:
-    path = Path(dataset.root.url, "store.zarr/c/2/0/0")
+    path = Path(dataset.root.url, OBJECT)
+    index = path.stat().st_size - INDEX_BYTES
     if kind == "flipped":
         flip(path, 120_000 + 50)
+    elif kind == "flipped index":
+        flip(path, index + 16)
     elif kind == "truncated":
         os.truncate(path, 150_000)
+    elif kind == "emptied":
+        os.truncate(path, 0)
     elif kind == "missing":
         path.unlink()
     elif kind == "swapped":
         other, aside = path.parents[2] / "1/0/0", path.with_suffix(".aside")
         path.rename(aside), other.rename(path), aside.rename(other)
+    else:
+        rewrite(path, index, kind)
 
 
-@pytest.mark.parametrize("kind", ["flipped", "truncated", "missing", "swapped"])
+def rewrite(path: Path, index: int, kind: str) -> None:
+    """What no accident does: every crc32c holds, and something is wrong all the same."""
+    data = bytearray(path.read_bytes())
+    start, length = (int.from_bytes(data[index + at : index + at + 8], "little") for at in (16, 24))
+    header = {"raw size": 4, "packed size": 12}
+    if kind in header:
+        at = start + header[kind]
+        data[at : at + 4] = (int.from_bytes(data[at : at + 4], "little") + 8).to_bytes(4, "little")
+    elif kind == "no Blosc":
+        data[start + 2] = 0x04  # flags: shuffled bits of nothing that it knows
+        data[start + 16 : start + 500] = bytes(484)
+    entry = {"nowhere": (2**63, length), "endless": (start, 2**62), "tiny": (start, 3), "absent": (2**64 - 1, 2**64 - 1)}
+    if kind in entry:
+        data[index + 16 : index + 32] = b"".join(value.to_bytes(8, "little") for value in entry[kind])
+    for low, high in ((start, start + length), (index, len(data))):
+        data[high - 4 : high] = google_crc32c.value(bytes(data[low : high - 4])).to_bytes(4, "little")
+    path.write_bytes(data)
+
+
+ZARR_DAMAGE = ["flipped", "flipped index", "truncated", "emptied", "missing", "swapped"]
+ZARR_DAMAGE += ["raw size", "packed size", "no Blosc", "nowhere", "endless", "tiny", "absent"]
+
+
+@pytest.mark.parametrize("kind", ZARR_DAMAGE)
 def test_damaged_zarr_is_named_and_not_handed_out(twin: Dataset, kind: str) -> None:
     damage_zarr(twin, kind)
     yielded = []
     ahead = read_ahead(batches([17, 18], [12, 13, 9, 14], [16]), Gather([twin], source="zarr"), (4, *CROP_SHAPE))
-    with pytest.raises(DatasetError, match=r"store\.zarr/c/2/0/0: crop 9: [^\n]*restore the file$"):
+    with pytest.raises(DatasetError, match=rf"{OBJECT}: crop 9: [^\n]*restore the file$"):
         take_all(ahead, yielded, twin)
     assert yielded == [[17, 18]]
 
 
-def test_what_zarr_does_not_find_is_noticed_in_every_mode(twin: Dataset) -> None:
-    """zarr gives zeros for a missing object, so `never` and `first` would train on silence."""
-    gathers = [Gather([twin], source="zarr", check=check) for check in ("never", "first")]
-    for gather in gathers:
+@pytest.mark.parametrize("kind", [kind for kind in ZARR_DAMAGE if kind != "swapped"])
+def test_damaged_zarr_is_noticed_unchecked(twin: Dataset, kind: str) -> None:
+    """By its own checks; and what is absent is zeros for zarr, so `never` would train on silence."""
+    gather = Gather([twin], source="zarr", check="never")
+    read(gather, [0])
+    damage_zarr(twin, kind)
+    with pytest.raises(DatasetError, match="crop 9"):
         read(gather, [9])
-    damage_zarr(twin, "missing")
-    for gather in gathers:
-        with pytest.raises(DatasetError, match="crop 9"):
-            read(gather, [9])
+
+
+def test_zeros_that_zarr_does_not_write_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "SHARD_CROPS", 4)
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: Halved(seed))
+    quiet = make_dataset(tmp_path / "quiet", shards=2, crops=4, zarr=True)
+    out, _ = read(Gather([quiet], source="zarr"), [0, 1, 6, 7])
+    assert out[::2].any() and not out[1::2].any()
+    assert all(np.array_equal(crop, quiet.store[row]) for crop, row in zip(out, [0, 1, 6, 7], strict=True))
+
+
+class Halved:
+    """Every other crop is zeros."""
+
+    def __init__(self, seed: int) -> None:
+        self.drawn = 0
+
+    def bytes(self, count: int) -> bytes:
+        self.drawn += 1
+        return b"\x01" * count if self.drawn % 2 else bytes(count)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ('"little"', '"big"', "endian"),
+        ('"int16"', '"uint16"', "data_type is 'uint16'"),
+        ('"blosc"', '"zstd"', "name is 'zstd' and not 'blosc'"),
+        ('"end"', '"start"', "index_location"),
+        ('"crc32c"', '"crc32"', "crc32c"),
+        ("{", "[", "JSON"),
+        ("20,", "21,", "shape is 21 and not 20"),
+    ],
+)
+def test_another_layout_of_zarr_is_refused(twin: Dataset, old: str, new: str, told: str) -> None:
+    path = Path(twin.root.url, "store.zarr/zarr.json")
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(DatasetError, match=rf"zarr\.json: [^\n]*{told}"):
+        Gather([twin], source="zarr")
 
 
 # Skipping
