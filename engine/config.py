@@ -2,6 +2,7 @@
 
     config = load("configs/pretrain/w2v_cmsc_rlm.yaml", ["train.steps=100", "data.datasets=[DATASET]"])
     check(config, world=8)                    # every combination that cannot be, before any work is done
+    load("configs/finetune/diagnosis.yaml", ["start=RUN"], FinetuneConfig)
     python engine/pretrain.py --schema        # JSON schema, for editors
 
 Each component's settings are a dataclass that lies beside its code; here they are gathered. A file may begin with
@@ -12,15 +13,16 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.model.config import ModelConfig
 from engine.model.draws import max_masked
+from engine.model.tuned import HeadConfig
 from engine.objectives.config import ObjectiveConfig
 from engine.pipelines.augment import AugmentConfig
 from engine.pipelines.batched import HALF
@@ -101,13 +103,30 @@ class TrainConfig(Section):
     timeout_s: float = Field(default=600.0, gt=0)  # a rank that is silent for so long ends the run
 
 
-class Config(Section):
-    run: str = "runs/pretrain"
-    data: DataConfig = DataConfig()
+class FinetuneData(Section):
+    """The roles are those of the task: engine.training.finetuning."""
+
+    datasets: tuple[str, ...] = ()
+    anonymous: bool = False
+
+
+class Tuning(Section):
+    """What fine-tuning changes in the encoder that it starts from. Defaults are the authors' (their finetuning configs)."""
+
+    feature_grad: float = 0.0  # 0: the convolutions stay as they are; 1: they learn like the rest
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    activation_dropout: float = 0.1
+    input_dropout: float = 0.0
+
+
+class Settings(Section):
+    """What every run has."""
+
+    run: str
+    data: Any
     pipeline: PipelineConfig = PipelineConfig()
     augment: AugmentConfig = AugmentConfig()
-    model: ModelConfig = ModelConfig()
-    objective: ObjectiveConfig = ObjectiveConfig()
     train: TrainConfig = TrainConfig()
 
     def tree(self) -> dict[str, Any]:
@@ -122,6 +141,31 @@ class Config(Section):
         )
 
 
+class Config(Settings):
+    """Of a pre-training."""
+
+    run: str = "runs/pretrain"
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+
+
+class FinetuneConfig(Settings):
+    run: str = "runs/finetune"
+    start: str = ""  # a pre-trained run or model; or a pre-training YAML: its architecture with random weights
+    data: FinetuneData = FinetuneData()
+    augment: AugmentConfig = AugmentConfig(rlm=0.0)
+    encoder: Tuning = Tuning()
+    head: HeadConfig = HeadConfig()
+
+    def tuned(self, model: ModelConfig) -> ModelConfig:
+        """The architecture of the start, as it is trained here."""
+        return replace(model, leads=len(self.augment.output_leads), **dict(self.encoder))
+
+
+Kind = TypeVar("Kind", bound=Settings)
+
+
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """YAML 1.1 takes 5e-5 for a string; a learning rate is none."""
 
@@ -131,14 +175,14 @@ _Loader.add_implicit_resolver(
 )
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load(path: str | Path, overrides: Sequence[str] = (), kind: type[Kind] = Config) -> Kind:  # type: ignore[assignment]
     tree = read(Path(path))
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key:
             raise ConfigError(f"--set {override!r}: write key=value, for example --set train.steps=100")
         _set(tree, key.strip().split("."), _parse(value, f"--set {key}"))
-    return build(tree)
+    return build(tree, kind)
 
 
 def read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -157,13 +201,13 @@ def read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     return tree if base is None else _over(read(path.parent / str(base), (*seen, path)), tree)
 
 
-def build(tree: dict[str, Any]) -> Config:
-    _known(tree)
+def build(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # type: ignore[assignment]
+    _known(tree, list(keys(kind)))
     augment = tree.get("augment")
     if isinstance(augment, dict) and type(augment.get("leads")) is int:
         tree = tree | {"augment": augment | {"leads": str(augment["leads"])}}
     try:
-        return Config.model_validate_json(json.dumps(tree))
+        return kind.model_validate_json(json.dumps(tree))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in first["loc"] if not re.search(r"\W", str(part)))
@@ -172,8 +216,8 @@ def build(tree: dict[str, Any]) -> Config:
         raise ConfigError(f"a value is none that JSON knows: {error}") from None
 
 
-def schema() -> str:
-    return json.dumps(Config.model_json_schema(), indent=1)
+def schema(kind: type[Settings] = Config) -> str:
+    return json.dumps(kind.model_json_schema(), indent=1)
 
 
 def keys(component: Any = Config, prefix: str = "") -> Iterator[str]:
@@ -189,8 +233,7 @@ def keys(component: Any = Config, prefix: str = "") -> Iterator[str]:
                 yield from keys(inner, f"{prefix}{name}.")
 
 
-def _known(tree: dict[str, Any], prefix: str = "") -> None:
-    known = list(keys())
+def _known(tree: dict[str, Any], known: list[str], prefix: str = "") -> None:
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if key not in known:
@@ -198,7 +241,7 @@ def _known(tree: dict[str, Any], prefix: str = "") -> None:
             near = difflib.get_close_matches(key, known, 1, 0.5) or tail
             raise ConfigError(f"{key}: no such key" + (f": did you mean {(tail or near)[0]}?" if near else ""))
         if isinstance(value, dict):
-            _known(value, f"{key}.")
+            _known(value, known, f"{key}.")
 
 
 def _parse(text: str, where: str) -> Any:
@@ -224,7 +267,7 @@ def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return both
 
 
-def deepspeed_json(config: Config, world: int, universal: bool = False) -> dict[str, Any]:
+def deepspeed_json(config: Settings, world: int, universal: bool = False) -> dict[str, Any]:
     """ZeRO and communication from the file, all else from the tree."""
     own = _own_deepspeed(config.train.deepspeed)
     zero: dict[str, Any] = own.pop("zero_optimization", {}) | {"stage": zero_stage(config)}
@@ -266,7 +309,7 @@ def _own_deepspeed(path: str | None) -> dict[str, Any]:
     return dict(own)
 
 
-def zero_stage(config: Config) -> int:
+def zero_stage(config: Settings) -> int:
     in_file = _own_deepspeed(config.train.deepspeed).get("zero_optimization", {}).get("stage")
     asked = config.train.zero_stage
     if asked is not None and in_file is not None and asked != in_file:
@@ -275,7 +318,7 @@ def zero_stage(config: Config) -> int:
     return stage
 
 
-def micro_batch(config: Config, world: int) -> tuple[int, int]:
+def micro_batch(config: Settings, world: int) -> tuple[int, int]:
     """Crops of a rank at a time, and how many times to a step."""
     t = config.train
     share, rest = divmod(t.batch_crops, world)
@@ -290,9 +333,9 @@ def micro_batch(config: Config, world: int) -> tuple[int, int]:
     return micro, share // micro
 
 
-def check(config: Config, world: int) -> None:
+def check(config: Settings, world: int) -> None:
     """What no section can see by itself."""
-    t, objective, augment = config.train, config.objective, config.augment
+    t = config.train
     if not config.data.datasets:
         raise ConfigError("data.datasets=[]: name a dataset, for example --set data.datasets=[DATASET]")
     if (t.steps is None) == (t.epochs is None):
@@ -304,6 +347,17 @@ def check(config: Config, world: int) -> None:
         raise ConfigError(f"train.warmup={t.warmup}, train.hold={t.hold}: shares of all steps: together 1 at most")
     if not all(0 <= beta < 1 for beta in t.betas):
         raise ConfigError(f"train.betas={list(t.betas)}: each must be from 0 to below 1")
+    if config.pipeline.weights is not None and len(config.pipeline.weights) != len(config.data.datasets):
+        raise ConfigError(f"pipeline.weights={list(config.pipeline.weights)}: must be one for each of data.datasets")
+    _ = config.loader  # its own checks
+    if isinstance(config, Config):
+        _check_pretraining(config)
+    elif isinstance(config, FinetuneConfig):
+        _check_finetuning(config)
+
+
+def _check_pretraining(config: Config) -> None:
+    objective, augment = config.objective, config.augment
     seen = len(augment.output_leads)
     if config.model.leads != seen:
         raise ConfigError(f"model.leads={config.model.leads}: augment.leads={augment.leads!r} gives it {seen}: write that")
@@ -315,6 +369,13 @@ def check(config: Config, world: int) -> None:
         raise ConfigError(f"pipeline.views={config.pipeline.views!r}: objective.method={objective.method} needs {right}")
     if objective.contrast > 0 and window and not (augment.rlm or augment.kinds or augment.threekg):
         raise ConfigError("pipeline.views='window' without augmentation: both views are the same: set augment.rlm or noise")
-    if config.pipeline.weights is not None and len(config.pipeline.weights) != len(config.data.datasets):
-        raise ConfigError(f"pipeline.weights={list(config.pipeline.weights)}: must be one for each of data.datasets")
-    _ = config.loader  # its own checks
+
+
+def _check_finetuning(config: FinetuneConfig) -> None:
+    if not config.start:
+        example = "--set start=runs/small, or --set start=configs/pretrain/small.yaml for random weights"
+        raise ConfigError(f"start='': name a pre-trained run or model, for example {example}")
+    if config.pipeline.views != "halves":
+        raise ConfigError(f"pipeline.views={config.pipeline.views!r}: fine-tuning sees both halves of a crop: use halves")
+    if config.augment.threekg:
+        raise ConfigError("augment.threekg: is made for pre-training: leave it out")

@@ -198,6 +198,13 @@ def newest(run: Path, warn: Any = None) -> Path | None:
     raise CheckpointError(f"{root}: no checkpoint is whole: begin a new run with --set run=NEW, or restore the files")
 
 
+def best(run: Path) -> Path | None:
+    """The best by validation; without one, the newest."""
+    root = folder(run)
+    named = root / (root / BEST).read_text().strip() if (root / BEST).is_file() else None
+    return named if named and fault(named) is None else newest(run)
+
+
 def read_state(path: Path) -> dict[str, Any]:
     state: dict[str, Any] = json.loads((path / STATE).read_text())
     return state

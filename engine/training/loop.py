@@ -1,9 +1,10 @@
 """Forward, backward, step, until the steps are done; now and then a log line, a validation, a checkpoint.
 
-    Loop(config, run, ranks, engine, adam, loader, datasets, progress, tracker).train()
+    Loop(task, config, run, ranks, engine, adam, loader, datasets, progress, total, tracker).train()
 
-Between log lines nothing waits for the device. Steps whose loss or gradient is not finite change nothing and are counted
-(engine.training.optimizer); after train.max_nonfinite in a row the run ends. SIGTERM: a checkpoint at the next step, exit 0.
+What is trained is the task's: engine.training.pretraining, engine.training.finetuning. Between log lines nothing waits for the
+device. Steps whose loss or gradient is not finite change nothing and are counted (engine.training.optimizer); after
+train.max_nonfinite in a row the run ends. SIGTERM: a checkpoint at the next step, exit 0.
 """
 
 import signal
@@ -19,8 +20,7 @@ import torch
 from torch import Tensor
 
 from data_tools.dataset import Dataset
-from engine.config import Config, micro_batch, zero_stage
-from engine.model.quantizer import temperature
+from engine.config import Settings, micro_batch, zero_stage
 from engine.objectives.gather import total as sum_over_ranks
 from engine.pipelines.counter import bits
 from engine.pipelines.loader import Batch, Loader, State
@@ -28,11 +28,10 @@ from engine.training import checkpoint, throughput
 from engine.training.distributed import Agreement, Ranks
 from engine.training.optimizer import GuardedAdamW
 from engine.training.schedule import lr_at
+from engine.training.task import Task
 from engine.training.tracking import Tracker
-from engine.training.validation import HeldOut, Inputs, Patients, Probe
 
 DROPOUT_STREAM = 200
-COLLAPSED_SHARE, COLLAPSED_LOGS = 0.02, 3  # of all codes; log lines in a row
 
 
 class TrainError(Exception):
@@ -52,7 +51,8 @@ class Progress:
 
 @dataclass
 class Loop:
-    config: Config
+    task: Task
+    config: Settings
     run: Path
     ranks: Ranks
     engine: Any
@@ -65,15 +65,13 @@ class Loop:
 
     def __post_init__(self) -> None:
         t = self.config.train
-        self.ids = Patients(self.datasets) if self.config.objective.needs_ids else None
-        self.held_out = HeldOut(self.config, self.datasets, self.ranks) if t.validate_every else None
-        self.probe = Probe(self.config, self.datasets, self.ranks) if t.validate_every and t.probe_patients else None
         self.micro, _ = micro_batch(self.config, self.ranks.world)
-        self.meter = throughput.Meter(self.config, self.ranks.world, throughput.peak_tflops(t, self.ranks.device))
+        peak = throughput.peak_tflops(t, self.ranks.device)
+        self.meter = throughput.Meter(self.task.flops_per_crop, self.ranks.world, peak)
         self.recent: deque[tuple[int, Batch]] = deque(maxlen=t.max_nonfinite)
         self.adam.skipped.fill_(self.progress.skipped_steps)
         self.adam.in_a_row.fill_(self.progress.in_a_row)
-        self.low_logs, self.terminated, self.state = 0, False, State()
+        self.terminated, self.state = False, State()
         self.saved_at_step, self.saved_at_s = self.progress.step, time.monotonic()
 
     def train(self) -> bool:
@@ -111,12 +109,11 @@ class Loop:
         torch.manual_seed(
             int(bits(config.train.seed, DROPOUT_STREAM, step, self.ranks.rank)) >> 1
         )  # dropout, the same after a kill
-        tau = torch.tensor(temperature(config.model, step))
-        inputs = Inputs.of(batch, config, self.ids)
+        arguments = self.task.arguments(batch, step)
         called, reports = self.adam.calls, []
         for start in range(0, len(batch.places), self.micro):
-            part = inputs.part(start, start + self.micro)
-            losses = self.engine(part.x_BSLT, part.keys_BS, tau.to(self.ranks.device, non_blocking=True), part.ids_B)
+            part = (a if a is None or a.ndim == 0 else a[start : start + self.micro] for a in arguments)
+            losses = self.engine(*part)
             self.engine.backward(losses["loss"])
             self.engine.step()
             reports.append({name: value.detach() for name, value in losses.items()})
@@ -147,10 +144,12 @@ class Loop:
         if batch.skipped:
             self.tracker.note(f"left out as unreadable: {'; '.join(reason for *_, reason in batch.skipped)}")
         step = self.progress.step
-        self._warn_of_collapse(values)
+        if concern := self.task.concern(values):
+            self.tracker.note(concern)
         self.tracker.log(
             values
             | self.meter.snapshot()
+            | self.task.values(step - 1)
             | {
                 "step": step,
                 "crops_seen": self.progress.crops_seen,
@@ -158,24 +157,10 @@ class Loop:
                 "lr": self.adam.param_groups[0]["lr"],
                 "grad_norm": float(self.adam.norm),
                 "data_wait_pct": self.loader.meter.snapshot()["data_wait_pct"],
-                "gumbel_tau": temperature(self.config.model, step - 1) if self.config.objective.local else None,
                 "skipped_steps": int(self.adam.skipped),
                 "memory_gb": throughput.memory_gb(self.ranks.device),
             }
         )
-
-    def _warn_of_collapse(self, values: dict[str, float]) -> None:
-        in_use, m = values.get("code_perplexity"), self.config.model
-        if in_use is None or self.tracker is None:
-            return
-        low = max(COLLAPSED_SHARE * m.codebooks * m.codes, 1.25 * m.codebooks)
-        self.low_logs = self.low_logs + 1 if in_use < low else 0
-        if self.low_logs == COLLAPSED_LOGS:
-            self.tracker.note(
-                f"warning: the quantiser collapses: {in_use:.1f} of {m.codebooks * m.codes} codes are in use. Raise "
-                f"objective.diversity (now {self.config.objective.diversity}), lower train.lr (now {self.config.train.lr}), "
-                f"or let the temperature fall later (model.tau_decay, now {m.tau_decay})"
-            )
 
     def _unfit(self) -> str:
         """Which crops the refused steps saw."""
@@ -193,17 +178,14 @@ class Loop:
     def _validate(self) -> None:
         began = time.perf_counter()
         where = {"step": self.progress.step, "crops_seen": self.progress.crops_seen}
-        row: dict[str, float] = dict(where)
-        if self.held_out is not None and self.held_out.crops:
-            row = self.held_out.losses(self.engine, where)
-        if self.probe is not None and self.probe.pairs:
-            row["identification_accuracy"] = self.probe.accuracy(self.engine)
-        best = self.progress.best
-        if np.isfinite(row.get("loss", np.nan)) and row["loss"] < best.get("loss", np.inf):
-            self.progress.best = {"step": self.progress.step, "loss": row["loss"]}
+        row = self.task.validate(self.engine)
+        name, sign = self.task.best
+        worst = -sign * np.inf
+        if np.isfinite(row.get(name, np.nan)) and sign * (row[name] - self.progress.best.get(name, worst)) > 0:
+            self.progress.best = {"step": self.progress.step, name: row[name]}
             self._save()
-        if self.tracker is not None and len(row) > len(where):
-            self.tracker.validated(row)
+        if self.tracker is not None and row:
+            self.tracker.validated(where | row)
         self.meter.pause(time.perf_counter() - began)
 
     def _save_is_due(self) -> bool:
@@ -215,12 +197,12 @@ class Loop:
         if self.saved_at_step == self.progress.step and self.progress.best.get("step") != self.progress.step:
             return
         self.progress.skipped_steps, self.progress.in_a_row = int(self.adam.skipped), int(self.adam.in_a_row)
-        state = facts(self.config, self.datasets, self.ranks) | vars(self.progress)
+        state = facts(self.config, self.datasets, self.ranks) | self.task.facts() | vars(self.progress)
         checkpoint.save(self.engine, self.run, state, self.state, self.ranks, self.config.train.keep)
         self.saved_at_step, self.saved_at_s = self.progress.step, time.monotonic()
 
 
-def facts(config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> dict[str, Any]:
+def facts(config: Settings, datasets: Sequence[Dataset], ranks: Ranks) -> dict[str, Any]:
     """What a checkpoint must agree with to be gone on from."""
     return {
         "format": 1,

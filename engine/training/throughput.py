@@ -1,6 +1,6 @@
 """How fast, and of what is possible how much.
 
-    meter = Meter(config, ranks.world, peak_tflops(config.train, device))
+    meter = Meter(flops_per_crop, ranks.world, peak_tflops(config.train, device))
     meter.done(crops); meter.snapshot()       # crops_per_s and mfu since the last one
 
 MFU: the floating-point operations that the model needs by formula (engine.model.config.flops_per_crop, forward and backward),
@@ -12,9 +12,7 @@ import time
 
 import torch
 
-from engine.config import Config, TrainConfig
-from engine.model.config import flops_per_crop
-from engine.pipelines.batched import HALF
+from engine.config import TrainConfig
 
 PRODUCTS = 12  # the fastest counts
 
@@ -48,8 +46,8 @@ def memory_gb(device: torch.device) -> float:
 
 
 class Meter:
-    def __init__(self, config: Config, world: int, peak: float) -> None:
-        self.flops = flops_per_crop(config.model, HALF, local=config.objective.local > 0)
+    def __init__(self, flops_per_crop: float, world: int, peak: float) -> None:
+        self.flops = flops_per_crop
         self.possible = world * peak * 1e12
         self.crops, self.since = 0, time.perf_counter()
 

@@ -1,6 +1,6 @@
 """What a run tells: a line on the screen, metrics.jsonl, validation.jsonl, TensorBoard if installed, run.json, config.yaml.
 
-    tracker = Tracker(run, config, facts, resumed_step)       # rank 0 only
+    tracker = Tracker(run, config, keys, facts, resumed_step, total)       # rank 0 only
     tracker.log({"step": 10, "loss": 4.2, ...})
 
 A run that goes on after a kill drops the lines after the step that it goes on from: the files look as if nothing had happened.
@@ -20,21 +20,18 @@ from typing import Any
 import torch
 import yaml  # type: ignore[import-untyped]
 
-from engine.config import Config
+from engine.config import Settings
 from engine.training.checkpoint import write
 
-KEYS = (
-    *("step", "crops_seen", "epoch", "loss", "loss_local", "loss_global", "loss_diversity", "loss_features", "lr", "grad_norm"),
-    *("crops_per_s", "data_wait_pct", "mfu", "code_perplexity", "prob_perplexity", "gumbel_tau", "masked_share"),
-    *("accuracy_local", "accuracy_global", "skipped_steps", "memory_gb"),
-)
 METRICS, VALIDATION = "metrics.jsonl", "validation.jsonl"
 PACKAGES = ("torch", "deepspeed", "numpy", "pydantic", "safetensors", "nvidia-dali-cuda130", "nvidia-dali-cuda120")
 
 
 class Tracker:
-    def __init__(self, run: Path, config: Config, facts: dict[str, Any], step: int, total: int) -> None:
-        self.run, self.total, self.first, self.began = run, total, step, time.perf_counter()
+    def __init__(
+        self, run: Path, config: Settings, keys: tuple[str, ...], facts: dict[str, Any], step: int, total: int
+    ) -> None:
+        self.run, self.keys, self.total, self.first, self.began = run, keys, total, step, time.perf_counter()
         run.mkdir(parents=True, exist_ok=True)
         write(run / "config.yaml", yaml.safe_dump(config.tree(), sort_keys=False))
         write(run / "run.json", json.dumps(facts | hardware() | versions(), indent=1) + "\n")
@@ -44,7 +41,7 @@ class Tracker:
         self.board = _board(run / "tensorboard", step)
 
     def log(self, row: dict[str, Any]) -> None:
-        whole = {key: row.get(key) for key in KEYS}
+        whole = {key: row.get(key) for key in self.keys}
         self._write(METRICS, whole)
         _say(line(whole, self.total, self._left_s(int(row["step"]))))
 
@@ -73,11 +70,10 @@ class Tracker:
 
 
 def line(row: dict[str, Any], total: int, left_s: float) -> str:
-    parts = " + ".join(f"{k[5:]} {row[k]:.3f}" for k in KEYS if k.startswith("loss_") and row[k] is not None)
+    parts = " + ".join(f"{k[5:]} {row[k]:.3f}" for k in row if k.startswith("loss_") and row[k] is not None)
     speed = f"{row['crops_per_s']:.1f} crops/s, data wait {row['data_wait_pct']:.1f} %, MFU {100 * row['mfu']:.1f} %"
-    return (
-        f"step {row['step']}/{total}  loss {row['loss']:.4f} ({parts})  lr {row['lr']:.2g}  {speed}  {_duration(left_s)} left"
-    )
+    parts = f" ({parts})" if parts else ""
+    return f"step {row['step']}/{total}  loss {row['loss']:.4f}{parts}  lr {row['lr']:.2g}  {speed}  {_duration(left_s)} left"
 
 
 def _duration(seconds: float) -> str:

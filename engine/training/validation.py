@@ -1,7 +1,6 @@
 """What a run is worth while it runs: the loss on crops that it does not see, and whether it knows a patient again.
 
-    held_out = HeldOut(config, datasets, ranks)               # None in its place: no crop has the role
-    held_out.losses(engine, ids)              # the same crops, masks and negatives every time
+    HeldOut(config, datasets, ranks).losses(engine)      # the same crops, masks and negatives every time
     Probe(config, datasets, ranks).accuracy(engine)
 
 The probe needs no labels: mean-pooled encodings of the first 5 s of each patient's gallery crop; a probe crop is recognised if
@@ -9,8 +8,8 @@ the most similar of them (cosine) is the same patient's (paper, section "Patient
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -20,43 +19,34 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data_tools.dataset import Dataset
-from engine.config import Config, micro_batch
+from engine.config import Config, Settings, micro_batch
 from engine.model.draws import row_keys
 from engine.model.heads import pool
 from engine.objectives.gather import gather_constant, total
-from engine.pipelines.batched import HALF, MV_PER_UV, crop_key
+from engine.pipelines.batched import crop_key
 from engine.pipelines.loader import Batch, Loader
 from engine.pipelines.order import OrderError, Rows
+from engine.pipelines.plain import views
 from engine.training.distributed import Ranks
 
 GROUP = 16  # crops encoded at a time
 
 
-@dataclass(frozen=True, eq=False)
-class Inputs:
-    """A batch as the model takes it."""
-
-    x_BSLT: Tensor
-    keys_BS: Tensor
-    ids_B: Tensor | None
-
-    @classmethod
-    def of(cls, batch: Batch, config: Config, ids: "Patients | None") -> "Inputs":
-        x, places = batch.x_BSLT, batch.places
-        dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-        keys = row_keys(config.train.seed, places.epoch, crop_key(places), x.shape[1])
-        patients = ids.of(places.dataset, places.row) if ids else None
-        tensors = [_to(array, x.device) for array in (keys, patients) if array is not None]
-        return cls(x.to(dtype), tensors[0], tensors[1] if ids else None)
-
-    def part(self, start: int, stop: int) -> "Inputs":
-        ids = None if self.ids_B is None else self.ids_B[start:stop]
-        return Inputs(self.x_BSLT[start:stop], self.keys_BS[start:stop], ids)
+def dtype_of(config: Settings) -> torch.dtype:
+    return torch.bfloat16 if config.train.precision == "bf16" else torch.float32
 
 
-def _to(array: np.ndarray, device: torch.device) -> Tensor:
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def arguments(batch: Batch, config: Config, ids: "Patients | None", tau: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """A batch as engine.model.pretrainer.Pretrainer takes it."""
+    x, places = batch.x_BSLT, batch.places
+    keys = to_device(row_keys(config.train.seed, places.epoch, crop_key(places), x.shape[1]), x.device)
+    patients = to_device(ids.of(places.dataset, places.row), x.device) if ids else None
+    return x.to(dtype_of(config)), keys, tau, patients
 
 
 class Patients:
@@ -81,12 +71,12 @@ class HeldOut:
     def __init__(self, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
         self.roles: dict[str, Any] = {**dict(config.data.valid), "halves": 2}
-        self.datasets = [dataset for dataset in datasets if _count(dataset, self.roles)]
-        held = sum(_count(dataset, self.roles) for dataset in self.datasets)
+        self.datasets = [dataset for dataset in datasets if count_of(dataset, self.roles)]
+        held = sum(count_of(dataset, self.roles) for dataset in self.datasets)
         most = micro_batch(config, ranks.world)[0] * ranks.world
         self.crops = min(most, held // ranks.world * ranks.world)
 
-    def losses(self, engine: Any, number: dict[str, int]) -> dict[str, float]:
+    def losses(self, engine: Any) -> dict[str, float]:
         """Means over the batches; one pass, at most train.valid_batches."""
         settings = replace(self.config.loader, backend="torch", batch_crops=self.crops, weights=None)
         loader = Loader(settings, self.datasets, self.ranks.device, self.ranks.rank, self.ranks.world, **self.roles)
@@ -97,18 +87,17 @@ class HeldOut:
         try:
             with torch.no_grad():
                 for batch, _ in islice(loader, batches):
-                    inputs = Inputs.of(batch, self.config, ids)
-                    for name, value in engine(inputs.x_BSLT, inputs.keys_BS, None, inputs.ids_B).items():
+                    for name, value in engine(*arguments(batch, self.config, ids)).items():
                         sums[name] = sums.get(name, 0) + value.detach().float()
         finally:
             loader.close()
             engine.train()
         means = total(torch.stack(list(sums.values()))) / (batches * self.ranks.world)
         wanted = ("loss", "loss_local", "loss_global", "accuracy_local", "accuracy_global")
-        return number | {name: value for name, value in zip(sums, means.tolist(), strict=True) if name in wanted}
+        return {name: value for name, value in zip(sums, means.tolist(), strict=True) if name in wanted}
 
 
-def _count(dataset: Dataset, roles: dict[str, Any]) -> int:
+def count_of(dataset: Dataset, roles: dict[str, Any]) -> int:
     try:
         return len(Rows.of(dataset, **roles))
     except OrderError:  # none has the role
@@ -137,19 +126,20 @@ class Probe:
         nearest_P = (probe_PD @ gallery_PD.t()).argmax(1)
         return float((nearest_P == torch.arange(len(nearest_P), device=nearest_P.device)).float().mean())
 
-    @torch.no_grad()
-    def _encode(self, engine: Any, crops: list[tuple[Dataset, int]]) -> Tensor:
-        """Unit vectors, each rank its share; all ranks make the same number of calls."""
-        ranks, leads, augment = self.ranks, list(self.config.augment.seen), self.config.augment
-        share = math.ceil(len(crops) / ranks.world)
-        mine = [crops[min(i, len(crops) - 1)] for i in range(ranks.rank * share, (ranks.rank + 1) * share)]
-        dtype = torch.bfloat16 if self.config.train.precision == "bf16" else torch.float32
-        parts = []
-        for at in range(0, share, GROUP):
-            group = np.stack([dataset.read(row)[:, :HALF] for dataset, row in mine[at : at + GROUP]])
-            x_BLT = torch.zeros(len(group), len(augment.output_leads), HALF)
-            seen = torch.from_numpy(group[:, leads].astype(np.float32)) * MV_PER_UV
-            x_BLT[:, leads if augment.padded else slice(None)] = seen
-            c_BND = engine.module.encoder(x_BLT.to(ranks.device, dtype))
-            parts.append(F.normalize(pool(c_BND), dim=-1))
-        return gather_constant(torch.cat(parts))[: len(crops)]
+    def _encode(self, engine: Any, crops: Sequence[tuple[Dataset, int]]) -> Tensor:
+        def unit(x_BSLT: Tensor) -> Tensor:
+            return F.normalize(pool(engine.module.encoder(x_BSLT[:, 0])), dim=-1)
+
+        return encode(self.config, self.ranks, crops, unit)
+
+
+@torch.no_grad()
+def encode(config: Settings, ranks: Ranks, crops: Sequence[tuple[Dataset, int]], forward: Callable[[Tensor], Tensor]) -> Tensor:
+    """forward(x_BSLT) of all crops, known to all ranks; each does its share, in the same number of calls."""
+    share = math.ceil(len(crops) / ranks.world)
+    mine = [crops[min(i, len(crops) - 1)] for i in range(ranks.rank * share, (ranks.rank + 1) * share)]
+    parts = []
+    for at in range(0, share, GROUP):
+        crops_BLT = np.stack([dataset.read(row) for dataset, row in mine[at : at + GROUP]])
+        parts.append(forward(views(crops_BLT, config.augment).to(ranks.device, dtype_of(config))))
+    return gather_constant(torch.cat(parts))[: len(crops)]

@@ -20,8 +20,8 @@ from engine.config import TrainConfig, build
 from engine.model.config import ModelConfig
 from engine.model.pretrainer import Pretrainer
 from engine.training.optimizer import GuardedAdamW
+from engine.training.pretraining import Pretraining
 from engine.training.schedule import lr_at
-from engine.training.tracking import KEYS
 
 # DESIGN, section 7.
 PROMISED = """step, crops_seen, epoch, loss, loss_local, loss_global, loss_diversity, loss_features, lr, grad_norm, crops_per_s,
@@ -46,7 +46,7 @@ def test_a_run_leaves_what_was_promised(dataset: Dataset, tmp_path: Path) -> Non
     assert ended.ok, ended.output
     out = tmp_path / "run"
     assert [row["step"] for row in rows(out)] == [1, 2, 4, 6]
-    assert all(list(row) == list(KEYS) == PROMISED.replace("\n", " ").split(", ") for row in rows(out))
+    assert all(list(row) == list(Pretraining.keys) == PROMISED.replace("\n", " ").split(", ") for row in rows(out))
     assert all(value is not None and np.isfinite(value) for row in rows(out) for value in row.values())
     valid = rows(out, "validation.jsonl")
     assert [row["step"] for row in valid] == [3, 6] and valid[0]["loss"] != valid[1]["loss"]

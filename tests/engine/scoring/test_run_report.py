@@ -125,10 +125,10 @@ def test_every_curve_is_on_the_page_and_nothing_is_loaded(full: Path) -> None:
 
 
 def test_all_that_the_loop_logs_is_drawn() -> None:
-    from engine.training.tracking import KEYS
+    from engine.training.pretraining import Pretraining
 
     drawn = {curve.key for section in report.SECTIONS.values() for chart in section for curve in chart.curves}
-    assert set(KEYS) - drawn == {"step", "crops_seen", "epoch"}  # these are in the heading
+    assert set(Pretraining.keys) - drawn == {"step", "crops_seen", "epoch"}  # these are in the heading
 
 
 def test_what_a_run_says_of_itself_is_text(full: Path) -> None:

@@ -1,0 +1,29 @@
+"""Fine-tune a pre-trained ECG encoder: diagnosis (26 classes of the CinC 2021 Challenge) or patient identification (ArcFace).
+
+    deepspeed engine/finetune.py --config configs/finetune/diagnosis.yaml --set start=RUN --set data.datasets=[DATASET]
+    deepspeed engine/finetune.py --config configs/finetune/identification.yaml --set start=RUN --set data.datasets=[DATASET]
+    ... --set augment.leads=3                                 on three leads, the others zero; 12, 6, 3, 2, 1 or I,II,V2
+    ... --set augment.leads=3 --set augment.padded=false      a model of three leads
+    ... --set start=configs/pretrain/w2v_cmsc_rlm.yaml        its architecture with random weights, to compare with
+    python engine/finetune.py --export RUN                    RUN/model from the best checkpoint
+    python engine/finetune.py --schema                        JSON schema of the settings
+
+Under deepspeed, torchrun or plain python. The same loop as pre-training: RUN/ has the same files, the same command goes on
+after a kill, SIGTERM writes a checkpoint and ends with 0. RUN/model/ is the best model by its validation score; `python -m
+engine.evaluate --model RUN --data DATASET` tests it. Exit 2: a setting or a file is wrong. Exit 1: the run failed.
+"""
+
+import sys
+from pathlib import Path
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from engine.config import FinetuneConfig
+from engine.training.course import Door
+from engine.training.finetuning import Finetuning
+
+main = Door("engine/finetune.py", __doc__, FinetuneConfig, Finetuning).main
+
+if __name__ == "__main__":
+    sys.exit(main())

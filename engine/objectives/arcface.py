@@ -1,0 +1,30 @@
+"""Patient identification as classification with an angular margin (ArcFace, Deng et al. 2019).
+
+    cosine_RC = unit embeddings @ unit class vectors
+    logits    = scale * (cos(theta + margin) for the true class, cos(theta) for the others)
+
+Source: paper, section "Fine-tuning" (scale 192, margin 1.0); fairseq-signals criterions/arcface_criterion.py:46-66. Beyond
+theta = pi - margin, where cos(theta + margin) would rise again, the authors go on with cos(theta) - margin * sin(margin); the
+paper does not say. The sine's slope has no bound at a cosine of +-1: the cosine is kept off it by CLIP.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CLIP = 1e-6
+
+
+def arcface_logits(cosine_RC: Tensor, label_R: Tensor, scale: float = 192.0, margin: float = 1.0) -> Tensor:
+    """In float32: a scale of 192 leaves bf16 two digits."""
+    cosine_RC = cosine_RC.float().clamp(-1 + CLIP, 1 - CLIP)
+    true_R1 = cosine_RC.gather(1, label_R[:, None])
+    moved_R1 = true_R1 * math.cos(margin) - (1 - true_R1.square()).sqrt() * math.sin(margin)
+    moved_R1 = torch.where(true_R1 > math.cos(math.pi - margin), moved_R1, true_R1 - margin * math.sin(margin))
+    return scale * cosine_RC.scatter(1, label_R[:, None], moved_R1)
+
+
+def cosines(x_RD: Tensor, weight_CD: Tensor) -> Tensor:
+    return F.normalize(x_RD.float(), dim=-1) @ F.normalize(weight_CD.float(), dim=-1).t()

@@ -1,0 +1,207 @@
+"""Fine-tuning as a task: diagnosis (26 classes, multi-label) or patient identification (ArcFace), from a pre-trained encoder.
+
+| | diagnosis | identification |
+|---|---|---|
+| trained on | dx_role train: each half with its record's labels | id_role train: each half with its patient, or its record |
+| validated on | dx_role valid: CinC score | id_role valid: second half of a crop among all first halves |
+| exported | encoder and linear layer | encoder; the class vectors are thrown away |
+
+Source: paper, sections "Fine-tuning" and "Datasets"; fairseq-signals tasks/ecg_identification.py. The encoder is the one of a
+model folder, or, if `start` is a pre-training YAML, of that architecture with random weights.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from data_tools.dataset import CLASSES, Dataset
+from engine.config import Config, FinetuneConfig, load
+from engine.model import trained
+from engine.model.config import flops_per_crop
+from engine.model.encoder import Encoder
+from engine.model.initial import initialise
+from engine.model.tuned import Tuned
+from engine.pipelines.batched import HALF
+from engine.pipelines.leads import ConfigError, describe
+from engine.pipelines.loader import Batch
+from engine.scoring import metrics
+from engine.training.distributed import Ranks
+from engine.training.task import Task
+from engine.training.validation import Patients, count_of, dtype_of, encode, to_device
+
+RANDOM = "random"  # weights of a start that is a YAML
+
+
+class Finetuning(Task):
+    keys = (
+        *("step", "crops_seen", "epoch", "loss", "accuracy", "lr", "grad_norm"),
+        *("crops_per_s", "data_wait_pct", "mfu", "skipped_steps", "memory_gb"),
+    )
+    best = ("score", 1)
+    exports_best = True
+
+    def __init__(self, config: FinetuneConfig, datasets: Sequence[Dataset], ranks: Ranks) -> None:
+        self.config, self.ranks = config, ranks
+        self.diagnosis = config.head.task == "diagnosis"
+        role = "dx" if self.diagnosis else "identity"
+        self.roles = {role: "train"}
+        for dataset in datasets:
+            if not count_of(dataset, self.roles):
+                raise ConfigError(f"data.datasets: {dataset.root.url} has no crop with {role}=train: nothing to learn from")
+        self.source, weights = read_start(config.start)
+        self.architecture = config.tuned(self.source["model"])
+        self.weights = weights and fitted(weights, self.source, config)
+        valid: dict[str, Any] = {role: "valid"}
+        held = [(d, row, n) for n, d in enumerate(datasets) for row in d.select(**valid).tolist()]
+        if not self.diagnosis:
+            held = [(d, row, n) for d, row, n in held if d.column("halves")[row] == 2]
+        held = held[: config.train.valid_batches * config.train.batch_crops]
+        self.held = [(d, row) for d, row, _ in held]
+        where = tuple(np.array([(n, row) for _, row, n in held], np.int64).reshape(-1, 2).T)
+        self.halves = [dataset.column("halves") for dataset in datasets]
+        if self.diagnosis:
+            self.of_crop, self.held_labels, self.remarks = diagnoses(datasets, where)
+            self.classes = len(CLASSES)
+        else:
+            self.of_crop, self.held_labels, self.classes = identities(datasets, where)
+            self.remarks = [f"{self.classes:,} identities"]
+        if not self.held:
+            self.remarks.append(f"no crop with {role}=valid: the newest model will count as the best")
+        self.flops_per_crop = flops_per_crop(self.architecture, HALF, local=False)
+
+    def facts(self) -> dict[str, Any]:
+        """A resumed run must not begin from elsewhere, and its export must know its architecture."""
+        told = {"architecture": asdict(self.architecture), "start": self.source["name"]}
+        return {"finetuning": _plain(told)}
+
+    def model(self, generator: torch.Generator) -> nn.Module:
+        encoder = Encoder(self.architecture, mask=False)
+        initialise(encoder, generator)
+        if self.weights is not None:
+            encoder.load_state_dict(self.weights)
+        if self.architecture.feature_grad == 0:
+            encoder.conv.requires_grad_(False)
+        return Tuned(encoder, self.config.head, self.classes, generator)
+
+    def arguments(self, batch: Batch, step: int) -> tuple[Tensor | None, ...]:
+        x_BSLT, places = batch.x_BSLT, batch.places
+        at = list(zip(places.dataset.tolist(), places.row.tolist(), strict=True))
+        labels = np.stack([self.of_crop[d][row] for d, row in at])
+        there_BS = np.array([[self.halves[d][row] > 0, self.halves[d][row] > 1] for d, row in at], np.float32)
+        return x_BSLT.to(dtype_of(self.config)), to_device(labels, x_BSLT.device), to_device(there_BS, x_BSLT.device)
+
+    def validate(self, engine: Any) -> dict[str, float]:
+        if not self.held:
+            return {}
+        engine.eval()
+        try:
+            out_BSD = encode(self.config, self.ranks, self.held, lambda x: self._outputs(engine, x)).cpu()
+        finally:
+            engine.train()
+        return self._diagnosed(out_BSD) if self.diagnosis else self._identified(out_BSD)
+
+    def _outputs(self, engine: Any, x_BSLT: Tensor) -> Tensor:
+        c_RD: Tensor = engine(x_BSLT)
+        out_RD: Tensor = engine.module.logits(c_RD) if self.diagnosis else c_RD
+        return out_RD.unflatten(0, x_BSLT.shape[:2])
+
+    def _diagnosed(self, logits_BSC: Tensor) -> dict[str, float]:
+        """Each half that is there is a sample, as in the paper."""
+        labels_BC, halves_B = self.held_labels
+        there = torch.arange(2) < torch.from_numpy(halves_B.astype(np.int64))[:, None]
+        logits_RC = logits_BSC[there]
+        labels_RC = np.repeat(labels_BC, halves_B, axis=0)
+        loss = F.binary_cross_entropy_with_logits(logits_RC, torch.from_numpy(labels_RC.astype(np.float32)))
+        scores_RC = logits_RC.sigmoid().numpy()
+        summary = metrics.summary(labels_RC, scores_RC > 0.5, scores_RC)
+        figures = {name: float(summary[name]) for name in ("challenge", "auroc", "auprc", "accuracy", "f_measure")}
+        return {"loss": float(loss), "score": figures["challenge"], **figures}
+
+    def _identified(self, c_BSD: Tensor) -> dict[str, float]:
+        """The second half of each crop among all first halves."""
+        found = metrics.identification(c_BSD[:, 0].numpy(), self.held_labels, c_BSD[:, 1].numpy(), self.held_labels)
+        return {"score": float(found["accuracy"]), "identification_accuracy": float(found["accuracy"])}
+
+    @staticmethod
+    def described(config: FinetuneConfig, state: dict[str, Any]) -> dict[str, Any]:
+        classes = {"classes": list(CLASSES)} if config.head.task == "diagnosis" else {}
+        return {"model": state["finetuning"]["architecture"], "head": {"task": config.head.task, **classes}}
+
+    @staticmethod
+    def card(config: FinetuneConfig, state: dict[str, Any]) -> tuple[str, list[str]]:
+        best, task = state.get("best") or {}, config.head.task
+        kind = "CinC 2021 score" if task == "diagnosis" else "share of halves whose other half was found"
+        score = f"{kind} on validation crops: {best['score']:.4f} at step {best['step']}." if best else "Not validated."
+        head = "mean over time, then a linear layer to 26 classes, sigmoid"
+        use = head if task == "diagnosis" else "mean over time as a unit vector, compared by cosine"
+        seen = describe(config.augment.seen)
+        return f"ECG {task}, fine-tuned with omnilead", [f"Begun from {config.start}, on leads {seen}.", f"{use}.", score]
+
+    @staticmethod
+    def exports(config: FinetuneConfig, name: str) -> bool:
+        return name.startswith("encoder.") or config.head.task == "diagnosis"
+
+
+def read_start(start: str) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
+    """What is known of the model to begin from (model, leads, name), and its encoder's weights unless they are to be random."""
+    if Path(start).suffix in (".yaml", ".yml"):
+        config = load(start, kind=Config)
+        return {"model": config.model, "leads": config.augment.output_leads, "name": f"{RANDOM} {config.model}"}, None
+    model = trained.load(start)
+    weights = {name: w for name, w in model.encoder.state_dict().items() if name != "mask_embedding"}
+    own = model.config.get("trained", {})
+    name = " ".join(str(own.get(key)) for key in ("step", "crops_seen", "datasets"))
+    return {"model": trained.config_of(model.config), "leads": model.input.leads, "name": name}, weights
+
+
+def fitted(weights: dict[str, Tensor], source: dict[str, Any], config: FinetuneConfig) -> dict[str, Tensor]:
+    """The encoder's weights for the leads that are seen here. If it was trained on more, the first convolution keeps what belongs
+    to those that remain: as if the others were zeros."""
+    had, wanted = list(source["leads"]), list(config.augment.output_leads)
+    if had == wanted:
+        return weights
+    if not set(wanted) <= set(had):
+        raise ConfigError(
+            f"augment.leads={config.augment.leads!r}: start={config.start} was trained on {describe(had)} only: "
+            "name leads among them, and augment.padded=false"
+        )
+    first = "conv.blocks.0.weight"
+    by_lead = weights[first].unflatten(1, (-1, len(had)))
+    return weights | {first: by_lead[:, :, [had.index(lead) for lead in wanted]].flatten(1).contiguous()}
+
+
+Where = tuple[np.ndarray, ...]  # dataset and row of each held-out crop
+
+
+def diagnoses(datasets: Sequence[Dataset], where: Where) -> tuple[list[np.ndarray], Any, list[str]]:
+    """Labels of every crop; of the held-out ones, with their halves; and what a reader should know of the classes."""
+    of_crop = [dataset.labels.astype(np.float32) for dataset in datasets]
+    positives = np.sum([of_crop[n][d.select(dx="train")].sum(0) for n, d in enumerate(datasets)], 0)
+    if not positives.any():
+        raise ConfigError(f"data.datasets: no crop with dx=train of {datasets[0].root.url} has a scored diagnosis")
+    unseen = [name for name, n in zip(CLASSES, positives, strict=True) if not n]
+    remarks = [f"never positive in training, so never learned: {', '.join(unseen)}"] if unseen else []
+    halves = [dataset.column("halves") for dataset in datasets]
+    labels_BC = np.array([of_crop[n][row] for n, row in zip(*where, strict=True)], np.float32).reshape(-1, len(CLASSES))
+    return of_crop, (labels_BC > 0, np.array([halves[n][row] for n, row in zip(*where, strict=True)], np.int64)), remarks
+
+
+def identities(datasets: Sequence[Dataset], where: Where) -> tuple[list[np.ndarray], np.ndarray, int]:
+    """The class of every crop, 0 where it is none that is trained on; patients of the held-out crops; how many classes."""
+    patients = Patients(datasets).of_dataset
+    taught = np.unique(np.concatenate([patients[n][d.select(identity="train")] for n, d in enumerate(datasets)]))
+    of_crop = [np.clip(np.searchsorted(taught, ids), 0, len(taught) - 1) for ids in patients]
+    held = np.array([patients[n][row] for n, row in zip(*where, strict=True)], np.int64)
+    return of_crop, held, len(taught)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON would give it back."""
+    return json.loads(json.dumps(value))

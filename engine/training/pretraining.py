@@ -1,0 +1,94 @@
+"""Pre-training as a task: the model and what it is given, what is measured of it, what is exported."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from data_tools.dataset import Dataset
+from engine.config import Config
+from engine.model.config import flops_per_crop
+from engine.model.pretrainer import Pretrainer
+from engine.model.quantizer import temperature
+from engine.pipelines.batched import HALF
+from engine.pipelines.loader import Batch
+from engine.training.distributed import Ranks
+from engine.training.task import Task
+from engine.training.validation import HeldOut, Patients, Probe, arguments
+
+COLLAPSED_SHARE, COLLAPSED_LOGS = 0.02, 3  # of all codes; log lines in a row
+
+
+class Pretraining(Task):
+    keys = (
+        *("step", "crops_seen", "epoch", "loss", "loss_local", "loss_global", "loss_diversity", "loss_features", "lr"),
+        *("grad_norm", "crops_per_s", "data_wait_pct", "mfu", "code_perplexity", "prob_perplexity", "gumbel_tau"),
+        *("masked_share", "accuracy_local", "accuracy_global", "skipped_steps", "memory_gb"),
+    )
+    best = ("loss", -1)  # the lower the better
+    exports_best = False
+
+    def __init__(self, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> None:
+        self.config, self.ranks = config, ranks
+        self.roles: dict[str, Any] = {name: value for name, value in config.data.train if value is not None} | {"halves": 2}
+        self.ids = Patients(datasets) if config.objective.needs_ids else None
+        self.held_out, self.probe = HeldOut(config, datasets, ranks), Probe(config, datasets, ranks)
+        self.flops_per_crop = flops_per_crop(config.model, HALF, local=config.objective.local > 0)
+        self.low_logs = 0
+
+    def model(self, generator: torch.Generator) -> nn.Module:
+        return Pretrainer(self.config.model, self.config.objective, generator=generator)
+
+    def arguments(self, batch: Batch, step: int) -> tuple[Tensor | None, ...]:
+        tau = torch.tensor(temperature(self.config.model, step)).to(self.ranks.device, non_blocking=True)
+        return arguments(batch, self.config, self.ids, tau)
+
+    def values(self, step: int) -> dict[str, float | None]:
+        return {"gumbel_tau": temperature(self.config.model, step) if self.config.objective.local else None}
+
+    def concern(self, values: dict[str, float]) -> str | None:
+        """An early sign of collapse, said once."""
+        in_use, m = values.get("code_perplexity"), self.config.model
+        if in_use is None:
+            return None
+        low = max(COLLAPSED_SHARE * m.codebooks * m.codes, 1.25 * m.codebooks)
+        self.low_logs = self.low_logs + 1 if in_use < low else 0
+        if self.low_logs != COLLAPSED_LOGS:
+            return None
+        return (
+            f"warning: the quantiser collapses: {in_use:.1f} of {m.codebooks * m.codes} codes are in use. Raise "
+            f"objective.diversity (now {self.config.objective.diversity}), lower train.lr (now {self.config.train.lr}), "
+            f"or let the temperature fall later (model.tau_decay, now {m.tau_decay})"
+        )
+
+    def validate(self, engine: Any) -> dict[str, float]:
+        row = self.held_out.losses(engine) if self.held_out.crops else {}
+        if self.probe.pairs:
+            row["identification_accuracy"] = self.probe.accuracy(engine)
+        return row
+
+    @staticmethod
+    def described(config: Config, state: dict[str, Any]) -> dict[str, Any]:
+        """What config.json of the exported model says of it."""
+        return {"model": asdict(config.model), "objective": asdict(config.objective)}
+
+    @staticmethod
+    def card(config: Config, state: dict[str, Any]) -> tuple[str, list[str]]:
+        """Heading and lines of the model card."""
+        m, o = config.model, config.objective
+        terms = [f"{getattr(o, name)} x {name}" for name in ("local", "diversity", "features", "contrast") if getattr(o, name)]
+        best = state.get("best")
+        measured = (
+            f"Best validation loss {best['loss']:.4f} at step {best['step']}." if best else "No validation was asked for."
+        )
+        return "Lead-agnostic ECG encoder, pre-trained with omnilead", [
+            f"{len(m.conv)} convolutions, {m.layers} transformer layers of width {m.width}.",
+            f"Loss: {', '.join(terms)}; global objective {o.method if o.contrast else 'none'}. {measured}",
+        ]
+
+    @staticmethod
+    def exports(config: Config, name: str) -> bool:
+        """All of it: whoever trains on needs the quantiser too."""
+        return True
