@@ -259,17 +259,19 @@ def load(engine: Any, path: Path, universal: bool) -> None:
 
 
 def full_weights(path: Path) -> dict[str, torch.Tensor]:
-    """All weights in float32, under the model's own names."""
-    if read_state(path)["zero_stage"] == 0:
-        module = torch.load(path / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False)["module"]
-        return {name: weights.float() for name, weights in module.items()}
-    from deepspeed.utils.zero_to_fp32 import (  # type: ignore[import-untyped]
-        get_fp32_state_dict_from_zero_checkpoint,
-    )
+    """All weights in float32, under the model's own names. Frozen ones have the precision that they were trained beside."""
+    stage = read_state(path)["zero_stage"]
+    whole: dict[str, torch.Tensor] = {}
+    if stage < 2:  # stages 2 and 3 give the frozen ones to the optimizer's files
+        whole = torch.load(path / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False)["module"]
+    if stage > 0:
+        from deepspeed.utils.zero_to_fp32 import (  # type: ignore[import-untyped]
+            get_fp32_state_dict_from_zero_checkpoint,
+        )
 
-    with _silence():
-        whole = get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name)
-    return {name: weights.contiguous().clone() for name, weights in whole.items()}
+        with _silence():
+            whole = {**whole, **get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name)}
+    return {name: weights.float().contiguous().clone() for name, weights in whole.items()}
 
 
 @contextmanager

@@ -110,7 +110,8 @@ class Finetuning(Task):
     def _outputs(self, engine: Any, x_BSLT: Tensor) -> Tensor:
         c_RD: Tensor = engine(x_BSLT)
         out_RD: Tensor = engine.module.logits(c_RD) if self.diagnosis else c_RD
-        return out_RD.unflatten(0, x_BSLT.shape[:2])
+        out_BSD: Tensor = out_RD.view(*x_BSLT.shape[:2], -1)
+        return out_BSD
 
     def _diagnosed(self, logits_BSC: Tensor) -> dict[str, float]:
         """Each half that is there is a sample, as in the paper."""
@@ -162,8 +163,8 @@ def read_start(start: str) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
 
 
 def fitted(weights: dict[str, Tensor], source: dict[str, Any], config: FinetuneConfig) -> dict[str, Tensor]:
-    """The encoder's weights for the leads that are seen here. If it was trained on more, the first convolution keeps what belongs
-    to those that remain: as if the others were zeros."""
+    """The encoder's weights for the leads that are seen here. If it was trained on more, the first convolution keeps what is
+    of those that remain: as if the others were zeros."""
     had, wanted = list(source["leads"]), list(config.augment.output_leads)
     if had == wanted:
         return weights

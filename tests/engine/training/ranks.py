@@ -1,5 +1,6 @@
-"""Runs of engine/pretrain.py in processes of their own, forked from one that has imported everything: half a second each."""
+"""Runs of engine/pretrain.py and finetune.py in processes of their own, forked from one that has imported all: quickly."""
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -13,7 +14,14 @@ from typing import Any
 import torch
 
 CONTEXT = multiprocessing.get_context("forkserver")
-HEAVY = ["engine.pretrain", "deepspeed", "torch._dynamo", "torch.utils.tensorboard", "deepspeed.runtime.zero.stage3"]
+HEAVY = [
+    "engine.pretrain",
+    "engine.finetune",
+    "deepspeed",
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+    "deepspeed.runtime.zero.stage3",
+]
 HEAVY += ["deepspeed.runtime.zero.muon.muon_optimizer"]  # DeepSpeed imports it, and with it torch's compiler
 CONTEXT.set_forkserver_preload(HEAVY)
 TINY = """
@@ -48,9 +56,8 @@ def child(arguments: Sequence[str], environment: dict[str, str], out: str, befor
     torch.set_num_threads(1)
     if before:
         before()
-    from engine.pretrain import main
-
-    code = main(arguments)
+    door = importlib.import_module("engine.finetune" if "start=" in " ".join(arguments) else "engine.pretrain")
+    code = door.main(arguments)
     sys.stdout.flush()
     os._exit(code)
 

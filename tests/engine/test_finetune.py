@@ -1,0 +1,184 @@
+"""From a pre-trained model to one that diagnoses or knows patients again: what is trained, validated, exported, refused."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent / "training"))  # the helpers lie there
+from ranks import TINY, Ended, pretrain, rows, start, wait
+
+import engine
+from data_tools.build import Settings, shard
+from data_tools.dataset import CLASSES, Dataset
+from data_tools.sources import open_sources
+from engine import evaluate
+from engine.config import CONFIGS, FinetuneConfig, build, check, load
+from engine.model.encoder import Encoder
+from engine.model.initial import initialise
+from engine.model.tuned import HeadConfig, Tuned
+from engine.objectives.arcface import arcface_logits
+from engine.training.finetuning import fitted, read_start
+from engine.training.validation import Patients
+
+EXACT = ("step", "crops_seen", "loss", "accuracy", "lr", "grad_norm")
+
+
+@pytest.fixture(scope="module")
+def base(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pre-trained tiny model, and beside it the settings that it was made with."""
+    tmp = tmp_path_factory.mktemp("base")
+    assert pretrain(tmp, dataset.root.url, train__steps=2, objective__local=0).ok
+    return tmp / "run"
+
+
+def finetune(tmp: Path, data: str, begin: Path, task: str, run: str = "run", world: int = 1, **changes: Any) -> Ended:
+    sets = {"run": str(tmp / run), "start": str(begin), "data.datasets": json.dumps([data]), "head.task": task}
+    sets |= {"train.precision": "fp32", "train.batch_crops": 8, "train.steps": 4, "train.lr": 1e-3, "train.validate_every": 2}
+    sets |= {"train.log_every": 1, "train.peak_tflops": 1.0, "train.timeout_s": 60}
+    sets |= {name.replace("__", "."): json.dumps(value) for name, value in changes.items()}
+    (tmp / "empty.yaml").write_text("{}")
+    (tmp / "out.txt").unlink(missing_ok=True)
+    arguments = ["--config", str(tmp / "empty.yaml")]
+    arguments += [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
+    return wait(tmp, start(tmp, arguments, world))
+
+
+def curve(run: Path) -> list[dict[str, Any]]:
+    return [{key: row[key] for key in EXACT} for row in rows(run)]
+
+
+@pytest.mark.parametrize(("task", "stage"), [("diagnosis", 1), ("identification", 1), ("diagnosis", 0), ("diagnosis", 3)])
+def test_what_a_run_leaves_is_what_evaluate_finds(task: str, stage: int, dataset: Dataset, base: Path, tmp_path: Path) -> None:
+    ended = finetune(tmp_path, dataset.root.url, base, task, train__zero_stage=stage)
+    assert ended.ok, ended.output
+    run = tmp_path / "run"
+    assert all(np.isfinite(value) for row in rows(run) for value in row.values())
+    valid = rows(run, "validation.jsonl")
+    best = max(valid, key=lambda row: row["score"])
+    assert (run / "checkpoints" / "best").read_text() == f"step-{best['step']}" and (run / "report.html").is_file()
+    model, before = engine.load(run), engine.load(base)
+    assert model.config["head"]["task"] == task and (model.head is not None) == (task == "diagnosis")
+    frozen, moved = (
+        [(name, w) for name, w in model.encoder.state_dict().items() if name.startswith("conv.") == conv]
+        for conv in (True, False)
+    )
+    old = before.encoder.state_dict()
+    assert frozen and all(w.equal(old[name]) for name, w in frozen)
+    assert sum(not w.equal(old[name]) for name, w in moved) > len(moved) / 2
+    found = tmp_path / "found.json"
+    how = ["--model", str(run), "--data", dataset.root.url, "--role", "valid", "--json", str(found)]
+    assert evaluate.main(how) == 0
+    assert json.loads(found.read_text())["score"] == pytest.approx(best["score"], abs=1e-6)
+
+
+def test_a_resumed_run_and_two_ranks_are_the_same_run(dataset: Dataset, base: Path, tmp_path: Path) -> None:
+    how = {"train__save_every_steps": 1, "encoder__activation_dropout": 0.0, "encoder__feature_grad": 1.0}
+    assert finetune(tmp_path, dataset.root.url, base, "identification", "whole", **how).ok
+    for steps in (2, 4):  # steps may grow at a fixed learning rate
+        assert finetune(tmp_path, dataset.root.url, base, "identification", "parts", train__steps=steps, **how).ok
+    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+    ended = finetune(tmp_path, dataset.root.url, base, "identification", "two", 2, train__zero_stage=3, **how)
+    assert ended.ok, ended.output
+    whole, two = ([[row[key] for key in EXACT] for row in curve(tmp_path / name)] for name in ("whole", "two"))
+    np.testing.assert_allclose(two, whole, rtol=2e-4)
+    elsewhere = finetune(tmp_path, dataset.root.url, Path(CONFIGS / "pretrain" / "quickstart.yaml"), "identification", "whole")
+    assert elsewhere.codes == [2] and "was begun with other settings" in elsewhere.output and "start was" in elsewhere.output
+
+
+def test_random_weights_of_a_pretraining_file(dataset: Dataset, tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    changes = {"augment__leads": "2", "augment__padded": False, "augment__rlm": 0.5, "augment__noise": "physio3"}
+    assert finetune(tmp_path, dataset.root.url, tmp_path / "tiny.yaml", "diagnosis", train__steps=1, **changes).ok
+    model = engine.load(tmp_path / "run")
+    assert model.config["model"]["leads"] == 2 and model.preprocessing["leads"] == ["I", "II"]
+
+
+def test_fewer_channels_are_the_same_as_zeros(base: Path) -> None:
+    source, weights = read_start(str(base))
+    assert weights is not None
+    x_RLT, outputs = torch.randn(3, 12, 2500, generator=torch.Generator().manual_seed(1)), []
+    for padded in (True, False):
+        config = build({"start": str(base), "augment": {"leads": "I,II,V2", "padded": padded, "rlm": 0.0}}, FinetuneConfig)
+        encoder = Encoder(config.tuned(source["model"]), mask=False).eval()
+        encoder.load_state_dict(fitted(weights, source, config))
+        there = [0, 1, 7]
+        x = torch.zeros_like(x_RLT).index_copy(1, torch.tensor(there), x_RLT[:, there]) if padded else x_RLT[:, there]
+        outputs.append(encoder(x))
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
+
+
+def test_arcface_is_the_formula() -> None:
+    cosine = torch.tensor([[0.3, -0.2, 0.9], [-0.99, 0.1, 0.0], [0.5, 1.0, -1.0]], requires_grad=True)
+    label = torch.tensor([0, 0, 1])
+    logits = arcface_logits(cosine, label, scale=10.0, margin=1.0)
+    assert logits[0, 0].item() == pytest.approx(10 * np.cos(np.arccos(0.3) + 1), abs=1e-4)
+    assert logits[1, 0].item() == pytest.approx(10 * (-0.99 - np.sin(1)), abs=1e-4)  # beyond pi - margin
+    assert logits[0, 1:].tolist() == pytest.approx([-2.0, 9.0], abs=1e-4)
+    logits.sum().backward()
+    assert cosine.grad is not None and bool(cosine.grad.isfinite().all())
+    plain = arcface_logits(cosine.detach(), label, scale=10.0, margin=0.0)
+    torch.testing.assert_close(plain, 10 * cosine.detach(), atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("task", ["diagnosis", "identification"])
+def test_halves_that_are_not_there_do_not_count(task: Any) -> None:
+    config = FinetuneConfig(start="x").tuned(build({"model": {"width": 16, "layers": 1, "heads": 2, "ffn": 16}}).model)
+    encoder = Encoder(config, mask=False)
+    initialise(encoder, torch.Generator().manual_seed(0))
+    model = Tuned(encoder, HeadConfig(task), 26, torch.Generator().manual_seed(0)).eval()
+    x = torch.randn(2, 2, 12, 640)
+    labels = (torch.rand(2, 26) > 0.5).float() if task == "diagnosis" else torch.tensor([3, 25])
+    there = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
+    losses = model(x, labels, there)
+    x[1, 1] = 1e3
+    again = model(x, labels, there)
+    assert losses["loss"].equal(again["loss"]) and losses["accuracy"].equal(again["accuracy"])
+    alone = [model(x[i : i + 1, [s]], labels[i : i + 1], torch.ones(1, 1))["loss"] for i, s in ((0, 0), (0, 1), (1, 0))]
+    torch.testing.assert_close(losses["loss"], torch.stack(alone).mean())
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "finetune").glob("*.yaml")), ids=lambda path: path.stem)
+def test_each_shipped_file_is_right(path: Path) -> None:
+    config = load(path, ["start=RUN", "data.datasets=[D]"], FinetuneConfig)
+    for world in (1, 2, 4, 8):
+        check(config, world)
+    comment = path.read_text().split("\n")[:3]
+    assert "Table" in comment[0] and "estimate" in comment[1] and "Expected score" in comment[2]
+    assert config.train.weight_decay == 0 and config.train.eps == 1e-8 and config.encoder.feature_grad == 0
+
+
+def test_classes_are_numbered_by_patient(dataset: Dataset) -> None:
+    from engine.training.finetuning import identities
+
+    of_crop, _, classes = identities([dataset], (np.array([], np.int64), np.array([], np.int64)))
+    taught = dataset.select(identity="train")
+    patients = Patients([dataset]).of_dataset[0][taught]
+    assert classes == len(np.unique(patients)) == of_crop[0][taught].max() + 1
+    same = patients[:, None] == patients
+    assert ((of_crop[0][taught][:, None] == of_crop[0][taught]) == same).all()
+
+
+def test_what_cannot_be_is_one_line(dataset: Dataset, base: Path, archive: Path, tmp_path: Path) -> None:
+    bare = shard(open_sources(str(archive / "training" / "ningbo")), Settings(str(tmp_path / "bare"), plan="all", quiet=True))
+    two = tmp_path / "two"
+    assert finetune(tmp_path, dataset.root.url, base, "diagnosis", "two", augment__leads="2", train__steps=1,
+                    augment__padded=False).ok  # fmt: skip
+    cases: list[tuple[str, str, str, dict[str, Any]]] = [
+        (bare.root.url, str(base), "no crop with dx=train", {}),
+        (bare.root.url, str(base), "no crop with identity=train", {"head__task": "identification"}),
+        (dataset.root.url, "", "start='': name a pre-trained", {}),
+        (dataset.root.url, str(tmp_path / "nothing"), "no such folder", {}),
+        (dataset.root.url, str(two), "was trained on I,II only", {"augment__leads": "3"}),
+        (dataset.root.url, str(base), "head.task", {"head__task": "sex"}),
+        (dataset.root.url, str(base), "use halves", {"pipeline__views": "window"}),
+    ]
+    for data, begin, says, changes in cases:
+        ended = finetune(tmp_path, data, Path(begin) if begin else Path(), "diagnosis", "bad", **({"start": begin} | changes))
+        assert ended.codes == [2] and says in ended.output, (says, ended.output)
+        assert len(ended.output.strip().splitlines()) == 1, ended.output
+    assert len(CLASSES) == 26
