@@ -7,10 +7,11 @@ import importlib
 import sys
 from pathlib import Path
 
-from data_tools.errors import DataError, StorageError
+from data_tools.errors import DataError, ReadError, StorageError
 from data_tools.sources.base import Source
 from data_tools.sources.code15 import Code15
 from data_tools.sources.mimic_iv_ecg import MimicIvEcg
+from data_tools.sources.one_record import Prepared, prepared
 from data_tools.sources.physionet2021 import DATABASES, PhysioNet2021
 from data_tools.sources.ptbxl import PtbXl
 from data_tools.sources.wfdb_folder import WfdbFolder
@@ -24,7 +25,7 @@ ARCHIVES: dict[str, type[Source]] = {
     "wfdb": WfdbFolder,
 }
 
-__all__ = ["ARCHIVES", "PhysioNet2021", "Source", "open_sources"]
+__all__ = ["ARCHIVES", "DataError", "PhysioNet2021", "Prepared", "ReadError", "Source", "open_sources", "prepared"]
 
 
 def open_sources(url: str, kind: str = "auto", anonymous: bool = False) -> list[Source]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
@@ -26,7 +27,7 @@ from engine.model.config import ModelConfig
 from engine.model.encoder import Encoder
 from engine.model.heads import pool
 from engine.pipelines.leads import ConfigError
-from engine.pipelines.signals import Input, SignalError, segments
+from engine.pipelines.signals import Input, SignalError, crops
 
 WEIGHTS, CONFIG, PREPROCESSING, CARD = "model.safetensors", "config.json", "preprocessing.json", "README.md"
 FORMAT = 1
@@ -82,9 +83,10 @@ class Trained(nn.Module):
         parts = []
         for i, record in enumerate(signal if several else (signal,)):
             try:
-                parts.append(segments(record, fs_hz, leads, unit, self.input))
+                found = crops(record, fs_hz, leads, unit, self.input)
             except SignalError as error:
                 raise SignalError(f"signal[{i}]: {error}" if several else str(error)) from None
+            parts.append(self.input.halves(torch.from_numpy(found.uv_BLT), np.array(found.halves)))
         if not parts:
             return torch.zeros(0, self.encoder.width, device=self.device)
         c_SD = self.encode(torch.cat(parts))

@@ -1,8 +1,8 @@
 """An ECG as its owner has it -> what a trained model takes: leads by name, 500 Hz, whole microvolts, 5 s at a time.
 
     microvolts(signal_LT, 250, (1, 6), "mV")        -> uv_LT [12, T at 500 Hz], NaN where nothing was measured
+    crops(signal_LT, 250, "II,V1", "mV", wanted)    -> int16 [B, 12, 5000], where each starts and how many halves it has
     Input.of(preprocessing, channels)(uv_NLT)       -> x_NLT, the model's channels in its scale
-    segments(signal_LT, 250, "II,V1", "mV", input_) -> x_SLT, both
 
 An ECG in memory is treated as `data_tools` treats it in a dataset (same filter, same rounding, same rule for samples that were
 not measured), so a record has one embedding, wherever it comes from. A test holds the two equal.
@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ RATES_HZ, MAX_RATIO = (50.0, 2000.0), 2000
 LARGE_MV, HUGE_MV, TINY_MV = 20.0, 100.0, 0.01  # of a typical lead: median, peak, peak; hearts give 0.1 to 10 mV at the peak
 SCALES = {
     "millivolt": "millivolts, not normalised",
-    "zscore": "mean 0 and standard deviation 1 in each lead of each record",
+    "zscore": "mean 0 and standard deviation 1 in each lead of each record of 10 s",
 }
 
 
@@ -84,36 +84,55 @@ class Input:
             raise SignalError(f"{told}: the model needs {describe(lacking)} too")
 
     def __call__(self, uv_NLT: Tensor) -> Tensor:
-        """uv_NLT: twelve leads in order, NaN or zeros where nothing was measured; statistics, if any, are over all of T."""
+        """uv_NLT: twelve leads in order, zeros where nothing was measured; statistics, if any, are over all of T."""
         picked = uv_NLT if self.leads == ALL else uv_NLT[:, list(self.leads)]
         x: Tensor = picked.float() * MV_PER_UV
         if self.scale == "zscore":
-            wide = x.double()
-            wide = wide - wide.nanmean(-1, keepdim=True)
-            x = (wide / wide.square().nanmean(-1, keepdim=True).sqrt().clamp_min(1e-6)).float()
+            wide = x.double() - x.mean(-1, keepdim=True, dtype=torch.float64)
+            x = (wide / wide.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-6)).float()
         hidden = [channel for channel, lead in enumerate(self.leads) if lead not in self.seen]
         if hidden:
             x[:, hidden] = 0.0
-        x.nan_to_num_(0.0)
         return x
 
+    def halves(self, uv_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
+        """x_RLT of crops [B, 12, 5000]: their halves of 5 s, crop by crop, of which the second may not be there."""
+        x_BLT = self(uv_BLT)
+        short = np.flatnonzero(halves_B == 1)
+        if len(short) and self.scale == "zscore":  # statistics of what is there
+            x_BLT[short, :, :HALF] = self(uv_BLT[short, :, :HALF])
+        x_RLT: Tensor = x_BLT.unflatten(2, (2, HALF)).transpose(1, 2).flatten(0, 1)
+        there = np.flatnonzero(np.arange(2) < halves_B[:, None])
+        return x_RLT[torch.from_numpy(there).to(x_RLT.device)] if len(short) else x_RLT
 
-def segments(signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str, wanted: Input) -> Tensor:
-    """x_SLT: the 5 s segments of one ECG [L, T] from its start. As in a dataset, what is left at its end is not used, and less
-    than 5 s is no ECG: the model has never seen any. Segments in which nothing was measured are left out."""
+
+class Crops(NamedTuple):
+    uv_BLT: np.ndarray  # int16 [B, 12, 5000]; what was not measured is zero
+    start_s: tuple[float, ...]
+    halves: tuple[int, ...]
+
+
+def crops(signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str, wanted: Input) -> Crops:
+    """One ECG [L, T], cut from its start. As in a dataset, a rest of 5 s is a crop with one half, and less is not used; an ECG
+    of less than 5 s is refused, being nothing that the model has ever seen. Crops without any measured lead are left out."""
     given = in_order(leads)
     wanted.require(given)
     uv_LT = microvolts(signal, fs_hz, given, unit)
-    count = uv_LT.shape[1] // HALF
+    full, rest = divmod(uv_LT.shape[1], CROP)
+    count = full + (rest >= HALF)
     if not count:
         raise SignalError(f"{uv_LT.shape[1] / FS_HZ:g} s of signal: the model takes 5 s at a time: give at least that")
-    uv_LT = uv_LT[:, : count * HALF]
-    measured_S = np.isfinite(uv_LT[list(wanted.seen)]).any(0).reshape(count, HALF).all(1)
-    if not measured_S.any():
+    uv_BLT = np.zeros((count, len(LEADS), CROP), np.int16)
+    told: list[tuple[float, int]] = []
+    for start in range(0, count * CROP, CROP):
+        halves = 2 if start + CROP <= uv_LT.shape[1] else 1
+        body = uv_LT[:, start : start + halves * HALF]
+        if np.isfinite(body[list(wanted.seen)]).any():
+            uv_BLT[len(told), :, : body.shape[1]] = np.nan_to_num(body)
+            told.append((start / FS_HZ, halves))
+    if not told:
         raise SignalError("nothing was measured: every lead that the model looks at has NaN in every 10 s")
-    x_LT = wanted(torch.from_numpy(uv_LT)[None])[0]
-    x_SLT: Tensor = x_LT.unflatten(1, (count, HALF)).transpose(0, 1)
-    return x_SLT[torch.from_numpy(measured_S)].contiguous()
+    return Crops(uv_BLT[: len(told)], *(tuple(column) for column in zip(*told, strict=True)))
 
 
 def microvolts(signal: Any, fs_hz: float, given: tuple[int, ...], unit: str) -> np.ndarray:

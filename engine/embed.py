@@ -1,0 +1,271 @@
+"""Embeddings of ECGs by a trained model, as parquet; or what they are worth, in one command.
+
+    python -m engine.embed --model RUN --data DATASET --out F.parquet                  a row for each crop of 10 s
+    python -m engine.embed --model RUN --data FOLDER A.hea --out F.parquet             WFDB and known archives
+    python -m engine.embed --model RUN --data A.npy --fs 250 --leads II,V1 --unit uV --out F.parquet
+    python -m engine.embed --model RUN --data DATASET --probe [--json F]               linear probe, k-NN, identification
+
+F.parquet: source, record, patient, row (of the dataset), start_s, embedding (fixed_size_list<float32>). It is written in parts:
+killed and started again it goes on, and ends as the same bytes. .npy holds [leads, samples] or [ECGs, leads, samples], .npz any
+number of the former. --leads: those that the model is shown, the others being zeros; of arrays the names of the rows too.
+Exit 2: a setting or a file is wrong. Exit 1: the disk failed.
+"""
+
+import sys
+from pathlib import Path
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse
+import atexit
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import torch
+from tqdm import tqdm
+
+from data_tools.dataset import META, Dataset
+from data_tools.sources import DataError, Prepared, ReadError, open_sources, prepared
+from engine.model.trained import CONFIG, PREPROCESSING, WEIGHTS, Trained, load, model_folder
+from engine.pipelines.gather import Gather
+from engine.pipelines.leads import LEADS, ConfigError, in_order
+from engine.pipelines.signals import Input, SignalError, crops
+from engine.pipelines.staging import Staging
+from engine.scoring.embedding import DatasetStream, Loaded, RecordStream, Stream, encoder, finite, schema, tables
+from engine.scoring.parts import Parts
+from engine.scoring.probed import probe, report, roles
+
+CACHE_SHARDS = 8
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse(arguments)
+    try:
+        run(args)
+    except (ConfigError, DataError) as error:
+        return say(error, 2)
+    except OSError as error:
+        return say(OSError(f"{error.filename or args.out}: {error.strerror}: the same command goes on"), 1)
+    except KeyboardInterrupt:
+        return say(KeyboardInterrupt("stopped: the same command goes on"), 130)
+    return 0
+
+
+def say(error: BaseException, code: int) -> int:
+    print(f"engine.embed: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    return code
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="engine.embed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", required=True, metavar="RUN", help="RUN, RUN/model or s3://...")
+    add("--data", required=True, nargs="+", metavar="DATASET|FILE", help="a dataset; or folders, .hea, .npy and .npz files")
+    add("--out", type=Path, metavar="F.parquet")
+    add("--per", choices=("crop", "record", "half"), default="crop", help="a row for each 10 s, each record, each 5 s")
+    add("--leads", metavar="L", help='12, 6, 3, 2, 1 or names such as "I,II,V2"; without it all that the model knows')
+    add("--fs", type=float, metavar="HZ", help="of .npy and .npz")
+    add("--unit", default="mV", help="of .npy and .npz: V, mV, uV")
+    add("--batch", type=int, metavar="N", help="crops encoded at a time; 16, on a GPU 256")
+    add("--workers", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="threads that read")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--precision", choices=("fp32", "bf16"), default="fp32", help="of the encoder; embeddings are float32")
+    add(
+        "--on-corrupt",
+        choices=("stop", "skip"),
+        default="stop",
+        help="what cannot be read ends the run, or is named and left out",
+    )
+    add("--probe", action="store_true", help="score the embeddings of a dataset's diagnosis and identification roles")
+    add("--json", type=Path, metavar="F", help="with --probe: the scores")
+    return parser.parse_args(arguments)
+
+
+def run(args: argparse.Namespace) -> None:
+    if bool(args.out) == args.probe:
+        raise ConfigError("give --out F.parquet, or --probe")
+    if args.workers < 1 or (args.batch is not None and args.batch < 1):
+        raise ConfigError(f"--batch {args.batch}, --workers {args.workers}: at least 1")
+    args.batch = args.batch or (256 if args.device.startswith("cuda") else 16)
+    model, wanted, digest = prepare_model(args)
+    with_meta = [url for url in args.data if is_dataset(url)]
+    if with_meta and len(args.data) > 1:
+        raise ConfigError(f"--data {' '.join(args.data)}: one dataset at a time, and no files beside it")
+    if args.probe:
+        if not with_meta:
+            raise ConfigError(f"--data {args.data[0]}: --probe needs a dataset with roles: `data_tools shard` makes one")
+        score(args, model, wanted)
+        return
+    job = {"model": digest, "leads": args.leads, "per": args.per, "batch": args.batch, "precision": args.precision}
+    job |= {"device": torch.device(args.device).type, "on_corrupt": args.on_corrupt}
+    if with_meta:
+        dataset = Dataset.open(args.data[0])
+        job |= {"data": dataset.fingerprint}
+        make: Callable[[], Stream] = partial(dataset_stream, args, dataset, np.arange(len(dataset)))
+    else:
+        records = list(records_of(args, wanted))
+        job |= {"data": digest_of(records), "fs_hz": args.fs, "unit": args.unit}
+        make = partial(record_stream, args, records)
+    with Parts(args.out, job) as parts:
+        rows = parts.rows if parts.finished else write(args, make(), parts, model, wanted)
+    print(f"{args.out}: {rows:,} embeddings of {model.encoder.width}")
+
+
+def prepare_model(args: argparse.Namespace) -> tuple[Trained, Input, str]:
+    """The model where it computes, what it takes, and a digest of both."""
+    try:
+        device = torch.device(args.device)
+        torch.zeros(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device {args.device}: {error}".splitlines()[0][:200]) from None
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+    with model_folder(args.model) as folder:
+        digest = hashlib.sha256()
+        model = load(folder)
+        for name in (WEIGHTS, CONFIG, PREPROCESSING):
+            with open(folder / name, "rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    model.to(device, torch.bfloat16 if args.precision == "bf16" else torch.float32)
+    return model, model.input.limited_to(args.leads) if args.leads else model.input, digest.hexdigest()
+
+
+def is_dataset(url: str) -> bool:
+    if "://" not in url:
+        return Path(url, META).is_file()
+    try:
+        return bool(Dataset.open(url))
+    except DataError:
+        return False
+
+
+def write(args: argparse.Namespace, stream: Stream, parts: Parts, model: Trained, wanted: Input) -> int:
+    todo = parts.missing(stream.parts)
+    total, left = stream.count(range(stream.parts)), stream.count(todo)
+    with tqdm(total=total, initial=total - left, unit=stream.unit, desc="embed", disable=None) as bar:
+        for number, table in tables(stream, encoder(model, wanted), todo, args.per, bar.update):
+            finite(table)
+            parts.write(number, table)
+    return parts.publish(stream.parts, schema(model.encoder.width))
+
+
+def dataset_stream(args: argparse.Namespace, dataset: Dataset, rows: np.ndarray) -> DatasetStream:
+    staged = {}
+    if dataset.root.remote:
+        if args.per == "record":
+            raise ConfigError(f"--per record of {dataset.root.url}: crops come shard by shard from far away: use crop or half")
+        cache = tempfile.mkdtemp(prefix="omnilead-")
+        atexit.register(shutil.rmtree, cache, ignore_errors=True)
+        shards = dataset.addresses[0][rows]
+        order = shards[np.flatnonzero(np.diff(shards, prepend=-1))].tolist()
+        most = CACHE_SHARDS * max(int(shard["bytes"]) for shard in dataset.shards)
+        staged = {0: Staging(dataset, cache, most, order=order).hold}
+    pin = args.device.startswith("cuda")
+    gather = Gather([dataset], on_corrupt=args.on_corrupt, threads=args.workers, pin=pin, staged=staged)
+    return DatasetStream(dataset, rows, args.batch, args.per, gather)
+
+
+class Record(NamedTuple):
+    name: str
+    stamp: bytes  # another: it may hold something else
+    read: Callable[[], Prepared | ReadError | Loaded]
+
+
+def records_of(args: argparse.Namespace, wanted: Input) -> Iterator[Record]:
+    for url in args.data:
+        if url.endswith((".npy", ".npz")):
+            yield from arrays(args, Path(url), wanted)
+        elif url.endswith(".hea"):
+            source = open_sources(str(Path(url).parent), "wfdb")[0]
+            yield from (Record(url, source.root.stamp(key), partial(prepared, source, key)) for key in [Path(url).name])
+        elif "://" in url or Path(url).is_dir():
+            for source in open_sources(url):
+                for key in source.keys():  # noqa: SIM118 - no dictionary
+                    stamp = b"" if source.root.remote else source.root.stamp(key)
+                    yield Record(f"{source.root.url}/{key}", stamp, partial(prepared, source, key))
+        else:
+            what = "neither a dataset or folder nor a .hea, .npy or .npz file" if Path(url).exists() else "is not there"
+            raise ConfigError(f"--data {url}: {what}")
+
+
+def arrays(args: argparse.Namespace, path: Path, wanted: Input) -> Iterator[Record]:
+    if args.fs is None:
+        raise ConfigError(f"--data {path}: say with --fs how many samples a second it holds")
+    leads = [LEADS[i] for i in in_order(args.leads or "12")]
+
+    def load_one(member: str | None, index: int | None) -> Loaded:
+        values = np.load(path, mmap_mode="r") if member is None else np.load(path)[member]
+        found = crops(values if index is None else values[index], args.fs, leads, args.unit, wanted)
+        name = member or path.stem + ("" if index is None else f"[{index}]")
+        return Loaded("array", name, None, *found)
+
+    try:
+        state = path.stat()
+        stamp = f"{state.st_size},{state.st_mtime_ns}".encode()
+        found = np.load(path, mmap_mode="r")
+        whole = found if isinstance(found, np.ndarray) else None
+        members = [None] if whole is not None else list(found)
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"--data {path}: cannot be read as numbers: {error}".splitlines()[0]) from None
+    if whole is not None and whole.ndim not in (2, 3):
+        raise ConfigError(
+            f"--data {path}: has the shape {list(whole.shape)}: [leads, samples] or [ECGs, leads, samples] is needed"
+        )
+    indices = range(len(whole)) if whole is not None and whole.ndim == 3 else [None]
+    for member in members:
+        for index in indices:
+            name = str(path) + (f"[{member or index}]" if member or index is not None else "")
+            yield Record(name, stamp, partial(load_one, member, index))
+
+
+def digest_of(records: Sequence[Record]) -> str:
+    digest = hashlib.sha256()
+    for record in records:
+        digest.update(json.dumps([record.name, record.stamp.decode()]).encode())
+    return digest.hexdigest()
+
+
+def record_stream(args: argparse.Namespace, records: Sequence[Record]) -> RecordStream:
+    def read(number: int) -> Loaded | None:
+        name, _, call = records[number]
+        try:
+            found = call()
+        except SignalError as error:
+            found = ReadError(str(error))
+        if not isinstance(found, ReadError):
+            return Loaded(*found)
+        if args.on_corrupt == "stop":
+            raise ConfigError(f"{name}: {found}: mend it, or leave such out with --on-corrupt skip")
+        tqdm.write(f"skipped: {name}: {found}", file=sys.stderr)
+        return None
+
+    return RecordStream(len(records), read, args.batch, args.workers)
+
+
+def score(args: argparse.Namespace, model: Trained, wanted: Input) -> None:
+    dataset = Dataset.open(args.data[0])
+    args.per = "half"
+    rows = roles(dataset)
+    stream = dataset_stream(args, dataset, rows)
+    with tqdm(total=len(rows), unit=" crops", desc="embed", disable=None) as bar:
+        found = [table for _, table in tables(stream, encoder(model, wanted), range(stream.parts), "half", bar.update)]
+    scores = probe(dataset, pa.concat_tables(found))
+    print(report(scores))
+    if args.json:
+        args.json.write_text(json.dumps(scores, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,267 @@
+"""engine.embed: tables of embeddings, whichever way the ECGs come, however often it is stopped; the probes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import engine
+from data_tools.dataset import Dataset
+from data_tools.sources import open_sources, prepared
+from engine import embed
+from engine.pipelines.leads import LEADS
+from engine.scoring import parts as parts_of
+
+ROOT = Path(__file__).parents[2]
+Saved = Callable[..., Path]
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def embedded(saved_model: Saved, tmp_path: Path) -> Callable[..., pa.Table]:
+    model = saved_model()
+
+    def made(*data: Any, to: str = "out.parquet", model: Path = model, **options: Any) -> pa.Table:
+        assert embed.main(command(model, data, tmp_path / to, **options)) == 0
+        assert not (tmp_path / f"{to}.parts").exists()
+        return pq.read_table(tmp_path / to)
+
+    return made
+
+
+def command(model: Path, data: Any, out: Path, **options: Any) -> list[str]:
+    given = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    return ["--model", str(model), "--data", *map(str, data), "--out", str(out), *given]
+
+
+def names(table: pa.Table) -> list[str]:
+    return [f"{one['source']}\t{one['record']}" for one in table.select(["source", "record"]).to_pylist()]
+
+
+def vectors(table: pa.Table) -> np.ndarray:
+    return np.array(table["embedding"].to_pylist(), np.float32)
+
+
+@pytest.fixture
+def model(saved_model: Saved, tmp_path: Path) -> Any:
+    folder = tmp_path / "run" / "model"
+    return engine.load(folder if folder.exists() else saved_model())
+
+
+def test_rows_of_a_dataset(dataset: Dataset, embedded: Callable[..., pa.Table], model: Any) -> None:
+    about, url = dataset.table(["source", "record", "patient", "start_s", "halves"]), dataset.root.url
+    crop, half, record = (embedded(url, to=per, per=per, batch=7) for per in ("crop", "half", "record"))
+    assert crop["row"].to_pylist() == list(range(len(dataset)))
+    for name in ("source", "record", "patient", "start_s"):
+        assert crop[name].to_pylist() == about[name].to_pylist()
+    halves = about["halves"].to_numpy().astype(int)
+    assert {1, 2} == set(halves.tolist())
+    some = [int(np.flatnonzero(halves == 1)[0]), 0, 1, len(dataset) - 1]
+    for row in some:
+        wanted = model.embed(dataset.read(row)[:, : 2500 * halves[row]], 500, LEADS, "uV")
+        np.testing.assert_allclose(vectors(crop.slice(row, 1))[0], wanted, atol=2e-6)
+    assert half["row"].to_pylist() == np.repeat(np.arange(len(dataset)), halves).tolist()
+    assert set(half["start_s"].to_numpy() - about["start_s"].to_numpy()[half["row"].to_numpy()]) == {0.0, 5.0}
+    order, which = np.unique(names(half), return_inverse=True)
+    means = np.stack([vectors(half)[which == i].mean(0) for i in range(len(order))])
+    assert names(record) == order.tolist()
+    np.testing.assert_allclose(vectors(record), means, atol=2e-6)
+    assert record.schema.field("embedding").type == pa.list_(pa.float32(), 32)
+
+
+def test_files_give_what_their_dataset_gives(archive: Path, dataset: Dataset, embedded: Callable[..., pa.Table]) -> None:
+    whole = embedded(dataset.root.url, to="a", per="record")
+    files = embedded(archive, to="b", per="record", batch=5, workers=3)
+    keys = ["source", "record", "patient"]
+    assert sorted(map(str, files.select(keys).to_pylist())) == sorted(map(str, whole.select(keys).to_pylist()))
+    order = [(name, "ascending") for name in ("source", "record")]
+    np.testing.assert_allclose(vectors(files.sort_by(order)), vectors(whole.sort_by(order)), atol=2e-6)
+    header = next(archive.rglob("*.hea"))
+    one = embedded(header, to="c", per="record")
+    named = files.filter(pa.compute.equal(files["record"], header.stem))
+    np.testing.assert_allclose(vectors(one), vectors(named), atol=2e-6)
+
+
+def test_arrays(embedded: Callable[..., pa.Table], model: Any, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    many = np.cumsum(rng.normal(0, 20, (3, 2, 4000)), 2) % 900
+    np.save(tmp_path / "many.npy", many)
+    np.savez(tmp_path / "few.npz", a=many[0], b=many[1])
+    names = {"fs": 250, "leads": "V1,II", "unit": "uV", "per": "record"}
+    table = embedded(tmp_path / "many.npy", tmp_path / "few.npz", batch=2, **names)
+    assert table["record"].to_pylist() == ["many[0]", "many[1]", "many[2]", "a", "b"]
+    wanted = model.embed(many, 250, "V1,II", "uV").numpy()
+    np.testing.assert_allclose(vectors(table), wanted[[0, 1, 2, 0, 1]], atol=2e-6)
+
+
+def test_fewer_leads_and_half_precision(dataset: Dataset, embedded: Callable[..., pa.Table], model: Any) -> None:
+    few = embedded(dataset.root.url, to="a", leads="II,V1")
+    crop = dataset.read(3)
+    np.testing.assert_allclose(vectors(few)[3], model.embed(crop[[1, 6]], 500, "II,V1", "uV"), atol=2e-6)
+    rough = vectors(embedded(dataset.root.url, to="b", leads="II,V1", precision="bf16"))
+    difference = np.abs(rough - vectors(few)).max()
+    assert 0 < difference < 0.1
+
+
+@pytest.mark.parametrize("per", ["crop", "record"])
+def test_killed_at_any_part_it_ends_as_the_same_bytes(
+    per: str, dataset: Dataset, embedded: Callable[..., pa.Table], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish, left = parts_of._publish, [0]
+
+    def dies(path: Path, write: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        publish(path, write)
+
+    embedded(dataset.root.url, to="whole", per=per, batch=2)
+    asked = command(tmp_path / "run", [dataset.root.url], tmp_path / "cut", per=per, batch=2)
+    monkeypatch.setattr(parts_of, "_publish", dies)
+    for lives in (1, 3, 2):
+        left[0] = lives
+        assert embed.main(asked) == 130
+    assert (tmp_path / "cut.parts" / "000001.parquet").exists()
+    left[0] = 100
+    assert embed.main(asked) == 0
+    before = (tmp_path / "whole").read_bytes()
+    assert (tmp_path / "cut").read_bytes() == before
+    left[0] = 0  # done already: nothing is written again
+    assert embed.main(asked) == 0
+    assert embed.main([*asked, "--leads", "I"]) == 2 and (tmp_path / "cut").read_bytes() == before
+
+
+def test_killed_for_real(dataset: Dataset, embedded: Callable[..., pa.Table], tmp_path: Path) -> None:
+    url, out = dataset.root.url, tmp_path / "cut"
+    embedded(url, to="whole", batch=1)
+    asked = command(tmp_path / "run", [url], out, batch=1)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    running = subprocess.Popen([sys.executable, "-m", "engine.embed", *asked], cwd=ROOT, env=environment)
+    until = time.monotonic() + 120
+    while not out.with_name("cut.parts").joinpath("000001.parquet").exists() and running.poll() is None:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    assert embed.main(asked) == 0
+    assert out.read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_parts_of_another_job_are_refused(dataset: Dataset, saved_model: Saved, tmp_path: Path, capsys: Any) -> None:
+    asked = command(saved_model(), [dataset.root.url], tmp_path / "out", batch=2)
+    assert embed.main(asked) == 0
+    (tmp_path / "out").rename(tmp_path / "other")
+    (tmp_path / "out.parts").mkdir()
+    (tmp_path / "out.parts" / "job.json").write_text(json.dumps({"model": "another"}))
+    (tmp_path / "out.parts" / "000001.parquet").write_text("")
+    assert embed.main(asked) == 2
+    assert "out.parts: is of another job" in capsys.readouterr().err
+    (tmp_path / "out.parts" / "000001.parquet").unlink()  # nothing is lost then
+    assert embed.main(asked) == 0 and (tmp_path / "out").read_bytes() == (tmp_path / "other").read_bytes()
+    (tmp_path / "out").write_text("precious")
+    assert embed.main(asked) == 2 and (tmp_path / "out").read_text() == "precious"
+
+
+def broken(dataset: Dataset, to: Path, row: int) -> str:
+    """A copy in which one crop has a flipped bit."""
+    subprocess.run(["cp", "-r", dataset.root.url, str(to)], check=True)
+    shard, offset, _ = (int(column[row]) for column in dataset.addresses)
+    with open(to / "shards" / dataset.shards[shard]["name"], "r+b") as file:
+        file.seek(offset + 100)
+        byte = file.read(1)[0]
+        file.seek(offset + 100)
+        file.write(bytes([byte ^ 1]))
+    return str(to)
+
+
+def test_a_corrupt_crop_stops_or_is_left_out(
+    dataset: Dataset, embedded: Callable[..., pa.Table], tmp_path: Path, capsys: Any
+) -> None:
+    url = broken(dataset, tmp_path / "copy", 5)
+    assert embed.main(command(tmp_path / "run", [url], tmp_path / "a")) == 2
+    assert "crop 5 at byte" in capsys.readouterr().err
+    table = embedded(url, to="b", on_corrupt="skip")
+    whole = embedded(dataset.root.url, to="c")
+    assert table["row"].to_pylist() == [row for row in range(len(dataset)) if row != 5]
+    np.testing.assert_allclose(vectors(table), np.delete(vectors(whole), 5, 0), atol=2e-6)
+
+
+def test_a_record_that_cannot_be_read_stops_or_is_left_out(
+    embedded: Callable[..., pa.Table], tmp_path: Path, capsys: Any
+) -> None:
+    good, short = np.ones((12, 5000)), np.ones((12, 2000))
+    np.savez(tmp_path / "a.npz", a=good, b=short, c=good)
+    asked = command(tmp_path / "run", [tmp_path / "a.npz"], tmp_path / "a", fs=500)
+    assert embed.main(asked) == 2
+    assert "a.npz[b]: 4 s of signal" in capsys.readouterr().err
+    table = embedded(tmp_path / "a.npz", to="b", fs=500, on_corrupt="skip")
+    assert table["record"].to_pylist() == ["a", "c"]
+
+
+def test_a_dataset_in_a_bucket(dataset: Dataset, embedded: Callable[..., pa.Table]) -> None:
+    fsspec.filesystem("memory").put(dataset.root.url, "/bucket/dataset", recursive=True)
+    here, there = (embedded(url, to=name) for url, name in ((dataset.root.url, "a"), ("memory://bucket/dataset", "b")))
+    assert here.equals(there)
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        (["--out", "/tmp"], "/tmp: is a folder"),
+        (["--data", "nothing/here"], "nothing/here: is not there"),
+        (["--data", __file__], "nor a .hea"),
+        (["--data", "DATASET", "B"], "one dataset at a time"),
+        (["--leads", "I,V9"], "'V9'"),
+        (["--batch", "0"], "--batch 0"),
+        (["--device", "cuda:7"], "--device cuda:7"),
+        (["--model", "no/model"], "no/model: no such folder"),
+        (["--data", "x.npy"], "--fs"),
+        (["--data", "x.npy", "--fs", "500"], "x.npy: cannot be read"),
+        (["--probe"], "give --out"),
+        (["--out", "no/folder/F.parquet"], "no folder no/folder"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    change: list[str], told: str, dataset: Dataset, saved_model: Saved, tmp_path: Path, capsys: Any
+) -> None:
+    asked = command(saved_model(), [dataset.root.url], tmp_path / "out")
+    assert embed.main([*asked, *(dataset.root.url if text == "DATASET" else text for text in change)]) == 2
+    err = capsys.readouterr().err
+    assert told in err and err.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def test_the_probes_in_one_command(dataset: Dataset, saved_model: Saved, tmp_path: Path, capsys: Any) -> None:
+    asked = ["--model", str(saved_model()), "--data", dataset.root.url, "--probe", "--json", str(tmp_path / "scores.json")]
+    assert embed.main(asked) == 0
+    scores, shown = json.loads((tmp_path / "scores.json").read_text()), capsys.readouterr().out
+    assert {"linear", "nearest", "identification", "records"} == set(scores)
+    for probe in ("linear", "nearest"):
+        assert f"{scores[probe]['challenge']:.4f}" in shown and f"{scores[probe]['auroc']:.4f}" in shown
+    patients = dataset.table(["patient"]).take(dataset.select(identity="probe"))["patient"]
+    assert scores["identification"]["n_probes"] == len(patients) and f"{scores['identification']['accuracy']:.4f}" in shown
+
+
+def test_a_dataset_without_roles_cannot_be_probed(archive: Path, saved_model: Saved, capsys: Any) -> None:
+    assert embed.main(["--model", str(saved_model()), "--data", str(archive), "--probe"]) == 2
+    assert "needs a dataset" in capsys.readouterr().err
+
+
+def test_a_record_straight_from_its_archive(archive: Path, dataset: Dataset) -> None:
+    source = open_sources(str(archive))[0]
+    key = next(iter(source.keys()))
+    found = prepared(source, key)
+    rows = np.flatnonzero(dataset.column("record") == found.record)  # type: ignore[union-attr]
+    order = rows[np.argsort(dataset.column("start_s")[rows])]
+    assert all((dataset.read(int(row)) == crop).all() for row, crop in zip(order, found.crops_uv, strict=True))  # type: ignore[union-attr]
