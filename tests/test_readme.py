@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,12 @@ def test_commands_are_accepted(where: str, command: str) -> None:
 
 
 @pytest.mark.parametrize(("path", "block"), PYTHON, ids=lambda value: getattr(value, "parent", Path("block")).name)
-def test_python_runs(path: Path, block: str, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the tests' own dataset; an endless loop is left after its first turn."""
+def test_python_runs(
+    path: Path, block: str, dataset: Dataset, saved_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the tests' own dataset and a small model; an endless loop is left after its first turn."""
     (tmp_path / "dataset").symlink_to(dataset.root.url)
+    saved_model("RUN/model", head={"task": "diagnosis", "classes": ["AF", "NSR"]})
     monkeypatch.chdir(tmp_path)
     block = block.replace("batch_crops=512", "batch_crops=16")
     lines = block.rstrip().splitlines()

@@ -71,6 +71,11 @@ class Trained(nn.Module):
         y: Tensor = self.head(self.pooled(x_RLT).to(self.head.weight.dtype))
         return y.float()
 
+    def segments(self, signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str = "mV") -> Tensor:
+        """x_RLT of one ECG [L, T]: what the model sees of it."""
+        found = crops(signal, fs_hz, leads, unit, self.input)
+        return self.input.halves(torch.from_numpy(found.uv_BLT), np.array(found.halves)).to(self.device)
+
     @torch.inference_mode()
     def embed(self, signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str = "mV", unit_norm: bool = False) -> Tensor:
         """[D] of an ECG [L, T], [B, D] of several [B, L, T], as numpy or torch: the mean over its segments of 5 s.
@@ -83,21 +88,15 @@ class Trained(nn.Module):
         parts = []
         for i, record in enumerate(signal if several else (signal,)):
             try:
-                found = crops(record, fs_hz, leads, unit, self.input)
+                parts.append(self.segments(record, fs_hz, leads, unit))
             except SignalError as error:
                 raise SignalError(f"signal[{i}]: {error}" if several else str(error)) from None
-            parts.append(self.input.halves(torch.from_numpy(found.uv_BLT), np.array(found.halves)))
         if not parts:
             return torch.zeros(0, self.encoder.width, device=self.device)
-        c_SD = self.encode(torch.cat(parts))
-        c_BD = torch.stack([part.mean(0) for part in c_SD.split([len(part) for part in parts])])
+        c_RD = torch.cat([self.pooled(x_RLT) for x_RLT in torch.cat(parts).split(ROWS)])
+        c_BD = torch.stack([part.mean(0) for part in c_RD.split([len(part) for part in parts])])
         c_BD = F.normalize(c_BD, dim=-1) if unit_norm else c_BD
         return c_BD if several else c_BD[0]
-
-    @torch.inference_mode()
-    def encode(self, x_RLT: Tensor) -> Tensor:
-        """`pooled` of any number of segments, some at a time."""
-        return torch.cat([self.pooled(part.to(self.device)) for part in x_RLT.split(ROWS)])
 
 
 def load(path: str | os.PathLike[str]) -> Trained:
