@@ -13,6 +13,7 @@ import io
 import json
 import math
 import os
+import socket
 import statistics
 import zipfile
 import zlib
@@ -120,7 +121,7 @@ def read_facts(run: Path) -> tuple[dict[str, Any], str, list[str]]:
 
 def write_whole(path: Path, content: bytes) -> None:
     """All of it or nothing."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         with open(temporary, "wb") as file:
             file.write(content)

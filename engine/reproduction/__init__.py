@@ -1,0 +1,1 @@
+"""The paper's tables, made again: plan, claims, workers, tables. The door is engine/reproduce.py."""
