@@ -5,9 +5,10 @@ torch thread: loaders run beside a training step.
 """
 
 import shutil
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
-from itertools import chain, islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from data_tools.sources import open_sources
 HAS_MOSAIC = find_spec("streaming") is not None  # mosaicml-streaming pins versions of its own: install it beside, or do without
 STAGES = {"crop": ("", 0.0), "RLM": ("", 0.5), "physio3+RLM": ("physio3", 0.5), "physio4+RLM": ("physio4", 0.5)}
 PEER_NOISE = {"RLM": (), "physio3+RLM": ("powerline", "emg", "wander"), "physio4+RLM": ("powerline", "emg", "wander", "shift")}
-PEER_CROPS = 512  # 122 MB of .mat files; gone through twice
+PEER_CROPS = 512  # 122 MB of .mat files
 BATCHES = (64, 256, 1024)
+FILLED = 4  # batches that lie ready between the stages
 
 
 def prepare(work: Path, records: int) -> Path:
@@ -37,40 +39,47 @@ def prepare(work: Path, records: int) -> Path:
     return work / "dataset"
 
 
-def cases(dataset: Path, work: Path, crops: int) -> dict[str, Case]:
+def cases(dataset: Path, work: Path, seconds: float) -> dict[str, Case]:
     found: dict[str, Case] = {}
     for batch in BATCHES:
         for threads in (1, 2):
-            found[f"gather: tar, batch {batch}, {threads} threads"] = (gather, (dataset, "tar", batch, threads, crops))
-    found["gather: zarr, batch 256, 1 threads"] = (gather, (dataset, "zarr", 256, 1, 512))
+            found[f"gather: tar, batch {batch}, {threads} threads"] = (
+                gather,
+                (dataset, "tar", "first", batch, threads, seconds),
+            )
+    found["gather: tar, each crop's crc32c, batch 256, 1 threads"] = (gather, (dataset, "tar", "always", 256, 1, seconds))
+    for threads in (1, 2):
+        found[f"gather: zarr, batch 256, {threads} threads"] = (gather, (dataset, "zarr", "first", 256, threads, seconds))
     for stage in STAGES:
         for batch in BATCHES if stage == "RLM" else (256,):
-            found[f"{stage}: torch, batch {batch}"] = (ours, (dataset, "torch", stage, batch, 2, crops))
-        found[f"{stage}: resident, batch 256"] = (ours, (dataset, "resident", stage, 256, 2, crops))
-        found[f"{stage}: dali on the CPU, batch 256"] = (ours, (dataset, "dali", stage, 256, 2, 1024))
+            found[f"{stage}: torch, batch {batch}"] = (ours, (dataset, "torch", stage, batch, seconds))
+        found[f"{stage}: resident, batch 256"] = (ours, (dataset, "resident", stage, 256, seconds))
+        found[f"{stage}: dali on the CPU, batch 256"] = (ours, (dataset, "dali", stage, 256, seconds))
     for stage in PEER_NOISE:
         for workers in (0, 2):
             name = f"{stage}: re-creation of fairseq-signals' loader, {workers} workers"
-            found[name] = (fairseq_like, (work / "segments", stage, workers))
-    found["RLM: webdataset and DataLoader, 0 workers"] = (webdataset, (dataset, 0, crops))
-    found["RLM: webdataset and DataLoader, 2 workers"] = (webdataset, (dataset, 2, crops))
-    found["RLM: fn.readers.webdataset, torch"] = (dali_reader, (dataset, crops))
+            found[name] = (fairseq_like, (work / "segments", stage, workers, seconds))
+    for workers in (0, 2):
+        found[f"RLM: webdataset and DataLoader, {workers} workers"] = (webdataset, (dataset, workers, seconds))
+    found["RLM: fn.readers.webdataset, torch"] = (dali_reader, (dataset, seconds))
     if HAS_MOSAIC:
-        found["RLM: mosaicml-streaming and DataLoader, 0 workers"] = (mosaic, (work / "mosaic", crops))
+        found["RLM: mosaicml-streaming and DataLoader, 0 workers"] = (mosaic, (work / "mosaic", seconds))
     return found
 
 
 Stream = Iterator[float]
 
 
-def pumped(stream: Any, batch: int, crops: int) -> Stream:
-    """A few batches that do not count, then the crops that do."""
-    for _ in islice(stream, 4):
+def pumped(stream: Any, batch: int, crops: int, seconds: float) -> Stream:
+    """All crops once, which does not count, for the page cache and each crop's one check; then as many as go into `seconds`."""
+    for _ in islice(stream, crops // batch + FILLED):
         pass
     yield 0.0
-    for _ in islice(stream, crops // batch):
-        pass
-    yield float(crops // batch * batch)
+    end, units = time.perf_counter() + seconds, 0
+    while time.perf_counter() < end:
+        next(stream)
+        units += batch
+    yield float(units)
 
 
 def one_thread() -> None:
@@ -79,20 +88,20 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def gather(dataset: Path, source: str, batch: int, threads: int, crops: int) -> Stream:
+def gather(dataset: Path, source: str, check: str, batch: int, threads: int, seconds: float) -> Stream:
     from data_tools.dataset import CROP_SHAPE
     from engine.pipelines.gather import Gather, read_ahead
     from engine.pipelines.order import Order, Rows
 
     opened = Dataset.open(str(dataset))
     order = Order((Rows.of(opened),), batch)
-    reader = Gather([opened], threads=threads, source=source)  # type: ignore[arg-type]
-    stream = read_ahead((order.batch(step) for step in range(10**9)), reader, (batch, *CROP_SHAPE))
-    yield from pumped(stream, batch, crops)
+    reader = Gather([opened], check, threads=threads, source=source)  # type: ignore[arg-type]
+    stream = read_ahead(map(order.batch, count()), reader, (batch, *CROP_SHAPE))
+    yield from pumped(stream, batch, len(opened), seconds)
     stream.close()
 
 
-def ours(dataset: Path, backend: str, stage: str, batch: int, threads: int, crops: int) -> Stream:
+def ours(dataset: Path, backend: str, stage: str, batch: int, seconds: float) -> Stream:
     import torch
 
     from engine.pipelines.augment import AugmentConfig
@@ -100,41 +109,40 @@ def ours(dataset: Path, backend: str, stage: str, batch: int, threads: int, crop
 
     one_thread()
     noise, rlm = STAGES[stage]
-    config = LoaderConfig(backend=backend, batch_crops=batch, threads=threads, augment=AugmentConfig(rlm=rlm, noise=noise))  # type: ignore[arg-type]
-    loader = Loader(config, (Dataset.open(str(dataset)),), torch.device("cpu"))
-    yield from pumped(iter(loader), batch, crops)
+    config = LoaderConfig(backend=backend, batch_crops=batch, augment=AugmentConfig(rlm=rlm, noise=noise))  # type: ignore[arg-type]
+    opened = Dataset.open(str(dataset))
+    loader = Loader(config, (opened,), torch.device("cpu"))
+    yield from pumped(iter(loader), batch, len(opened), seconds)
     loader.close()
 
 
-def fairseq_like(segments: Path, stage: str, workers: int) -> Stream:
+def fairseq_like(segments: Path, stage: str, workers: int, seconds: float) -> Stream:
     from benchmarks import peers
 
     one_thread()
     files = sorted(segments.iterdir())
     pairs = list(zip(files[::2], files[1::2], strict=True))
-    epochs = chain.from_iterable(peers.fairseq_like(pairs, PEER_NOISE[stage], 64, workers) for _ in range(3))
-    yield from pumped(epochs, 64, 2 * PEER_CROPS)
+    yield from pumped(peers.fairseq_like(pairs, PEER_NOISE[stage], 64, workers), 64, PEER_CROPS, seconds)
 
 
-def webdataset(dataset: Path, workers: int, crops: int) -> Stream:
+def webdataset(dataset: Path, workers: int, seconds: float) -> Stream:
     from benchmarks import peers
 
     one_thread()
     opened = Dataset.open(str(dataset))
-    epochs = chain.from_iterable(peers.webdataset_loader(opened, 256, workers) for _ in range(1000))
-    yield from pumped(epochs, 256, crops)
+    yield from pumped(peers.webdataset_loader(opened, 256, workers), 256, len(opened), seconds)
 
 
-def dali_reader(dataset: Path, crops: int) -> Stream:
+def dali_reader(dataset: Path, seconds: float) -> Stream:
     from benchmarks import peers
 
     one_thread()
-    yield from pumped(peers.dali_reader(Dataset.open(str(dataset)), 256, 2), 256, crops)
+    opened = Dataset.open(str(dataset))
+    yield from pumped(peers.dali_reader(opened, 256, 2), 256, len(opened), seconds)
 
 
-def mosaic(place: Path, crops: int) -> Stream:
+def mosaic(place: Path, seconds: float) -> Stream:
     from benchmarks import peers
 
     one_thread()
-    epochs = chain.from_iterable(peers.mosaic_loader(place, 256, 0) for _ in range(1000))
-    yield from pumped(epochs, 256, crops)
+    yield from pumped(peers.mosaic_loader(place, 256, 0), 256, 2048, seconds)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.io import loadmat  # here: an import in __getitem__ would be paid for by every worker
 
 from data_tools.dataset import CROP_SHAPE, Dataset
 
@@ -46,8 +47,6 @@ class FairseqLike(torch.utils.data.Dataset[torch.Tensor]):
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        from scipy.io import loadmat
-
         segments = []
         for path in self.pairs[index]:
             feats = torch.from_numpy(loadmat(path)["feats"].astype(np.float64))
@@ -94,11 +93,17 @@ def _collate(pairs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"source": source, "padding_mask": torch.zeros_like(source, dtype=torch.bool)}
 
 
+def epochs(data: Any, batch: int, workers: int, **options: Any) -> Iterator[Any]:
+    """A DataLoader's batches without end, from the same workers in all epochs; forked ones die noisily when they end."""
+    if workers:
+        options |= {"persistent_workers": True, "multiprocessing_context": "spawn"}
+    loader = torch.utils.data.DataLoader(data, batch, num_workers=workers, drop_last=True, **options)
+    while True:
+        yield from loader
+
+
 def fairseq_like(pairs: list[tuple[Path, Path]], noise: tuple[str, ...], batch: int, workers: int) -> Iterator[Any]:
-    loader = torch.utils.data.DataLoader(
-        FairseqLike(pairs, noise), batch, shuffle=True, num_workers=workers, collate_fn=_collate, drop_last=True
-    )
-    return iter(loader)
+    return epochs(FairseqLike(pairs, noise), batch, workers, shuffle=True, collate_fn=_collate)
 
 
 def webdataset_loader(dataset: Dataset, batch: int, workers: int) -> Iterator[torch.Tensor]:
@@ -107,8 +112,7 @@ def webdataset_loader(dataset: Dataset, batch: int, workers: int) -> Iterator[to
 
     urls = [f"{dataset.root.url}/shards/{entry['name']}" for entry in dataset.shards]
     stream = webdataset.WebDataset(urls, shardshuffle=100, seed=0).shuffle(1000).map(_decode)
-    for crops in torch.utils.data.DataLoader(stream, batch, num_workers=workers, drop_last=True):
-        yield _halves_with_rlm(crops)
+    return map(_halves_with_rlm, epochs(stream, batch, workers))
 
 
 def _decode(sample: dict[str, bytes]) -> torch.Tensor:
@@ -157,8 +161,7 @@ def mosaic_loader(place: Path, batch: int, workers: int) -> Iterator[torch.Tenso
             return torch.frombuffer(bytearray(super().__getitem__(index)["ecg"]), dtype=torch.int16).reshape(CROP_SHAPE)
 
     stream = Crops(local=str(place), shuffle=True, batch_size=batch)
-    for crops in torch.utils.data.DataLoader(stream, batch, num_workers=workers, drop_last=True):
-        yield _halves_with_rlm(crops)
+    return map(_halves_with_rlm, epochs(stream, batch, workers))
 
 
 def _halves_with_rlm(crops: torch.Tensor) -> torch.Tensor:

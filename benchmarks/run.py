@@ -1,6 +1,7 @@
 """Measure this machine and write one record.
 
 python -m benchmarks.run ingest [--out F.json] [--repeats 5] [--records 2000]
+python -m benchmarks.run loader [--out F.json] [--repeats 5] [--records 2000] [--seconds 3]
 python -m benchmarks.run step [--out F.json] [--repeats 3] [--device cpu|cuda] [--batches 4 8] [--compiled]
 """
 
@@ -44,7 +45,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, help="counted runs of each case (5; step: 3)")
     parser.add_argument("--records", type=int, default=2000, help="ingest, loader: size of the synthetic archive (2000)")
     parser.add_argument("--headers", type=int, default=1_000_000, help="ingest: headers of the large plan (1000000)")
-    parser.add_argument("--crops", type=int, default=8192, help="loader: crops of one run (8192)")
+    parser.add_argument("--seconds", type=float, default=3, help="loader: how long one run lasts, warm-up aside (3)")
     parser.add_argument("--huge", type=int, default=10_000_000, help="scaling: crops of the dataset (10000000)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="step: where (cpu)")
     parser.add_argument("--batches", type=int, nargs="+", help="step: crops of a micro-batch (cpu: 4; cuda: 64 256)")
@@ -81,7 +82,7 @@ def run_loader(work: Path, options: argparse.Namespace) -> dict[str, Any]:
     say(f"a dataset of about {options.records} crops")
     dataset = loader.prepare(work, options.records)
     opened = Dataset.open(str(dataset))
-    results = run_cases(loader.cases(dataset, work, options.crops), options.repeats, say)
+    results = run_cases(loader.cases(dataset, work, options.seconds), options.repeats, say)
     return {"input": {"archive": "synthetic", "crops": len(opened), "dataset": opened.fingerprint}, "results": results}
 
 

@@ -14,7 +14,7 @@ warm, batches of 256 random rows, crops/s:
     unchecked            49,000      85,000    preadv gives up the GIL
     checked              40,000      59,000    crc32c (5 us a crop, in hardware) keeps it
 
-The zarr twin is read and decoded chunk by chunk (chunks.py): half the bytes, four times the CPU time.
+The zarr twin is read and decoded chunk by chunk (chunks.py): half the bytes, five times the CPU time.
 """
 
 import atexit

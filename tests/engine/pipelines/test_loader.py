@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import torch
 
 from data_tools.dataset import Dataset
 from engine.pipelines.augment import AugmentConfig, ThreeKG
+from engine.pipelines.batched import Augmenter, parameters
 from engine.pipelines.loader import Batch, Loader, LoaderConfig, LoaderError, State
 
 CPU = torch.device("cpu")
@@ -186,6 +188,24 @@ def test_the_window_lies_within_the_crop_and_differs_between_epochs(dataset: Dat
         assert distance.min() < 1e-5
         starts.add(int(distance.argmin()))
     assert len(starts) > 8
+
+
+def test_a_crop_in_the_place_of_another_has_its_own_parameters(dataset: Dataset, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(dataset.root.url, copy)
+    damaged = Dataset.open(str(copy))
+    shard, offset, _ = damaged.addresses
+    rows = some(loader(dataset), 1)[0][0].places.row
+    with open(copy / "shards" / damaged.shards[shard[rows[5]]]["name"], "r+b") as file:
+        file.seek(offset[rows[5]])
+        file.write(bytes(200))
+    batch = some(loader(damaged, on_corrupt="skip"), 1)[0][0]
+    assert [(d, row) for d, row, _ in batch.skipped] == [(0, rows[5])]
+    assert batch.places.row.tolist() == [*rows[:5], (rows[5] + 1) % len(dataset), *rows[6:]]
+    p = parameters(NOISY, "halves", 0, batch.places)
+    augmenter = Augmenter(NOISY, "halves", 0, CPU)
+    crops = torch.from_numpy(np.stack([dataset.read(int(row)) for row in batch.places.row]))
+    assert torch.equal(batch.x_BSLT, augmenter(crops, augmenter.to_device(p)))
 
 
 @pytest.mark.parametrize("source", ["tar", "zarr"])

@@ -91,6 +91,14 @@ def test_resumed_anywhere_it_goes_on_as_if_never_stopped(order: Order, crops_see
 
 
 @unhurried
+@given(any_order(), st.integers(0, 50), st.integers(1, 5))
+def test_several_steps_at_once_are_those_steps(order: Order, step: int, steps: int) -> None:
+    for world in (w for w in (1, 2, 3) if order.batch_crops % w == 0):
+        one_by_one = [place for s in range(step, step + steps) for place in listed(order.slice(s, world - 1, world))]
+        assert listed(order.slice(step, world - 1, world, steps)) == one_by_one
+
+
+@unhurried
 @given(any_rows(), st.integers(0, 4), st.integers(0, 10**4))
 def test_all_world_sizes_share_the_same_global_batches(rows: Rows, block_shards: int, step: int) -> None:
     order = Order((rows, sized(840)), batch_crops=840, seed=3, weights=(1, 2), block_shards=block_shards)
