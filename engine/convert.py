@@ -2,6 +2,7 @@
 
     python -m engine.convert from-fairseq CKPT.pt OUT [--input auto|millivolt|zscore]
     python -m engine.convert to-fairseq   RUN OUT.pt
+    python -m engine.convert to-onnx      RUN OUT.onnx                      for use without PyTorch (engine.model.portable)
 
 OUT/ gets model.safetensors, config.json, preprocessing.json and README.md, a model card. Every number keeps its bits and its
 type; the optimiser's state stays behind. Weights that are missing, unexpected or of another shape are an error that lists
@@ -32,8 +33,9 @@ from torch import Tensor
 
 from engine.model.config import ModelConfig
 from engine.model.fairseq import WeightsError, ours, settings, spelling, their_settings, theirs
+from engine.model.portable import to_onnx
 from engine.model.stranger import CheckpointError, read_checkpoint, tensors
-from engine.model.trained import CARD, CONFIG, FORMAT, PREPROCESSING, WEIGHTS, config_of, model_folder
+from engine.model.trained import CARD, CONFIG, FORMAT, PREPROCESSING, WEIGHTS, config_of, load, model_folder
 from engine.pipelines.leads import LEADS, ConfigError
 from engine.pipelines.signals import SCALES
 
@@ -159,12 +161,18 @@ def main(arguments: list[str] | None = None) -> int:
     back = commands.add_parser("to-fairseq", help="a model of ours to a checkpoint of fairseq-signals")
     back.add_argument("run", type=Path, metavar="RUN")
     back.add_argument("out", type=Path, metavar="OUT.pt")
+    onnx = commands.add_parser("to-onnx", help="a model of ours to ONNX, checked with onnxruntime")
+    onnx.add_argument("run", type=Path, metavar="RUN")
+    onnx.add_argument("out", type=Path, metavar="OUT.onnx")
     args = parser.parse_args(arguments)
     try:
         if args.command == "from-fairseq":
             from_fairseq(args.checkpoint, args.out, args.input)
-        else:
+        elif args.command == "to-fairseq":
             to_fairseq(args.run, args.out)
+        else:
+            worst = to_onnx(load(args.run), args.out)
+            print(f"onnxruntime and PyTorch differ by {worst:.1g} at most")
     except (CheckpointError, ConfigError, WeightsError, OSError) as error:
         print(f"engine.convert: {error}", file=sys.stderr)
         return 2

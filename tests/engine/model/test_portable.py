@@ -1,0 +1,51 @@
+"""A model as ONNX gives PyTorch's numbers at sizes that the exporter has not seen, or there is no file."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import engine
+from engine import convert
+from engine.model import portable
+
+Saved = Callable[..., Path]
+
+
+def test_onnx_gives_the_same_numbers(saved_model: Saved, tmp_path: Path, capsys: Any) -> None:
+    for name in portable.NEEDED:
+        pytest.importorskip(name, reason="the extra `onnx` is not installed")
+    import onnx
+    import onnxruntime
+
+    head = {"task": "diagnosis", "classes": ["AF", "NSR", "SB"]}
+    folder, out = saved_model(head=head, position="blocks", leads=3), tmp_path / "model.onnx"
+    assert convert.main(["to-onnx", str(folder.parent), str(out)]) == 0
+    assert str(out) in capsys.readouterr().out
+    about = {entry.key: entry.value for entry in onnx.load(out).metadata_props}
+    assert json.loads(about["preprocessing"])["leads"] == ["I", "II", "III"]
+    assert json.loads(about["config"])["head"] == head
+    model, session = engine.load(folder), onnxruntime.InferenceSession(out)
+    signal = np.random.default_rng(0).normal(0, 0.3, (3, 12_000))
+    for x_RLT in (model.segments(signal, 500, "I,II,III"), torch.randn(7, 3, 999), torch.randn(1, 3, 64)):
+        embedding, logits = session.run(["embedding", "logits"], {"x": x_RLT.numpy()})
+        np.testing.assert_allclose(embedding, model(x_RLT).detach(), atol=1e-5)
+        np.testing.assert_allclose(logits, model.logits(x_RLT).detach(), atol=1e-5)
+    assert convert.main(["to-onnx", str(folder), str(out)]) == 2  # nothing is overwritten
+
+
+def test_other_numbers_leave_no_file(saved_model: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    folder = saved_model()
+    monkeypatch.setattr(portable, "NEEDED", ())
+    monkeypatch.setattr(portable, "_write", lambda model, path: path.write_text("weights"))
+    for seen in (0.01, float("nan")):
+        monkeypatch.setattr(portable, "difference", lambda *size, seen=seen: seen if size[-1] == 5000 else 0.0)
+        assert convert.main(["to-onnx", str(folder), str(tmp_path / "a.onnx")]) == 2
+        assert "differs from PyTorch" in capsys.readouterr().err
+    monkeypatch.setattr(portable, "NEEDED", ("onnx_of_tomorrow",))
+    assert convert.main(["to-onnx", str(folder), str(tmp_path / "a.onnx")]) == 2
+    assert "omnilead[onnx]" in capsys.readouterr().err and list(tmp_path.iterdir()) == [folder.parent]
