@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.config import CONFIGS, build, load
+from engine.config import CONFIGS, FinetuneConfig, build, check, load
 from engine.pipelines.leads import ConfigError
 from engine.reproduction import cost
 from engine.reproduction.paper import LEADS, TASKS, Scale, as_arguments, scales, tables
@@ -103,8 +103,10 @@ def test_a_scale_leaves_methods_alone_and_fits_every_method(name: str) -> None:
     touched = {key.split(".")[0] for sets in scale.sets.values() for key in sets}
     assert touched <= {"model", "train"}, "objectives, augmentations and heads are those of the methods"
     for row in {row.pretrain for table in tables().values() for row in table.rows.values()}:
-        config = load(CONFIGS / "pretrain" / f"{row}.yaml", [*as_arguments(scale.sets["pretrain"]), "data.datasets=[D]"])
-        assert (config.train.steps is None) != (config.train.epochs is None)
+        check(load(CONFIGS / "pretrain" / f"{row}.yaml", [*as_arguments(scale.sets["pretrain"]), "data.datasets=[D]"]), 1)
+    for task in TASKS.values():
+        tuned = load(CONFIGS / "finetune" / f"{task}.yaml", as_arguments(scale.sets[task]), FinetuneConfig)
+        assert tuned.head.task == task and (tuned.train.steps is None) != (tuned.train.epochs is None)
     assert (name == "paper") == (not any(scale.sets.values()))
 
 
