@@ -30,7 +30,7 @@ class ModelConfig:
     ffn: int = 3072
     position_kernel: int = 128
     position_groups: int = 16
-    position: Literal["conv", "blocks"] = "conv"  # how the positional convolution is computed; conv is faster on a CPU
+    position: Literal["auto", "conv", "blocks", "dft"] = "auto"  # how the positional convolution is computed: engine.model.position
     dropout: float = 0.1
     attention_dropout: float = 0.1
     activation_dropout: float = 0.0
@@ -65,7 +65,7 @@ class ModelConfig:
             _count("model.conv kernel", kernel, 1024)
         for key, allowed in (
             ("conv_norm", ("group", "layer")),
-            ("position", ("conv", "blocks")),
+            ("position", ("auto", "conv", "blocks", "dft")),
             ("attention", ("auto", "sdpa", "manual")),
         ):
             if getattr(self, key) not in allowed:

@@ -142,13 +142,15 @@ def hashed(keys: Tensor, stream: ModelStream, counter: Tensor | int = 0) -> Tens
     """int64, all bits random: SplitMix64's generator started at key and stream, its output number `counter`.
 
     The step and the finaliser are those of engine.pipelines.counter; int64 wraps as uint64 does, and a shift is made logical
-    by clearing the sign bits that it copies.
+    by clearing the sign bits that it copies. The counter is added before the product, whose inverse the key has: counter * _STEP
+    would be a whole number beyond 64 bits in the eyes of torch's compiler, which fails on it.
     """
-    x = _mix(keys ^ (int(stream) * _STEP & (2**63 - 1))) + counter * _STEP
-    return _mix(x)
+    start = _mix(keys ^ (int(stream) * _STEP & (2**63 - 1))) * _STEP_INVERSE
+    return _mix((start + counter) * _STEP)
 
 
 _STEP = 0x9E3779B97F4A7C15 - 2**64  # 2**64 / golden ratio
+_STEP_INVERSE = pow(_STEP, -1, 2**64) - 2**64  # modulo 2**64
 _M1, _M2 = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from engine.model.config import ModelConfig
 from engine.model.dropout import dropout
 from engine.model.features import ConvStack
-
-BLOCK = 13  # outputs of the positional convolution at a time: 156 tokens are twelve blocks
+from engine.model.position import PositionalConvolution
 
 
 @runtime_checkable
@@ -34,44 +33,6 @@ class MaskedEncoder(Protocol):
 
     def context(self, z_RNF: Tensor, mask_RN: Tensor | None) -> Tensor:
         """c_RND, with the masked tokens hidden."""
-
-
-class PositionalConvolution(nn.Module):
-    """x_RND -> GELU(grouped convolution over time), as long as the input. Each tap's weight is gain * direction, normed."""
-
-    def __init__(self, width: int, kernel: int, groups: int, form: str = "conv") -> None:
-        super().__init__()
-        self.kernel, self.groups, self.form = kernel, groups, form
-        self.gain = nn.Parameter(torch.empty(1, 1, kernel))
-        self.direction = nn.Parameter(torch.empty(width, width // groups, kernel))
-        self.bias = nn.Parameter(torch.empty(width))
-
-    def weight(self) -> Tensor:
-        direction = self.direction.float()  # its norm is a sum of thousands of squares
-        norm = direction.square().sum((0, 1), keepdim=True).sqrt()
-        return (direction * (self.gain.float() / norm)).to(self.direction.dtype)
-
-    def forward(self, x_RND: Tensor) -> Tensor:
-        if self.form == "blocks":
-            return F.gelu(self._in_blocks(x_RND) + self.bias)
-        left, right = self.kernel // 2, (self.kernel - 1) // 2  # the authors pad both sides alike and drop the last step
-        x_RDN = F.pad(x_RND.transpose(1, 2), (left, right))
-        y_RDN = F.conv1d(x_RDN, self.weight(), self.bias, groups=self.groups)
-        return F.gelu(y_RDN.transpose(1, 2))
-
-    def _in_blocks(self, x_RND: Tensor) -> Tensor:
-        """The same as one matrix product a group: BLOCK outputs at a time from the kernel + BLOCK - 1 inputs they look at, the
-        weight written into a band. A tenth more arithmetic than needed, in a shape that matrix units like."""
-        rows, tokens, width = x_RND.shape
-        groups, each, blocks = self.groups, width // self.groups, -(-tokens // BLOCK)
-        window = self.kernel + BLOCK - 1
-        right = (self.kernel - 1) // 2 + blocks * BLOCK - tokens
-        x_RTGc = F.pad(x_RND, (0, 0, self.kernel // 2, right)).view(rows, -1, groups, each)
-        patches = x_RTGc.unfold(1, window, BLOCK).permute(2, 0, 1, 4, 3).reshape(groups, rows * blocks, window * each)
-        taps_GKio = self.weight().view(groups, each, each, self.kernel).permute(0, 3, 2, 1)
-        band = torch.stack([F.pad(taps_GKio, (0, 0, 0, 0, j, BLOCK - 1 - j)) for j in range(BLOCK)], 3)
-        y = torch.bmm(patches, band.reshape(groups, window * each, BLOCK * each)).view(groups, rows, blocks * BLOCK, each)
-        return y[:, :, :tokens].permute(1, 2, 0, 3).reshape(rows, tokens, width)
 
 
 class Attention(nn.Module):

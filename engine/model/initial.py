@@ -17,8 +17,9 @@ import math
 import torch
 from torch import nn
 
-from engine.model.encoder import Encoder, Layer, PositionalConvolution
+from engine.model.encoder import Encoder, Layer
 from engine.model.features import PatchBlock
+from engine.model.position import PositionalConvolution
 from engine.model.quantizer import Quantizer
 
 

@@ -10,9 +10,10 @@ from torch import nn
 
 from engine.model.config import ModelConfig, flops_per_crop, flops_per_segment, masked_share
 from engine.model.dropout import dropout
-from engine.model.encoder import Encoder, PositionalConvolution, manual_attention
+from engine.model.encoder import Encoder, manual_attention
 from engine.model.features import ConvStack
 from engine.model.initial import initialise
+from engine.model.position import PositionalConvolution
 from engine.model.pretrainer import Pretrainer
 from engine.model.quantizer import Quantizer, perplexity, temperature
 from engine.objectives.config import ObjectiveConfig
@@ -76,7 +77,7 @@ def test_the_features_gradient_is_scaled_or_stopped() -> None:
     assert grads[0.0] is None
 
 
-@pytest.mark.parametrize("form", ["conv", "blocks"])
+@pytest.mark.parametrize("form", ["conv", "blocks", "dft", "auto"])
 @pytest.mark.parametrize("kernel", [16, 7])
 def test_positional_convolution_is_torch_s_with_weight_norm(kernel: int, form: str) -> None:
     ours, theirs = PositionalConvolution(24, kernel, 4, form), nn.Conv1d(24, 24, kernel, padding=kernel // 2, groups=4)
@@ -87,11 +88,11 @@ def test_positional_convolution_is_torch_s_with_weight_norm(kernel: int, form: s
         ours.bias.copy_(theirs.bias)
     x = torch.randn(2, 40, 24)
     wanted = F.gelu(theirs(x.transpose(1, 2))[:, :, :40]).transpose(1, 2)
-    torch.testing.assert_close(ours(x), wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours(x), wanted, rtol=1e-5, atol=2e-6)
     ours(x).square().sum().backward()
     wanted.square().sum().backward()
-    torch.testing.assert_close(ours.gain.grad, theirs.parametrizations.weight.original0.grad, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(ours.direction.grad, theirs.parametrizations.weight.original1.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours.gain.grad, theirs.parametrizations.weight.original0.grad, rtol=1e-4, atol=5e-5)
+    torch.testing.assert_close(ours.direction.grad, theirs.parametrizations.weight.original1.grad, rtol=1e-4, atol=5e-5)
 
 
 def test_fused_attention_is_the_manual_one() -> None:

@@ -1,0 +1,98 @@
+"""The positional convolution: grouped, over time, as long as its input, and three ways to compute it.
+
+    conv    the library's grouped convolution
+    blocks  a matrix product a group: BLOCK outputs at a time from the inputs they look at, the weight written into a band
+    dft     input and weight as sums of cosines and sines, multiplied frequency by frequency: a tenth of the arithmetic
+    auto    dft while training on a CPU, where libraries are slow at a grouped convolution's gradients; else conv
+
+Source: fairseq-signals modules/conv_positional_encoding.py:15-28. Shapes: engine.model.config; Q frequencies, c channels of a
+group.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BLOCK = 13  # 156 tokens are twelve blocks
+
+
+class PositionalConvolution(nn.Module):
+    """x_RND -> GELU(grouped convolution over time), as long as the input. Each tap's weight is gain * direction, normed."""
+
+    def __init__(self, width: int, kernel: int, groups: int, form: str = "auto") -> None:
+        super().__init__()
+        self.kernel, self.groups, self.form = kernel, groups, form
+        self.gain = nn.Parameter(torch.empty(1, 1, kernel))
+        self.direction = nn.Parameter(torch.empty(width, width // groups, kernel))
+        self.bias = nn.Parameter(torch.empty(width))
+
+    def weight(self) -> Tensor:
+        direction = self.direction.float()  # its norm is a sum of thousands of squares
+        norm = direction.square().sum((0, 1), keepdim=True).sqrt()
+        return (direction * (self.gain.float() / norm)).to(self.direction.dtype)
+
+    def forward(self, x_RND: Tensor) -> Tensor:
+        form = self.form
+        if form == "auto":
+            form = "dft" if self.training and x_RND.device.type == "cpu" else "conv"
+        if form == "dft":
+            return F.gelu(by_dft(x_RND, self.weight(), self.groups) + self.bias)
+        if form == "blocks":
+            return F.gelu(in_blocks(x_RND, self.weight(), self.groups) + self.bias)
+        left, right = self.kernel // 2, (self.kernel - 1) // 2  # the authors pad both sides alike and drop the last step
+        x_RDN = F.pad(x_RND.transpose(1, 2), (left, right))
+        y_RDN = F.conv1d(x_RDN, self.weight(), self.bias, groups=self.groups)
+        return F.gelu(y_RDN.transpose(1, 2))
+
+
+def in_blocks(x_RND: Tensor, weight_DcK: Tensor, groups: int) -> Tensor:
+    """A tenth more arithmetic than needed, in a shape that matrix units like."""
+    rows, tokens, width = x_RND.shape
+    kernel, each, blocks = weight_DcK.shape[2], width // groups, -(-tokens // BLOCK)
+    window = kernel + BLOCK - 1
+    right = (kernel - 1) // 2 + blocks * BLOCK - tokens
+    x_RTGc = F.pad(x_RND, (0, 0, kernel // 2, right)).view(rows, -1, groups, each)
+    patches = x_RTGc.unfold(1, window, BLOCK).permute(2, 0, 1, 4, 3).reshape(groups, rows * blocks, window * each)
+    taps_GKio = weight_DcK.view(groups, each, each, kernel).permute(0, 3, 2, 1)
+    band = torch.stack([F.pad(taps_GKio, (0, 0, 0, 0, j, BLOCK - 1 - j)) for j in range(BLOCK)], 3)
+    y = torch.bmm(patches, band.reshape(groups, window * each, BLOCK * each)).view(groups, rows, blocks * BLOCK, each)
+    return y[:, :, :tokens].permute(1, 2, 0, 3).reshape(rows, tokens, width)
+
+
+def by_dft(x_RND: Tensor, weight_DcK: Tensor, groups: int) -> Tensor:
+    """The convolution theorem, in float32. A period of tokens + kernel / 2 is enough: what wraps around meets no output.
+
+    The transforms are matrix products: at some hundred tokens these beat an FFT, and every device has them."""
+    rows, tokens, width = x_RND.shape
+    kernel, each = weight_DcK.shape[2], width // groups
+    period = tokens + kernel // 2
+    period += period % 2
+    cos_QN, sin_QN = waves(torch.arange(tokens, device=x_RND.device), period)
+    cos_QK, sin_QK = waves(torch.arange(kernel, device=x_RND.device) - kernel // 2, period)
+
+    def split(x: Tensor) -> Tensor:
+        return x.view(-1, rows, groups, each).transpose(1, 2).reshape(-1, rows, each)  # [Q * G, R, c]
+
+    def joined(x: Tensor) -> Tensor:
+        return x.view(-1, groups, rows, each).transpose(1, 2).reshape(-1, rows * width)  # [Q, R * D]
+
+    with torch.autocast(x_RND.device.type, enabled=False):
+        x_NX = x_RND.transpose(0, 1).reshape(tokens, rows * width).float()
+        taps_WK = weight_DcK.view(groups, each, each, kernel).transpose(1, 2).reshape(-1, kernel).float()
+        x_re, x_im = split(cos_QN @ x_NX), split(sin_QN @ x_NX)  # im: of the conjugate
+        w_re, w_im = ((wave_QK @ taps_WK.t()).view(-1, each, each) for wave_QK in (cos_QK, sin_QK))
+        y_re = torch.baddbmm(torch.bmm(x_re, w_re), x_im, w_im)
+        y_im = torch.baddbmm(torch.bmm(x_im, w_re), x_re, w_im, alpha=-1)
+        twice_Q1 = torch.full((len(cos_QN), 1), 2 / period, device=x_RND.device)  # a frequency and its mirror image
+        twice_Q1[0] = twice_Q1[-1] = 1 / period
+        y_NX = torch.addmm((cos_QN * twice_Q1).t() @ joined(y_re), (sin_QN * twice_Q1).t(), joined(y_im))
+    return y_NX.view(tokens, rows, width).transpose(0, 1).to(x_RND.dtype)
+
+
+def waves(step_T: Tensor, period: int) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [Q, T] of every frequency of an even period. Exact angles: whole numbers modulo the period."""
+    frequency_Q1 = torch.arange(period // 2 + 1, device=step_T.device)[:, None]
+    angle_QT = (frequency_Q1 * step_T).remainder(period).double() * (2 * math.pi / period)
+    return angle_QT.cos().float(), angle_QT.sin().float()
