@@ -37,6 +37,7 @@ from engine.model.quantizer import temperature
 from engine.model.reference import Adam, draws_of
 from engine.objectives.config import ObjectiveConfig
 from engine.parity import authors_adam
+from engine.pipelines.batched import keep_freed_memory
 
 RECREATION, OURS, PRODUCT = "re-creation of fairseq-signals' step", "omnilead", "matrix product"
 BATCHES = {"cpu": (4,), "cuda": (64, 256)}  # crops of 10 s
@@ -138,6 +139,8 @@ def synchronise(run: Run) -> None:
 
 
 def ours(run: Run) -> Callable[[], None]:
+    if run.device == "cpu":
+        keep_freed_memory()  # as the loader does wherever it augments
     config = ModelConfig(attention=run.attention)
     model = Pretrainer(config, ObjectiveConfig()).to(run.device).train()
     weights = list(model.parameters())

@@ -30,7 +30,7 @@ class ModelConfig:
     ffn: int = 3072
     position_kernel: int = 128
     position_groups: int = 16
-    position: Literal["auto", "conv", "blocks", "dft"] = "auto"  # how the positional convolution is computed: engine.model.position
+    position: Literal["auto", "conv", "blocks", "dft"] = "auto"  # how it is computed: engine.model.position
     dropout: float = 0.1
     attention_dropout: float = 0.1
     activation_dropout: float = 0.0

@@ -142,8 +142,8 @@ def hashed(keys: Tensor, stream: ModelStream, counter: Tensor | int = 0) -> Tens
     """int64, all bits random: SplitMix64's generator started at key and stream, its output number `counter`.
 
     The step and the finaliser are those of engine.pipelines.counter; int64 wraps as uint64 does, and a shift is made logical
-    by clearing the sign bits that it copies. The counter is added before the product, whose inverse the key has: counter * _STEP
-    would be a whole number beyond 64 bits in the eyes of torch's compiler, which fails on it.
+    by clearing the sign bits that it copies. The counter is added before the product, for which the key is divided: torch's
+    compiler takes counter * _STEP for a place in memory, beyond 64 bits, and fails.
     """
     start = _mix(keys ^ (int(stream) * _STEP & (2**63 - 1))) * _STEP_INVERSE
     return _mix((start + counter) * _STEP)

@@ -95,6 +95,26 @@ def test_positional_convolution_is_torch_s_with_weight_norm(kernel: int, form: s
     torch.testing.assert_close(ours.direction.grad, theirs.parametrizations.weight.original1.grad, rtol=1e-4, atol=5e-5)
 
 
+@pytest.mark.parametrize("tokens, kernel", [(156, 128), (7, 16), (1, 5), (31, 1)])
+def test_positions_by_cosines_are_the_convolution(tokens: int, kernel: int) -> None:
+    """At the paper's length, and where the kernel is longer than the input; in bf16 no further off than bf16 itself."""
+    made, x = PositionalConvolution(24, kernel, 4), torch.randn(3, tokens, 24)
+    encoder = nn.ModuleList([made])
+    initialise(encoder, torch.Generator().manual_seed(0))
+    results = []
+    for form in ("conv", "dft"):
+        made.form, leaf = form, x.clone().requires_grad_()
+        made.zero_grad()
+        y = made(leaf)
+        (y * x.cos()).sum().backward()
+        results.append([y.detach(), leaf.grad, *(p.grad.clone() for p in made.parameters())])
+    for wanted, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
+    low = made.bfloat16()(x.bfloat16())
+    assert low.dtype == torch.bfloat16
+    torch.testing.assert_close(low.float(), results[0][0], rtol=0.02, atol=0.02 * float(results[0][0].abs().max()))
+
+
 def test_fused_attention_is_the_manual_one() -> None:
     x = torch.randn(2, 12, 320)
     outputs = []
