@@ -50,6 +50,7 @@ class DataConfig(Section):
     datasets: tuple[str, ...] = ()  # directories or s3:// addresses
     train: Roles = Roles(pretrain=True)
     valid: Roles = Roles(dx="valid")  # the loss is measured on these; datasets without any are left out
+    hold_out: float = Field(default=0.0, ge=0, lt=1)  # share of the patients of `train` that validate instead of `valid`
     anonymous: bool = False  # s3:// without credentials
 
 
@@ -73,9 +74,9 @@ class TrainConfig(Section):
     steps: int | None = Field(default=None, ge=1)  # this or epochs
     epochs: float | None = Field(default=None, gt=0)
     batch_crops: int = Field(default=512, ge=1)  # of all ranks together, whatever their number
-    micro_batch: int | None = Field(
-        default=None, ge=1
-    )  # crops of a rank at a time; None: all, so that candidates are the whole batch
+    # Crops of a rank at a time; None: all. With fewer, gradients are accumulated, but contrasted crops meet only within a part
+    # (of all ranks): the candidates of CMSC, SimCLR and 3KG are then micro_batch x ranks crops, not batch_crops.
+    micro_batch: int | None = Field(default=None, ge=1)
     precision: Literal["bf16", "fp32"] = "bf16"
     zero_stage: int | None = Field(default=None, ge=0, le=3)  # None: as the DeepSpeed JSON says, else 1
     deepspeed: str | None = None  # JSON file, for ZeRO and communication only
@@ -92,6 +93,7 @@ class TrainConfig(Section):
     clip_norm: float = Field(default=0.0, ge=0)  # 0: gradients are not clipped
     max_nonfinite: int = Field(default=10, ge=1)  # skipped steps in a row that end the run
     seed: int = Field(default=0, ge=0)
+    track: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)  # beside metrics.jsonl
     log_every: int = Field(default=10, ge=1)
     validate_every: int = Field(default=0, ge=0)  # steps; 0: never
     valid_batches: int = Field(default=16, ge=1)

@@ -136,7 +136,7 @@ class Loader:
         state: State | None = None,
         **roles: Any,
     ) -> None:
-        """`roles`: which crops take part, as Rows.of has it: pretrain, dx, identity, halves."""
+        """`roles`: which crops take part, as Rows.of has it: pretrain, dx, identity, halves, hold_out."""
         self.config, self.device, self.rank, self.world = config, device, rank, world
         self.backend = resolve(config.backend, device)
         rows = tuple(Rows.of(dataset, **roles) for dataset in datasets)

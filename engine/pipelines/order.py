@@ -28,11 +28,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import count as counting
+from typing import Any
 
 import numpy as np
 
 from data_tools.dataset import SHARD_CROPS, Dataset
 from engine.pipelines.counter import MAX_SIZE, Stream, bits, permute
+from engine.pipelines.held_out import sides
 
 DEAL = 2**30  # places over which given weights come out exactly, rounded to 2**-30
 SAMPLED_BATCHES = 256
@@ -80,19 +82,24 @@ class Rows:
         dx: str | None = None,
         identity: str | None = None,
         halves: int | None = None,
+        hold_out: float = 0.0,
+        held: bool = False,
     ) -> "Rows":
-        """Of a role (see Dataset.select); halves=2 leaves out the crops whose second half is empty."""
+        """Of a role (see Dataset.select); halves=2 leaves out the crops whose second half is empty. `hold_out`: without that
+        share of the patients, or with `held` they alone (engine.pipelines.held_out)."""
         name, crops = dataset.root.url, [int(shard["crops"]) for shard in dataset.shards]
         if not crops:  # zarr alone
             crops = [min(SHARD_CROPS, len(dataset) - start) for start in range(0, len(dataset), SHARD_CROPS)]
         if sum(crops) != len(dataset):
             raise OrderError(f"{name}: its shards hold {sum(crops)} crops and its table {len(dataset)}: run data_tools verify")
         numbers = None if (pretrain, dx, identity) == (None,) * 3 else dataset.select(pretrain, dx, identity)
-        if halves is not None:
-            full = dataset.column("halves") >= halves
-            numbers = np.flatnonzero(full) if numbers is None else numbers[full[numbers]]
+        wanted = [] if halves is None else [dataset.column("halves") >= halves]
+        wanted += [sides(dataset, hold_out)[held]] if hold_out else []
+        for keep in wanted:
+            numbers = np.flatnonzero(keep) if numbers is None else numbers[keep[numbers]]
         if numbers is not None and not len(numbers):
-            asked = {"pretrain": pretrain, "dx": dx, "identity": identity, "halves": halves}
+            asked: dict[str, Any] = {"pretrain": pretrain, "dx": dx, "identity": identity, "halves": halves}
+            asked |= {"data.hold_out": hold_out, "held": held} if hold_out else {}
             text = ", ".join(f"{key}={value!r}" for key, value in asked.items() if value is not None)
             raise OrderError(f"{name}: no crop has {text}; its roles are {dataset.meta.get('roles')}: select others")
         return cls.among(name, crops, numbers)

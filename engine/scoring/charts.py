@@ -22,6 +22,7 @@ WIDE = 2 * WIDTH + 52.0  # as wide as two of them side by side: the page's gap a
 ECG_WIDTH = 588.0  # two to a row
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 8.0, 40.0, 26.0  # of the plot, within its chart
 MOST_POINTS = 480  # of a curve: more than its pixels show
+END = ' text-anchor="end"'
 SMOOTHED_FROM = 60  # points; above it the mean of neighbours is drawn over them
 
 
@@ -68,8 +69,10 @@ class Scale:
         return self.height - BOTTOM - at / (self.y1 - self.y0) * (self.height - TOP - BOTTOM)
 
 
-def line_chart(title: str, lines: Sequence[Line], look: Look = Look(), span: Array | None = None) -> str:
-    """`span`: steps that the axis reaches over, whether or not these curves do."""
+def line_chart(
+    title: str, lines: Sequence[Line], look: Look = Look(), span: Array | None = None, best: float | None = None
+) -> str:
+    """`span`: steps that the axis reaches over, whether or not these curves do; `best`: the one to mark."""
     lines = [line for line in lines if len(line.x)]
     numbers = np.concatenate([line.y[np.isfinite(line.y)] for line in lines]) if lines else np.zeros(0)
     log = look.log and len(numbers) > 0 and numbers.min() > 0
@@ -77,6 +80,11 @@ def line_chart(title: str, lines: Sequence[Line], look: Look = Look(), span: Arr
     steps = steps if len(steps) else np.zeros(1)
     scale = Scale(*_x_range(steps), *_y_range(numbers, look.floor, log), width=WIDE if look.wide else WIDTH, log=log)
     parts = _y_axis(scale, look) + _x_axis(scale, steps, look.across)
+    if best is not None and scale.x0 <= best <= scale.x1:
+        at = scale.x(best)
+        end = at > scale.width - 60
+        parts.append(_rule("axis", (at, at), (TOP, HEIGHT - BOTTOM), f"best at step {best:,.0f}", dotted=True))
+        parts.append(f'<text x="{at - 4 if end else at + 4:.1f}" y="{TOP - 1:g}"{END * end}>best</text>')
     for line in lines:
         parts += _curve(line, scale, look.smooth)
     facts = {

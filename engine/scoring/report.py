@@ -59,10 +59,12 @@ def _both(key: str) -> tuple[Curve, ...]:
 
 PERPLEXITIES = Curve("code_perplexity", "perplexity of codes"), Curve("prob_perplexity", "of probabilities")
 IDENTIFICATION = (Curve("identification_accuracy", "accuracy", True),)
+BY_CLASS = tuple(Curve(key, label, True) for key, label in (("auroc", "AUROC"), ("auprc", "AUPRC"), ("f_measure", "F")))
 SHARE, RATE = Look(percent=True, floor=0), Look(percent=True, floor=0, wide=True)
 SECTIONS: dict[str, tuple[Chart, ...]] = {
     "Loss": (
         Chart("Loss", _both("loss"), Look(wide=True)),
+        Chart("Halves answered right", _both("accuracy"), SHARE),
         Chart("Local contrast", _both("loss_local"), Look("nats a masked token")),
         Chart("Global contrast", _both("loss_global"), Look("nats a half")),
         Chart("Diversity", _one("loss_diversity", "training"), Look("of codes out of use", percent=True)),
@@ -72,6 +74,10 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         Chart("Masked token told from others", _both("accuracy_local"), SHARE),
         Chart("Other half told from other crops", _both("accuracy_global"), SHARE),
         Chart("Patient known again", IDENTIFICATION, Look("probe among gallery", percent=True, floor=0)),
+    ),
+    "Validation": (
+        Chart("Score on validation crops", (Curve("score", "score", True),), Look(wide=True, smooth=False)),
+        Chart("AUROC, AUPRC, F-measure", BY_CLASS, Look("mean of classes", floor=0)),
     ),
     "Quantiser and masks": (
         Chart("Codes in use", PERPLEXITIES, Look(floor=0)),
@@ -90,6 +96,11 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         Chart("Memory", _one("memory_gb", "rank 0"), Look("GB", floor=0, smooth=False)),
     ),
 }
+CONTEXTS = "Cosine of contexts and targets"
+PAIRS = {
+    CONTEXTS: {"positive_similarity": "its own", "negative_similarity": "others of the same half"},
+    "Cosine of pooled encodings": {"same_similarity": "the same crop or patient", "other_similarity": "others"},
+}
 
 
 def build(run: Path) -> str:
@@ -106,7 +117,8 @@ def build(run: Path) -> str:
     absent: list[str] = []
     body = [heading(run, metrics, facts), page.tiles(summary(metrics, held_out, facts)), page.remarks(remarks)]
     for title, wanted in SECTIONS.items():
-        drawn = [(draw(chart, metrics, held_out, absent), chart.look.wide) for chart in wanted]
+        charts_ = [chart for chart in wanted if chart.curves != IDENTIFICATION or not scored(held_out)]  # that is the score
+        drawn = [(draw(chart, metrics, held_out, absent), chart.look.wide) for chart in charts_]
         body.append(page.section(title, [(chart, wide) for chart, wide in drawn if chart]))
     body.append(page.section("What it tells apart", list(diagnostic_charts(diagnostics))))
     body.append(page.section("What it saw", list(sample_charts(diagnostics.get("samples_mv"))), columns=2))
@@ -136,7 +148,14 @@ def heading(run: Path, metrics: Rows, facts: Mapping[str, Any]) -> str:
         parts.append(f"epoch {epoch:.2f}")
     if seconds := trained_s(metrics):
         parts.append(f"{duration(seconds)} of training")
-    return page.header("Pre-training", run.resolve().name, parts)
+    return page.header(kind_of(facts), run.resolve().name, parts)
+
+
+def kind_of(facts: Mapping[str, Any]) -> str:
+    try:
+        return f"Fine-tuning: {facts['config']['head']['task']}"
+    except (LookupError, TypeError):
+        return "Pre-training"
 
 
 def trained_s(metrics: Rows) -> float:
@@ -156,12 +175,14 @@ def summary(metrics: Rows, held_out: Rows | None, facts: Mapping[str, Any]) -> I
     """The numbers that one asks for first, as far as they are known."""
     if math.isfinite(loss := metrics.last("loss")):
         yield "Loss", f"{loss:.3f}", f"{_first(metrics.column('loss')):.3f} at first"
-    if held_out and math.isfinite(best := _lowest(held_out.column("loss"))):
-        yield "Held-out loss", f"{best:.3f}", "the lowest so far"
+    if held_out and math.isfinite(lowest := _lowest(held_out.column("loss"))):
+        yield "Held-out loss", f"{lowest:.3f}", "the lowest so far"
+    if held_out and scored(held_out) and (at := best_step(held_out)) is not None:
+        yield "Best score", f"{held_out.column('score')[held_out.steps == at][0]:.3f}", f"at step {at:,.0f}"
     for name, key, of, rows in (
         ("Local accuracy", "accuracy_local", "of masked tokens", metrics),
         ("Global accuracy", "accuracy_global", "of halves", metrics),
-        ("Identification", "identification_accuracy", "of patients", held_out),
+        ("Identification", "identification_accuracy", "of patients, at last", held_out),
     ):
         if rows and math.isfinite(share := rows.last(key)):
             yield name, f"{share:.1%}", of
@@ -174,6 +195,18 @@ def summary(metrics: Rows, held_out: Rows | None, facts: Mapping[str, Any]) -> I
         yield "Crops a second", told, f"{wait:.1f} % data wait" if wait >= 0 else "median"
     if math.isfinite(share := metrics.median("mfu")):
         yield "MFU", f"{share:.1%}", "of the device's rate"
+
+
+def scored(held_out: Rows | None) -> bool:
+    return held_out is not None and len(held_out.curve("score")[0]) > 0
+
+
+def best_step(held_out: Rows) -> float | None:
+    """As the run chooses: the first of the highest scores; of a run without any, of the lowest losses."""
+    steps, figures = held_out.curve("score") if scored(held_out) else held_out.curve("loss")
+    good = np.isfinite(figures)
+    order = figures if scored(held_out) else -figures
+    return float(steps[good][order[good].argmax()]) if good.any() else None
 
 
 def _first(values: np.ndarray) -> float:
@@ -197,25 +230,28 @@ def draw(chart: Chart, metrics: Rows, held_out: Rows | None, absent: list[str]) 
     for curve in chart.curves:
         rows = held_out if curve.held_out else metrics
         if rows is None or not len(rows.curve(curve.key)[0]):
-            if not curve.held_out:
+            if not curve.held_out and any(curve.key in row for row in metrics.rows):
                 absent.append(curve.key)
             continue
         key = f"valid/{curve.key}" if curve.held_out else curve.key
-        colour = 1 if curve.held_out and len(chart.curves) > 1 else len(lines)
+        beside = curve.held_out and not all(other.held_out for other in chart.curves)  # the same of training
+        colour = 1 if beside else len(lines)
         x, y = rows.curve(curve.key)
         if curve.held_out:
             x, y = x[np.isfinite(y)], y[np.isfinite(y)]
-        lines.append(Line(key, curve.label, x, y, colour, dashed=curve.held_out and len(chart.curves) > 1))
-    return charts.line_chart(chart.title, lines, chart.look, metrics.steps) if lines else ""
+        lines.append(Line(key, curve.label, x, y, colour, dashed=beside))
+    mark = best_step(held_out) if held_out and any(line.key.startswith("valid/") for line in lines) else None
+    return charts.line_chart(chart.title, lines, chart.look, metrics.steps, mark) if lines else ""
 
 
 def diagnostic_charts(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[str, bool]]:
-    pairs = [(name, arrays[f"{name}_similarity"]) for name in ("positive", "negative") if f"{name}_similarity" in arrays]
-    if pairs:
-        yield charts.histogram("Cosine similarity of pairs", [(f"{name} pairs", values) for name, values in pairs]), True
-    if "code_usage" in arrays:
-        counts_GV = np.nan_to_num(arrays["code_usage"], posinf=0, neginf=0).clip(0)
-        yield charts.rank_chart("Codes by how often they are used", counts_GV), False
+    for title, pairs in PAIRS.items():
+        there = [(label, arrays[name]) for name, label in pairs.items() if name in arrays]
+        if there:
+            yield charts.histogram(title, there), True
+        if title == CONTEXTS and "code_usage" in arrays:  # beside it
+            counts_GV = np.nan_to_num(arrays["code_usage"], posinf=0, neginf=0).clip(0)
+            yield charts.rank_chart("Codes by how often they are used", counts_GV), False
 
 
 def sample_charts(samples: np.ndarray | None) -> Iterator[tuple[str, bool]]:

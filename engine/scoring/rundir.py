@@ -4,7 +4,8 @@ Rows(RUN/metrics.jsonl).curve("loss")      steps and numbers; lines cut off by a
 read_facts(RUN)                            run.json and the text of config.yaml
 write_diagnostics(RUN/diagnostics.npz, code_usage=counts, ...)      any of these:
 
-positive_similarity [n], negative_similarity [m]   cosines of contexts with their own and with other targets, or of halves
+positive_similarity [n], negative_similarity [m]   cosines of contexts with their own and with other targets
+same_similarity [n], other_similarity [m]          of pooled encodings: halves of one crop or patient, of different ones
 code_usage [G, V]                                  how often each code of each codebook was chosen
 samples_mv [n, S, L, T]                            augmented crops as the model saw them, millivolts
 """
@@ -23,7 +24,8 @@ from typing import Any
 import numpy as np
 
 METRICS, VALIDATION, DIAGNOSTICS = "metrics.jsonl", "validation.jsonl", "diagnostics.npz"
-AXES = {"positive_similarity": 1, "negative_similarity": 1, "code_usage": 2, "samples_mv": 4}
+AXES = {"positive_similarity": 1, "negative_similarity": 1, "same_similarity": 1, "other_similarity": 1}
+AXES |= {"code_usage": 2, "samples_mv": 4}
 LARGEST = 1e12  # beyond it nothing is a step, a loss or a rate
 
 

@@ -27,7 +27,7 @@ from engine.pipelines.loader import Loader, LoaderError
 from engine.pipelines.order import OrderError
 from engine.pipelines.resident import ResidentError
 from engine.scoring.report import write_report
-from engine.training import checkpoint, distributed, export
+from engine.training import boards, checkpoint, distributed, export
 from engine.training.checkpoint import CheckpointError, WriteError
 from engine.training.distributed import Ranks
 from engine.training.loop import Loop, Progress, TrainError, facts
@@ -42,6 +42,7 @@ FREE = {"run", "data.datasets", "data.anonymous"} | {
         ("pipeline", ("source", "check", "on_corrupt", "threads", "read_ahead", "cache_dir", "cache_bytes")),
         ("train", ("log_every", "validate_every", "valid_batches", "probe_patients", "save_every_steps", "save_every_minutes")),
         ("train", ("keep", "peak_tflops", "timeout_s", "max_nonfinite", "deepspeed", "compile", "micro_batch", "zero_stage")),
+        ("train", ("track",)),
     )
     for name in names
 }
@@ -109,6 +110,7 @@ class Door:
 
 def train(config: Settings, door: Door) -> int:
     check(config, distributed.environment()[1])
+    boards.check(config)
     datasets = open_datasets(config)
     run = Path(config.run)
     run.mkdir(parents=True, exist_ok=True)
@@ -191,7 +193,8 @@ def resume_from(
         raise ConfigError(
             f"{run}: train.zero_stage was {saved['zero_stage']} and is {now['zero_stage']}: set it back, or run=NEW"
         )
-    changed = differences(saved["config"], now["config"], free(config))
+    begun = build(saved["config"], type(config)).tree()  # settings that came later have their defaults
+    changed = differences(begun, now["config"], free(config))
     changed += differences({name: saved.get(name) for name in task.facts()}, task.facts(), set())
     if changed:
         raise ConfigError(f"{run}: was begun with other settings: {'; '.join(changed)}: set them back, or use run=NEW")

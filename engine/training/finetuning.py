@@ -33,9 +33,11 @@ from engine.pipelines.leads import ConfigError, describe
 from engine.pipelines.loader import Batch
 from engine.scoring import metrics
 from engine.training.distributed import Ranks
+from engine.training.similarity import pairs
 from engine.training.task import Task
 from engine.training.validation import Patients, count_of, dtype_of, encode, to_device
 
+DIAGNOSED = 64  # crops
 RANDOM = "random"  # weights of a start that is a YAML
 
 
@@ -107,6 +109,20 @@ class Finetuning(Task):
             engine.train()
         return self._diagnosed(out_BSD) if self.diagnosis else self._identified(out_BSD)
 
+    def diagnostics(self, engine: Any, batch: Batch) -> dict[str, np.ndarray]:
+        """Of identification, how alike held-out halves are: of the same patient, of others."""
+        found = super().diagnostics(engine, batch)
+        if self.diagnosis or not self.held:
+            return found
+        engine.eval()
+        try:
+            c_BSD = encode(self.config, self.ranks, self.held[:DIAGNOSED], lambda x: self._outputs(engine, x)).cpu()
+        finally:
+            engine.train()
+        names_R = torch.from_numpy(self.held_labels[:DIAGNOSED]).repeat_interleave(c_BSD.shape[1])
+        same, other = pairs(c_BSD.flatten(0, 1), names_R)
+        return found | {"same_similarity": same, "other_similarity": other}
+
     def _outputs(self, engine: Any, x_BSLT: Tensor) -> Tensor:
         c_RD: Tensor = engine(x_BSLT)
         out_RD: Tensor = engine.module.logits(c_RD) if self.diagnosis else c_RD
@@ -139,11 +155,13 @@ class Finetuning(Task):
     def card(config: FinetuneConfig, state: dict[str, Any]) -> tuple[str, list[str]]:
         best, task = state.get("best") or {}, config.head.task
         kind = "CinC 2021 score" if task == "diagnosis" else "share of halves whose other half was found"
-        score = f"{kind} on validation crops: {best['score']:.4f} at step {best['step']}." if best else "Not validated."
+        chosen = "the best by it" if best.get("step") == state["step"] else "the newest"
+        told = f"{kind} on validation crops: {best['score']:.4f}, at step {best['step']:,}." if best else "No validation score."
+        told += f" These are the weights of step {state['step']:,}, {chosen}."
         head = "mean over time, then a linear layer to 26 classes, sigmoid"
         use = head if task == "diagnosis" else "mean over time as a unit vector, compared by cosine"
         seen = describe(config.augment.seen)
-        return f"ECG {task}, fine-tuned with omnilead", [f"Begun from {config.start}, on leads {seen}.", f"{use}.", score]
+        return f"ECG {task}, fine-tuned with omnilead", [f"Begun from {config.start}, on leads {seen}.", f"{use}.", told]
 
     @staticmethod
     def exports(config: FinetuneConfig, name: str) -> bool:

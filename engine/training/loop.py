@@ -24,6 +24,7 @@ from engine.config import Settings, micro_batch, zero_stage
 from engine.objectives.gather import total as sum_over_ranks
 from engine.pipelines.counter import bits
 from engine.pipelines.loader import Batch, Loader, State
+from engine.scoring.rundir import DIAGNOSTICS, write_diagnostics
 from engine.training import checkpoint, throughput
 from engine.training.distributed import Agreement, Ranks
 from engine.training.optimizer import GuardedAdamW
@@ -79,7 +80,7 @@ class Loop:
         before = signal.signal(signal.SIGTERM, self._on_sigterm)
         agree = Agreement(self.ranks, ("stop", "save"))
         self.engine.train()
-        batches = iter(self.loader)
+        batches, batch = iter(self.loader), None
         try:
             while self.progress.step < self.total:
                 batch, self.state = next(batches)
@@ -92,6 +93,8 @@ class Loop:
                     return False
             if self.saved_at_step != self.progress.step:
                 self._save()
+            if batch is not None:
+                self._diagnose(batch)
             return True
         finally:
             agree.finish()
@@ -187,6 +190,11 @@ class Loop:
         if self.tracker is not None and row:
             self.tracker.validated(where | row)
         self.meter.pause(time.perf_counter() - began)
+
+    def _diagnose(self, batch: Batch) -> None:
+        arrays = self.task.diagnostics(self.engine, batch)
+        if self.ranks.first:
+            write_diagnostics(self.run / DIAGNOSTICS, **arrays)
 
     def _save_is_due(self) -> bool:
         t = self.config.train

@@ -4,20 +4,24 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from data_tools.dataset import Dataset
-from engine.config import Config
+from engine.config import Config, micro_batch
 from engine.model.config import flops_per_crop
 from engine.model.pretrainer import Pretrainer
 from engine.model.quantizer import temperature
 from engine.pipelines.batched import HALF
+from engine.pipelines.leads import ConfigError
 from engine.pipelines.loader import Batch
 from engine.training.distributed import Ranks
+from engine.training.similarity import Seen
 from engine.training.task import Task
-from engine.training.validation import HeldOut, Patients, Probe, arguments
+from engine.training.validation import HeldOut, Patients, Probe, arguments, taught
 
+DIAGNOSED = 16  # crops of a rank
 COLLAPSED_SHARE, COLLAPSED_LOGS = 0.02, 3  # of all codes; log lines in a row
 
 
@@ -32,9 +36,11 @@ class Pretraining(Task):
 
     def __init__(self, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
-        self.roles: dict[str, Any] = {name: value for name, value in config.data.train if value is not None} | {"halves": 2}
+        self.roles = taught(config)
         self.ids = Patients(datasets) if config.objective.needs_ids else None
         self.held_out, self.probe = HeldOut(config, datasets, ranks), Probe(config, datasets, ranks)
+        if not self.held_out.crops:
+            self.remarks = [nothing_held_out(config)]
         self.flops_per_crop = flops_per_crop(config.model, HALF, local=config.objective.local > 0)
         self.low_logs = 0
 
@@ -69,6 +75,18 @@ class Pretraining(Task):
             row["identification_accuracy"] = self.probe.accuracy(engine)
         return row
 
+    def diagnostics(self, engine: Any, batch: Batch) -> dict[str, np.ndarray]:
+        """How the model sees the first crops of the batch, with nothing dropped out."""
+        few = min(DIAGNOSED, micro_batch(self.config, self.ranks.world)[0])
+        given = (a if a is None or a.ndim == 0 else a[:few] for a in self.arguments(batch, 0))
+        engine.eval()
+        try:
+            with Seen(engine.module) as seen, torch.no_grad():
+                engine(*given)
+        finally:
+            engine.train()
+        return super().diagnostics(engine, batch) | seen.arrays(batch.x_BSLT.shape[1])
+
     @staticmethod
     def described(config: Config, state: dict[str, Any]) -> dict[str, Any]:
         """What config.json of the exported model says of it."""
@@ -79,16 +97,26 @@ class Pretraining(Task):
         """Heading and lines of the model card."""
         m, o = config.model, config.objective
         terms = [f"{getattr(o, name)} x {name}" for name in ("local", "diversity", "features", "contrast") if getattr(o, name)]
-        best = state.get("best")
-        measured = (
-            f"Best validation loss {best['loss']:.4f} at step {best['step']}." if best else "No validation was asked for."
+        best, weights = state.get("best"), f"These are the weights of step {state['step']:,}, the newest."
+        lowest = (
+            f"Lowest validation loss: {best['loss']:.4f}, at step {best['step']:,}." if best else "There was no validation."
         )
         return "Lead-agnostic ECG encoder, pre-trained with omnilead", [
             f"{len(m.conv)} convolutions, {m.layers} transformer layers of width {m.width}.",
-            f"Loss: {', '.join(terms)}; global objective {o.method if o.contrast else 'none'}. {measured}",
+            f"Loss: {', '.join(terms)}; global objective {o.method if o.contrast else 'none'}.",
+            f"{weights} {lowest}",
         ]
 
     @staticmethod
     def exports(config: Config, name: str) -> bool:
         """All of it: whoever trains on needs the quantiser too."""
         return True
+
+
+def nothing_held_out(config: Config) -> str:
+    if config.data.hold_out:
+        raise ConfigError(
+            f"data.hold_out={config.data.hold_out}: holds nobody of these datasets out: raise it, or leave it out"
+        )
+    role = ", ".join(f"{name}={value!r}" for name, value in config.data.valid if value is not None)
+    return f"no crop has data.valid {role}: no loss is validated; data.hold_out=0.05 would keep patients for it"

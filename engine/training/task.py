@@ -8,12 +8,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from data_tools.dataset import Dataset
 from engine.pipelines.loader import Batch
 from engine.training.distributed import Ranks
+
+SAMPLES = 4  # crops that the report shows
 
 
 class Task(ABC):
@@ -38,6 +41,10 @@ class Task(ABC):
     @abstractmethod
     def validate(self, engine: Any) -> dict[str, float]:
         """By all ranks. Empty: there is nothing to validate on."""
+
+    def diagnostics(self, engine: Any, batch: Batch) -> dict[str, np.ndarray]:
+        """At the end, by all ranks: arrays for RUN/diagnostics.npz (engine.scoring.rundir). `batch`: the last one."""
+        return {"samples_mv": batch.x_BSLT[:SAMPLES].float().cpu().numpy()}
 
     def facts(self) -> dict[str, Any]:
         """What else must be as it was when a run goes on."""

@@ -1,4 +1,4 @@
-"""What a run tells: a line on the screen, metrics.jsonl, validation.jsonl, TensorBoard if installed, run.json, config.yaml.
+"""What a run tells: a line on the screen, metrics.jsonl, validation.jsonl, run.json, config.yaml, and train.track's boards.
 
     tracker = Tracker(run, config, keys, facts, resumed_step, total)       # rank 0 only
     tracker.log({"step": 10, "loss": 4.2, ...})
@@ -6,9 +6,7 @@
 A run that goes on after a kill drops the lines after the step that it goes on from: the files look as if nothing had happened.
 """
 
-import importlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -21,6 +19,7 @@ import torch
 import yaml  # type: ignore[import-untyped]
 
 from engine.config import Settings
+from engine.training.boards import open_boards
 from engine.training.checkpoint import write
 
 METRICS, VALIDATION = "metrics.jsonl", "validation.jsonl"
@@ -35,10 +34,10 @@ class Tracker:
         run.mkdir(parents=True, exist_ok=True)
         write(run / "config.yaml", yaml.safe_dump(config.tree(), sort_keys=False))
         write(run / "run.json", json.dumps(facts | hardware() | versions(), indent=1) + "\n")
+        self.boards = open_boards(run, config, step, _say)
         for name in (METRICS, VALIDATION):
             _cut(run / name, step)
         self.files = {name: open(run / name, "a", buffering=1) for name in (METRICS, VALIDATION)}  # noqa: SIM115
-        self.board = _board(run / "tensorboard", step)
 
     def log(self, row: dict[str, Any]) -> None:
         whole = {key: row.get(key) for key in self.keys}
@@ -55,15 +54,12 @@ class Tracker:
     def close(self) -> None:
         for file in self.files.values():
             file.close()
-        if self.board:
-            self.board.close()
+        self.boards.close()
 
     def _write(self, name: str, row: dict[str, Any], prefix: str = "") -> None:
         self.files[name].write(json.dumps(row) + "\n")
-        if self.board:
-            for key, value in row.items():
-                if key != "step" and value is not None:
-                    self.board.add_scalar(prefix + key, value, row["step"])
+        curves = {prefix + key: value for key, value in row.items() if key != "step" and value is not None}
+        self.boards.log(curves, int(row["step"]))
 
     def _left_s(self, step: int) -> float:
         return (time.perf_counter() - self.began) / max(step - self.first, 1) * (self.total - step)
@@ -98,16 +94,6 @@ def _cut(path: Path, step: int) -> None:
         except (ValueError, KeyError, TypeError):
             continue
     write(path, "".join(f"{text}\n" for text in kept))
-
-
-def _board(path: Path, step: int) -> Any:
-    if importlib.util.find_spec("tensorboard") is None:
-        return None
-    try:
-        writer: Any = importlib.import_module("torch.utils.tensorboard").SummaryWriter
-    except ImportError:
-        return None
-    return writer(str(path), purge_step=step + 1)
 
 
 def versions() -> dict[str, Any]:

@@ -65,12 +65,18 @@ class Patients:
         return np.array([self.of_dataset[d][r] for d, r in zip(dataset.tolist(), row.tolist(), strict=True)], np.int64)
 
 
+def taught(config: Config) -> dict[str, Any]:
+    """Which crops a pre-training is of, as engine.pipelines.order.Rows.of has them."""
+    roles: dict[str, Any] = {name: value for name, value in config.data.train if value is not None} | {"halves": 2}
+    return roles | ({"hold_out": config.data.hold_out} if config.data.hold_out else {})
+
+
 class HeldOut:
     """Crops for validation; `crops` 0: there are too few."""
 
     def __init__(self, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
-        self.roles: dict[str, Any] = {**dict(config.data.valid), "halves": 2}
+        self.roles = taught(config) | {"held": True} if config.data.hold_out else {**dict(config.data.valid), "halves": 2}
         self.datasets = [dataset for dataset in datasets if count_of(dataset, self.roles)]
         held = sum(count_of(dataset, self.roles) for dataset in self.datasets)
         most = micro_batch(config, ranks.world)[0] * ranks.world

@@ -119,16 +119,36 @@ def test_every_curve_is_on_the_page_and_nothing_is_loaded(full: Path) -> None:
     check(html)
     assert set(LOGGED) <= curves(html)
     assert {"valid/loss", "valid/accuracy_local", "valid/identification_accuracy"} <= curves(html)
-    assert {"positive pairs", "negative pairs", "codebook 1", "codebook 2"} <= curves(html)
+    assert {"its own", "others of the same half", "codebook 1", "codebook 2"} <= curves(html)
     assert "Crop 1" in html and "aVR" in html
     assert "of 300" in html and "hardware.gpus" in html
 
 
 def test_all_that_the_loop_logs_is_drawn() -> None:
+    from engine.training.finetuning import Finetuning
     from engine.training.pretraining import Pretraining
 
     drawn = {curve.key for section in report.SECTIONS.values() for chart in section for curve in chart.curves}
-    assert set(Pretraining.keys) - drawn == {"step", "crops_seen", "epoch"}  # these are in the heading
+    for task in (Pretraining, Finetuning):
+        assert set(task.keys) - drawn == {"step", "crops_seen", "epoch"}  # these are in the heading
+
+
+def test_scores_are_drawn_and_the_first_of_the_best_is_marked(tmp_path: Path) -> None:
+    run = make(tmp_path / "dx", *({"step": s, "crops_seen": s, "loss": 1 / s, "accuracy": 0.5} for s in range(1, 41)))
+    figures = {"loss": 0.2, "challenge": 0.1, "auroc": 0.6, "auprc": 0.3, "accuracy": 0.4, "f_measure": 0.2}
+    scores = {10: 0.25, 20: 0.75, 30: 0.75, 40: NAN}
+    lines = [{"step": step, "score": score, **figures} for step, score in scores.items()]
+    (run / "validation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "run.json").write_text(json.dumps({"config": {"head": {"task": "diagnosis"}}}))
+    html = report.build(run)
+    marks = [svg.get("aria-label") for svg in check(html) for node in svg.iter("text") if node.text == "best"]
+    assert marks == ["Loss", "Halves answered right", "Score on validation crops", "AUROC, AUPRC, F-measure"]
+    assert {"valid/score", "valid/auroc", "valid/auprc", "valid/f_measure", "valid/accuracy", "accuracy"} <= curves(html)
+    colours = [node.get("data-colour") for svg in svgs(html) for node in svg.iter("path") if node.get("data-key") in
+               ("valid/auroc", "valid/auprc", "valid/f_measure")]  # fmt: skip
+    assert colours == ["0", "1", "2"]
+    assert html.count("best at step 20") == len(marks) and "<b>0.750</b><small>at step 20" in html
+    assert "Fine-tuning: diagnosis" in html and "Not logged" not in html
 
 
 def test_what_a_run_says_of_itself_is_text(full: Path) -> None:

@@ -1,0 +1,81 @@
+"""RUN/diagnostics.npz: what the report draws beside the curves, by every kind of run."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranks import pretrain
+
+from data_tools.dataset import Dataset
+from engine.model.config import ModelConfig
+from engine.model.pretrainer import Pretrainer
+from engine.objectives.config import ObjectiveConfig
+from engine.scoring.rundir import DIAGNOSTICS, read_diagnostics
+from engine.training.similarity import MOST, Seen, pairs, sampled
+
+SMALL = ModelConfig(conv=((16, 2),) * 4, width=32, layers=1, heads=4, ffn=48, position_kernel=16, position_groups=4, codes=8,
+                    code_width=16, projection=16)  # fmt: skip
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+
+
+def test_pairs_are_each_pair_once() -> None:
+    c_AD = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    names, c = [3, 1, 3, 3, 2, 1, 9], c_AD.numpy()
+    every = [(names[i] == names[j], cosine(c[i], c[j])) for i in range(7) for j in range(i + 1, 7)]
+    found = pairs(c_AD, torch.tensor(names))
+    for mine, same in zip(found, (True, False), strict=True):
+        np.testing.assert_allclose(mine, [value for is_same, value in every if is_same == same], atol=1e-6)
+    assert len(sampled(torch.randn(3 * MOST + 1))) <= MOST and len(sampled(torch.randn(MOST))) == MOST
+    assert len(sampled(torch.randn(0))) == 0
+
+
+def test_contexts_are_compared_with_what_the_loss_compares_them_with() -> None:
+    """All that is drawn is seen: from these cosines alone the loss of the batch follows, where each is drawn once."""
+    objective = ObjectiveConfig(negatives=1, diversity=0.0, features=0.0, contrast=0.0)
+    model = Pretrainer(SMALL, objective, generator=torch.Generator().manual_seed(0)).eval()
+    x_BSLT = torch.randn(2, 2, 12, 640, generator=torch.Generator().manual_seed(1))
+    keys_BS = torch.arange(4).view(2, 2)
+    with Seen(model) as seen, torch.no_grad():
+        losses = model(x_BSLT, keys_BS, torch.tensor(1.0))
+    found, draws = seen.arrays(views=2), seen.draws
+    assert draws is not None and seen.compared is not None
+    valid, times = draws.valid_RM.numpy(), draws.times_RMM.numpy() > 0
+    assert len(found["positive_similarity"]) == valid.sum() == found["code_usage"].sum() / SMALL.codebooks
+    context, target = (x.numpy() for x in seen.compared[:2])
+    codes, own, other, loss = seen.compared.quantized.codes_RMG.numpy(), [], [], []
+    for r in range(4):
+        of_row = []
+        for i in np.flatnonzero(valid[r]):
+            own.append(cosine(context[r, i], target[r, i]))
+            drawn = [j for j in np.flatnonzero(times[r, i]) if (codes[r, i] != codes[r, j]).any()]
+            other += [cosine(context[r, i], target[r, j]) for j in drawn]
+            scaled = np.array([own[-1], *other[len(other) - len(drawn) :]]) / objective.temperature
+            of_row.append(np.log(np.exp(scaled).sum()) - scaled[0])
+        loss.append(np.mean(of_row))
+    np.testing.assert_allclose(found["positive_similarity"], own, atol=1e-5)
+    np.testing.assert_allclose(found["negative_similarity"], other, atol=1e-5)
+    assert float(losses["loss_local"]) == pytest.approx(np.mean(loss), rel=1e-4)
+    assert len(found["same_similarity"]) == 2 and len(found["other_similarity"]) == 4
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_run_on_two_ranks_in_bf16_leaves_them(stage: int, dataset: Dataset, tmp_path: Path) -> None:
+    ended = pretrain(tmp_path, dataset.root.url, world=2, train__zero_stage=stage, train__precision="bf16", train__steps=1)
+    assert ended.ok, ended.output
+    found, remarks = read_diagnostics(tmp_path / "run" / DIAGNOSTICS)
+    assert remarks == [] and {name: array.ndim for name, array in found.items() if "similarity" not in name} == {
+        "code_usage": 2,
+        "samples_mv": 4,
+    }
+    assert found["samples_mv"].shape == (4, 2, 12, 2500) and found["code_usage"].shape == (2, 8)
+    assert len(found["same_similarity"]) == 4 and len(found["other_similarity"]) == 6 * 4  # of rank 0's four crops
+    assert len(found["positive_similarity"]) < found["code_usage"][0].sum() < 3 * len(found["positive_similarity"])
+    for name in ("positive", "negative", "same", "other"):
+        assert (abs(found[f"{name}_similarity"]) <= 1.001).all()
+    html = (tmp_path / "run" / "report.html").read_text()
+    for drawn in ("Cosine of contexts and targets", "Cosine of pooled encodings", "Codes by how often", "Crop 4, as the model"):
+        assert drawn in html

@@ -1,0 +1,97 @@
+"""data.hold_out: patients kept from training so that there is something to validate on."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from ranks import pretrain, rows
+
+from data_tools.build import Settings, shard
+from data_tools.dataset import Dataset
+from data_tools.sources import open_sources
+from engine.config import build
+from engine.pipelines.held_out import sides
+from engine.pipelines.loader import Loader
+from engine.pipelines.order import Order, Rows
+from engine.training.validation import Patients, taught
+
+WORLDS = (1, 2, 4)
+
+
+def table(**columns: Any) -> Any:
+    """As much of a dataset as names take."""
+    return SimpleNamespace(table=lambda names: pa.table(columns).select(names))
+
+
+def many(patients: int, first: int = 0) -> Any:
+    """Two records each, every third patient unknown."""
+    numbers = np.repeat(np.arange(first, first + patients), 2)
+    names = pa.array([None if n % 3 == 0 else f"p{n}" for n in numbers.tolist()], pa.string())
+    records = [f"r{i}" for i in range(2 * first, 2 * (first + patients))]
+    return table(source=["s"] * len(records), patient=names, record=records, waveform=np.arange(len(records), dtype=np.uint64))
+
+
+@pytest.mark.parametrize("share", [0.02, 0.3])
+def test_the_share_of_patients_is_held_out_whole(share: float) -> None:
+    data = many(30_000)
+    trained, held = sides(data, share)
+    assert (trained ^ held).all()
+    known = np.array([p is not None for p in data.table(["patient"])["patient"].to_pylist()])
+    assert (held[::2] == held[1::2])[known[::2]].all() and (held[::2] != held[1::2])[~known[::2]].any()
+    for units in (held[::2][known[::2]], held[~known]):
+        assert abs(units.mean() - share) < 4 * np.sqrt(share * (1 - share) / len(units))
+    assert not (held & ~sides(data, share + 0.1)[1]).any()  # a larger share keeps who was held out
+
+
+def test_more_data_moves_nobody() -> None:
+    before, after = sides(many(500), 0.3)[1], sides(many(900), 0.3)[1]
+    assert (after[: len(before)] == before).all()
+
+
+def test_a_copy_of_what_is_held_out_is_not_trained_on() -> None:
+    names = [f"p{i}" for i in range(200)]
+    data = table(source=["s"] * 200, patient=names, record=names, waveform=np.arange(200, dtype=np.uint64) // 2)
+    trained, held = sides(data, 0.3)
+    assert held.any() and trained.any()
+    assert (trained == ~(held | held.reshape(-1, 2)[:, ::-1].ravel())).all()
+
+
+def test_no_patient_held_out_is_trained_on_at_any_world_size_or_restart(dataset: Dataset) -> None:
+    config = build({"data": {"datasets": [dataset.root.url], "hold_out": 0.2}, "train": {"batch_crops": 16}})
+    patients = Patients([dataset]).of_dataset[0]
+    held = Rows.of(dataset, **taught(config), held=True)
+    out = set(patients[held.row(np.arange(len(held)))].tolist())
+    order = Order((Rows.of(dataset, **taught(config)),), 16)
+    steps = 3 * order.steps_per_epoch
+    seen = order.places(0, steps * 16).row
+    assert out and not out & set(patients[seen].tolist())
+    everybody = set(patients[Rows.of(dataset, pretrain=True, halves=2).row(np.arange(len(held) + len(order.rows[0])))].tolist())
+    assert everybody == out | set(patients[order.rows[0].row(np.arange(len(order.rows[0])))].tolist())
+    for world in WORLDS:
+        loaders = [Loader(config.loader, [dataset], torch.device("cpu"), r, world, **taught(config)) for r in range(world)]
+        first = [next(iter(loader)) for loader in loaders]
+        assert np.concatenate([batch.places.row for batch, _ in first]).tolist() == seen[:16].tolist()
+        state = first[0][1]
+        again = Loader(config.loader, [dataset], torch.device("cpu"), 0, world, state, **taught(config))
+        batch, _ = next(iter(again))
+        assert batch.places.row.tolist() == seen[16 : 16 + 16 // world].tolist()
+        for loader in (*loaders, again):
+            loader.close()
+
+
+def test_a_run_validates_on_them_and_another_share_is_refused(archive: Path, tmp_path: Path) -> None:
+    bare = shard(open_sources(str(archive / "training" / "ningbo")), Settings(str(tmp_path / "bare"), plan="all", quiet=True))
+    how = {"train__steps": 2, "train__validate_every": 1, "train__batch_crops": 4}
+    ended = pretrain(tmp_path, bare.root.url, "none", **how)
+    assert ended.ok and "data.hold_out=0.05 would keep" in ended.output, ended.output
+    assert rows(tmp_path / "none", "validation.jsonl") == []
+    ended = pretrain(tmp_path, bare.root.url, world=2, data__hold_out=0.3, **how)
+    assert ended.ok and "would keep" not in ended.output, ended.output
+    assert [row["step"] for row in rows(tmp_path / "run", "validation.jsonl")] == [1, 2]
+    for share, says in ((0.2, "data.hold_out was 0.3 and is 0.2"), (1e-9, "holds nobody"), (1.0, "less than 1")):
+        ended = pretrain(tmp_path, bare.root.url, data__hold_out=share, **how)
+        assert ended.codes == [2] and says in ended.output and len(ended.output.splitlines()) == 1, ended.output
