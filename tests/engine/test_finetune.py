@@ -10,7 +10,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "training"))  # the helpers lie there
-from ranks import TINY, Ended, pretrain, rows, start, wait
+from ranks import TINY, finetune, pretrain, rows
 
 import engine
 from data_tools.build import Settings, shard
@@ -22,6 +22,7 @@ from engine.model.encoder import Encoder
 from engine.model.initial import initialise
 from engine.model.tuned import HeadConfig, Tuned
 from engine.objectives.arcface import arcface_logits
+from engine.scoring.rundir import DIAGNOSTICS, read_diagnostics
 from engine.training.finetuning import fitted, read_start
 from engine.training.validation import Patients
 
@@ -34,18 +35,6 @@ def base(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tmp = tmp_path_factory.mktemp("base")
     assert pretrain(tmp, dataset.root.url, train__steps=2, objective__local=0).ok
     return tmp / "run"
-
-
-def finetune(tmp: Path, data: str, begin: Path, task: str, run: str = "run", world: int = 1, **changes: Any) -> Ended:
-    sets = {"run": str(tmp / run), "start": str(begin), "data.datasets": json.dumps([data]), "head.task": task}
-    sets |= {"train.precision": "fp32", "train.batch_crops": 8, "train.steps": 4, "train.lr": 1e-3, "train.validate_every": 2}
-    sets |= {"train.log_every": 1, "train.peak_tflops": 1.0, "train.timeout_s": 60}
-    sets |= {name.replace("__", "."): json.dumps(value) for name, value in changes.items()}
-    (tmp / "empty.yaml").write_text("{}")
-    (tmp / "out.txt").unlink(missing_ok=True)
-    arguments = ["--config", str(tmp / "empty.yaml")]
-    arguments += [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
-    return wait(tmp, start(tmp, arguments, world))
 
 
 def curve(run: Path) -> list[dict[str, Any]]:
@@ -88,6 +77,40 @@ def test_a_resumed_run_and_two_ranks_are_the_same_run(dataset: Dataset, base: Pa
     np.testing.assert_allclose(two, whole, rtol=2e-4)
     elsewhere = finetune(tmp_path, dataset.root.url, Path(CONFIGS / "pretrain" / "quickstart.yaml"), "identification", "whole")
     assert elsewhere.codes == [2] and "was begun with other settings" in elsewhere.output and "start was" in elsewhere.output
+
+
+def test_fine_tuning_leaves_what_it_has(base: Path, dataset: Dataset, tmp_path: Path) -> None:
+    for task, names in (
+        ("diagnosis", {"samples_mv"}),
+        ("identification", {"samples_mv", "same_similarity", "other_similarity"}),
+    ):
+        ended = finetune(tmp_path, dataset.root.url, base, task, task, world=2, train__zero_stage=3, train__steps=2)
+        assert ended.ok, ended.output
+        found, _ = read_diagnostics(tmp_path / task / DIAGNOSTICS)
+        assert found.keys() == names
+        html = (tmp_path / task / "report.html").read_text()
+        assert f"Fine-tuning: {task}" in html and "Score on validation crops" in html and ">best</text>" in html
+        assert ("AUROC, AUPRC, F-measure" in html) == (task == "diagnosis") and "Patient known again" not in html
+        assert "Not logged" not in html
+    assert len(found["same_similarity"]) >= len(dataset.select(identity="valid")) / 2
+
+
+def choose() -> None:
+    """Scores by step: no number, 0.3, 0.3 again, no number."""
+    from engine.training.finetuning import Finetuning
+
+    scores = iter([float("nan"), 0.3, 0.3, float("nan")])
+    Finetuning.validate = lambda self, engine: {"score": next(scores), "loss": 1.0}  # type: ignore[method-assign, assignment]
+
+
+def test_the_first_of_the_best_scores_is_exported_and_the_card_says_so(base: Path, dataset: Dataset, tmp_path: Path) -> None:
+    ended = finetune(tmp_path, dataset.root.url, base, "diagnosis", before=choose, train__steps=7)
+    assert ended.ok, ended.output
+    run = tmp_path / "run"
+    assert [row["step"] for row in rows(run, "validation.jsonl")] == [2, 4, 6, 7]  # the last always
+    assert (run / "checkpoints" / "best").read_text() == "step-4"
+    card = (run / "model" / "README.md").read_text()
+    assert "0.3000, at step 4. These are the weights of step 4, the best by it." in card
 
 
 def test_random_weights_of_a_pretraining_file(dataset: Dataset, tmp_path: Path) -> None:

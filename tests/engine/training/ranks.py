@@ -101,6 +101,30 @@ def pretrain(
     return wait(tmp, start(tmp, settings(tmp, dataset, run, **changes), world, before))
 
 
+def tuning(tmp: Path, dataset: str, begin: Path, task: str, run: str = "run", **changes: Any) -> list[str]:
+    """Arguments of a fine-tuning."""
+    sets = {"run": str(tmp / run), "start": str(begin), "data.datasets": json.dumps([dataset]), "head.task": task}
+    sets |= {"train.precision": "fp32", "train.batch_crops": 8, "train.steps": 4, "train.lr": 1e-3, "train.validate_every": 2}
+    sets |= {"train.log_every": 1, "train.peak_tflops": 1.0, "train.timeout_s": 60}
+    sets |= {name.replace("__", "."): json.dumps(value) for name, value in changes.items()}
+    (tmp / "empty.yaml").write_text("{}")
+    return ["--config", str(tmp / "empty.yaml"), *(part for k, v in sets.items() for part in ("--set", f"{k}={v}"))]
+
+
+def finetune(
+    tmp: Path,
+    dataset: str,
+    begin: Path,
+    task: str,
+    run: str = "run",
+    world: int = 1,
+    before: Callable[[], None] | None = None,
+    **changes: Any,
+) -> Ended:
+    (tmp / "out.txt").unlink(missing_ok=True)
+    return wait(tmp, start(tmp, tuning(tmp, dataset, begin, task, run, **changes), world, before))
+
+
 def rows(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / name).read_text().splitlines()]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import curve, free_port, pretrain, rows, settings, start, wait
+from ranks import curve, free_port, pretrain, rows, settings, start, tuning, wait
 
 from data_tools.dataset import Dataset
 from engine.training import checkpoint
@@ -72,8 +72,11 @@ def progress(run: Path) -> int:
     return checkpoint.step_of(Path(latest.read_text())) if latest.exists() else 0
 
 
-def test_sigterm_writes_a_checkpoint_and_ends_well(dataset: Dataset, tmp_path: Path) -> None:
+@pytest.mark.parametrize("task", ["pretraining", "diagnosis"])
+def test_sigterm_writes_a_checkpoint_and_ends_well(task: str, dataset: Dataset, tmp_path: Path) -> None:
     arguments = settings(tmp_path, dataset.root.url, train__steps=100_000)
+    if task == "diagnosis":  # from random weights of those settings
+        arguments = tuning(tmp_path, dataset.root.url, tmp_path / "tiny.yaml", task, train__steps=100_000)
     processes = start(tmp_path, arguments, world=2)
     metrics = tmp_path / "run" / "metrics.jsonl"
     while not (metrics.exists() and len(metrics.read_text().splitlines()) > 3):
@@ -208,22 +211,3 @@ def test_deepspeed_starts_it(dataset: Dataset, tmp_path: Path) -> None:
     ended = launched(tmp_path, sys.executable, "-m", "deepspeed.launcher.runner", "-q", "--num_gpus", "1", *port, *script)
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
-
-
-def test_two_nodes_without_ssh(dataset: Dataset, tmp_path: Path) -> None:
-    """Each node's own launcher, on loopback."""
-    port, script = str(free_port()), str(ROOT / "engine" / "pretrain.py")
-    arguments = settings(tmp_path, dataset.root.url, train__steps=2)
-    common = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port]
-    nodes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *common, "--node-rank", str(node), script, *arguments],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for node in range(2)
-    ]
-    outputs = [node.communicate(timeout=120)[0].decode() for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], outputs
-    assert rows(tmp_path / "run")[-1]["step"] == 2
