@@ -3,13 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
-.PHONY: help test demo lint bench clean
+.PHONY: help test demo lint bench bench-gpu clean
 
 help:
 	@echo "make test   install into .venv and run every test"
 	@echo "make demo   install into .venv; an archive -> a dataset -> a small pre-trained model, in demo/"
 	@echo "make lint   ruff and mypy"
-	@echo "make bench  measure this machine; a record in benchmarks/results"
+	@echo "make bench  measure this machine, 15 minutes; a record and pictures in benchmarks/results, tables in README.md"
+	@echo "make bench-gpu   the same on a GPU, 10 minutes"
 	@echo "make clean  remove .venv and demo/"
 
 .venv/installed: pyproject.toml constraints.txt
@@ -41,10 +42,12 @@ lint: .venv/installed
 	$(BIN)/mypy
 
 bench: .venv/installed
-	$(RUN) -m benchmarks.run ingest
-	$(RUN) -m benchmarks.run loader
-	$(RUN) -m benchmarks.run scaling
+	$(RUN) -m benchmarks.run suite --minutes 12
 	$(RUN) -m benchmarks.report
+
+bench-gpu: .venv/installed
+	$(BIN)/python -m benchmarks.run suite --device cuda --minutes 8
+	$(BIN)/python -m benchmarks.report
 
 clean:
 	rm -rf .venv demo

@@ -38,7 +38,8 @@ class AuthorsStep(nn.Module):
         self.config, self.objective = config, objective
         self.feature_extractor = TheirConvolutions(config)
         self.layer_norm = nn.LayerNorm(config.feature_width)
-        self.post_extract_proj = nn.Linear(config.feature_width, config.width)
+        same = config.feature_width == config.width
+        self.post_extract_proj: nn.Module = nn.Identity() if same else nn.Linear(config.feature_width, config.width)
         self.mask_emb = nn.Parameter(torch.empty(config.width).uniform_())
         self.conv_pos = TheirPositions(config)
         self.encoder = TheirTransformer(config)

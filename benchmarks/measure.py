@@ -1,60 +1,109 @@
 """Honest timing on a noisy machine: fresh processes, a warm-up that does not count, CPU-seconds beside seconds, all repeats.
 
-Cases that are compared take turns (A B C A B C ...), so that a drift of the machine's speed meets all of them.
+    results = run_cases({"name": (function, arguments), ...}, repeats=5, progress=print)
+
+Cases that are compared take turns (A B C A B C ...), so that a drift of the machine's speed meets all of them. On a GPU that
+nobody shares, `in_one_process` takes all repeats of a case in the process that has warmed up.
 """
 
+import contextlib
 import inspect
 import multiprocessing
 import resource
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 # A module's function and its arguments. It returns the units of work done, and is called once before it counts; or it is a
-# generator that yields once when it is warm and then the units: a stream that has started.
+# generator that yields once when it is warm and then the units: a stream that has started. One that can be measured again and
+# again in one process yields units until it is sent True.
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
+Progress = Callable[[str], None]
 
 
-def run_cases(cases: Mapping[str, Case], repeats: int, progress: Callable[[str], None]) -> dict[str, dict[str, Any]]:
-    """-> for each case: units per second and per CPU-second (median, lowest, highest), peak memory."""
+class CaseError(Exception):
+    """A case that could not be measured: one line."""
+
+
+def run_cases(
+    cases: Mapping[str, Case],
+    repeats: int,
+    progress: Progress,
+    left_out: dict[str, str] | None = None,
+    in_one_process: bool = False,
+) -> dict[str, dict[str, Any]]:
+    """-> for each case: units per second and per CPU-second (median, lowest, highest), peak memory. A case that fails ends the
+    benchmark, or goes to `left_out` with its reason."""
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
-    for repeat in range(repeats):
-        for name, (function, arguments) in cases.items():
-            progress(f"{name} ({repeat + 1} of {repeats})")
-            samples[name].append(in_fresh_process(function, *arguments))
-    return {name: summary(runs) for name, runs in samples.items()}
+    failed: dict[str, str] = {}
+    turns, at_once = (1, repeats) if in_one_process else (repeats, 1)
+    for turn in range(turns):
+        for name, case in cases.items():
+            if name in failed:
+                continue
+            progress(f"{name} ({turn + 1} of {turns})" if turns > 1 else name)
+            try:
+                samples[name] += call_fresh(_timed, *case, True, at_once)
+            except CaseError as error:
+                if left_out is None:
+                    raise SystemExit(f"benchmarks: {name}: {error}") from None
+                progress(f"{name}: left out: {error}")
+                failed[name] = str(error)
+    if left_out is not None:
+        left_out.update(failed)
+    return {name: summary(runs) for name, runs in samples.items() if name not in failed}
 
 
 def in_fresh_process(function: Callable[..., Any], *arguments: Any, warm_up: bool = True) -> dict[str, float]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_child, args=(theirs, function, arguments, warm_up))
-    process.start()
-    theirs.close()
-    try:
-        result: dict[str, float] = ours.recv()
-    except EOFError:
-        raise SystemExit(f"benchmarks: {function.__name__} died: run it alone to see why") from None
-    process.join()
+    result: dict[str, float] = call_fresh(_timed, function, arguments, warm_up, 1)[0]
     return result
 
 
-def _child(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...], warm_up: bool) -> None:
+def call_fresh(function: Callable[..., Any], *arguments: Any) -> Any:
+    """function(*arguments) in a process of its own, or a CaseError with the last line of what went wrong."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_child, args=(theirs, function, arguments))
+    process.start()
+    theirs.close()
+    try:
+        answer, error = ours.recv()
+    except EOFError:
+        answer, error = None, "its process died"
+    process.join()
+    if error:
+        raise CaseError(error)
+    return answer
+
+
+def _child(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    try:
+        pipe.send((function(*arguments), None))
+    except BaseException as error:  # its reason belongs to the parent
+        told = " ".join(str(error).split())[:300]
+        pipe.send((None, told if isinstance(error, CaseError | SystemExit) else f"{type(error).__name__}: {told}"))
+
+
+def _timed(function: Callable[..., Any], arguments: tuple[Any, ...], warm_up: bool, repeats: int) -> list[dict[str, float]]:
     stream = function(*arguments) if inspect.isgeneratorfunction(function) else None
     if stream:
         next(stream)
     elif warm_up:  # page cache, imports, caches of parsers
         function(*arguments)
-    cpu, wall = _cpu_s(), time.perf_counter()
-    units = next(stream) if stream else function(*arguments)
-    wall, cpu = time.perf_counter() - wall, _cpu_s() - cpu
-    pipe.send({"units": units, "wall_s": wall, "cpu_s": cpu, "peak_mb": _peak_mb()})
-    for _ in stream or ():  # its threads and workers end before the interpreter does
-        pass
+    runs = []
+    for _ in range(repeats):
+        cpu, wall = cpu_s(), time.perf_counter()
+        units = next(stream) if stream else function(*arguments)
+        wall, cpu = time.perf_counter() - wall, cpu_s() - cpu
+        runs.append({"units": units, "wall_s": wall, "cpu_s": cpu, "peak_mb": _peak_mb()})
+    if stream:  # its threads and workers end before the interpreter does
+        with contextlib.suppress(StopIteration):
+            stream.send(True)
+    return runs
 
 
 def _peak_mb() -> float:
@@ -63,20 +112,22 @@ def _peak_mb() -> float:
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
-def _cpu_s() -> float:
+def cpu_s() -> float:
     """Of this process and its workers: in microseconds, and of workers that still run in hundredths of a second."""
     alive = [psutil.Process(child.pid).cpu_times() for child in multiprocessing.active_children()]
     ended = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(used.ru_utime + used.ru_stime for used in ended) + sum(used.user + used.system for used in alive)
 
 
-def summary(runs: list[dict[str, float]]) -> dict[str, Any]:
-    def spread(values: list[float]) -> dict[str, float]:
-        return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+def spread(values: Iterable[float]) -> dict[str, float]:
+    values = list(values)
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
+
+def summary(runs: list[dict[str, float]]) -> dict[str, Any]:
     return {
-        "per_s": spread([run["units"] / run["wall_s"] for run in runs]),
-        "per_cpu_s": spread([run["units"] / max(run["cpu_s"], 1e-9) for run in runs]),
+        "per_s": spread(run["units"] / run["wall_s"] for run in runs),
+        "per_cpu_s": spread(run["units"] / max(run["cpu_s"], 1e-9) for run in runs),
         "peak_mb": max(run["peak_mb"] for run in runs),
         "units": runs[0]["units"],
         "repeats": len(runs),

@@ -1,8 +1,17 @@
 """Measure this machine and write one record.
 
-python -m benchmarks.run ingest [--out F.json] [--repeats 5] [--records 2000]
-python -m benchmarks.run loader [--out F.json] [--repeats 5] [--records 2000] [--seconds 3]
-python -m benchmarks.run step [--out F.json] [--repeats 3] [--device cpu|cuda] [--batches 4 8] [--compiled]
+    python -m benchmarks.run ingest                  archive to dataset, beside the peers
+    python -m benchmarks.run loader                  dataset to batches, beside the peers
+    python -m benchmarks.run step                    one training step, beside a re-creation of the authors'
+    python -m benchmarks.run step --explain          each of its stages beside what it must cost
+    python -m benchmarks.run step --autotune         micro-batch and kernels: the fastest settings
+    python -m benchmarks.run e2e                     loader, step, optimiser, log through the real loop, beside the bare step
+    python -m benchmarks.run start                   from the command to the first step
+    python -m benchmarks.run scaling                 ten million crops; two ranks; a cluster, by formula
+    python -m benchmarks.run suite [--device cuda]   all that this machine can tell, in one record: make bench, make bench-gpu
+
+A record goes to benchmarks/results/, or --out; `python -m benchmarks.report` makes tables and pictures of records.
+`python -m benchmarks.run BENCHMARK --help` lists what can be set.
 """
 
 import argparse
@@ -10,127 +19,252 @@ import datetime
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from benchmarks import ingest, loader, scaling
 from benchmarks.measure import in_fresh_process, run_cases, summary
-from data_tools.dataset import Dataset
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = (
-    "numpy",
-    "scipy",
-    "pyarrow",
-    "zarr",
-    "wfdb",
-    "google-crc32c",
-    "torch",
-    "webdataset",
-    "nvidia-dali-cuda130",
-    "mosaicml-streaming",
+    *("numpy", "scipy", "pyarrow", "zarr", "wfdb", "google-crc32c", "torch", "deepspeed", "webdataset", "s3fs", "moto"),
+    *("nvidia-dali-cuda130", "nvidia-dali-cuda120", "mosaicml-streaming"),
 )
+GPU_FACTS = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm")
+MODEL = "paper, a file of configs/pretrain without its ending, or a path"
+Part = dict[str, Any]
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[name] = "1"
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # a thread that waits takes no CPU-seconds
+    check_device(options.device)
+    began, record = time.monotonic(), environment()
+    with tempfile.TemporaryDirectory(prefix="omnilead-bench-") as place:
+        record |= measured(Path(place), options)
+    record["took_s"] = round(time.monotonic() - began)
+    out: Path = options.out or RESULTS / file_name(record)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(record, indent=1) + "\n")
+    parts = record.get("parts", [record])
+    print(f"{out}: {sum(len(part['results']) for part in parts)} results in {record['took_s']} s")
+    return 0
+
+
+def measured(work: Path, options: argparse.Namespace) -> Part:
+    """What was asked, on what, and what came out."""
+    name = options.benchmark
+    if name == "step" and (options.explain or options.autotune):
+        name = "cost" if options.explain else "autotune"
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items() if key != "out"}
+    return {"benchmark": name, "config": settings} | RUN[name](work, options)
+
+
+def check_device(device: str) -> None:
+    """One line where there is no GPU; and on a CPU none is seen by anybody."""
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return
+    probe = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    if subprocess.run([sys.executable, "-c", probe], capture_output=True, check=False).returncode:
+        refuse("--device cuda: torch sees no CUDA device here: use --device cpu")
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.run", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("benchmark", choices=tuple(BENCHMARKS))
-    parser.add_argument("--out", type=Path, help="the record (benchmarks/results/<benchmark>_<cpu>_<date>.json)")
-    parser.add_argument("--repeats", type=int, help="counted runs of each case (5; step: 3)")
-    parser.add_argument("--records", type=int, default=2000, help="ingest, loader: size of the synthetic archive (2000)")
-    parser.add_argument("--headers", type=int, default=1_000_000, help="ingest: headers of the large plan (1000000)")
-    parser.add_argument("--seconds", type=float, default=3, help="loader: how long one run lasts, warm-up aside (3)")
-    parser.add_argument("--huge", type=int, default=10_000_000, help="scaling: crops of the dataset (10000000)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="step: where (cpu)")
-    parser.add_argument("--batches", type=int, nargs="+", help="step: crops of a micro-batch (cpu: 4; cuda: 64 256)")
-    parser.add_argument("--steps", type=int, help="step: counted steps of one run (cpu: 2; cuda: 20)")
-    parser.add_argument("--threads", type=int, default=2, help="step: threads of torch (2)")
-    parser.add_argument("--compiled", action="store_true", help="step: torch.compile too, minutes more a run on a CPU")
-    options = parser.parse_args()
-    options.repeats = REPEATS.get(options.benchmark, 5) if options.repeats is None else options.repeats
+    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    made: dict[str, argparse.ArgumentParser] = {}
+    for name in ("ingest", "loader", "step", "e2e", "start", "scaling", "suite"):
+        made[name] = command = commands.add_parser(name, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        command.add_argument("--out", type=Path, help="the record; None: benchmarks/results/<benchmark>_<machine>_<date>.json")
+        command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+        command.add_argument("--repeats", type=int, default=3 if name in ("step", "e2e", "start", "suite") else 5)
+        command.add_argument("--only", metavar="REGEX", default="", help="cases whose name matches")
+    for name in ("ingest", "loader", "e2e", "suite"):
+        records = {"ingest": 2000, "loader": 2000, "e2e": 600, "suite": 1000}[name]
+        made[name].add_argument("--records", type=int, default=records, help="size of the synthetic archive")
+    made["ingest"].add_argument("--headers", type=int, default=1_000_000, help="of the large plan")
+    made["loader"].add_argument("--seconds", type=float, default=3, help="of one run, warm-up aside")
+    made["loader"].add_argument("--alone", action="store_true", help="our backends, without peers; always so on a GPU")
+    made["scaling"].add_argument("--huge", type=int, default=10_000_000, help="crops of the dataset")
+    made["start"].add_argument("--steps", type=int, default=90, help="of the whole quick start: as `make demo` has it")
+    made["suite"].add_argument("--minutes", type=float, default=15, help="what has not begun by then is left out")
+    made["suite"].add_argument("--model", default="paper", help=MODEL)
+    made["suite"].add_argument("--kind", choices=("cpu", "gpu"), help="which parts (None: by --device)")
+    of_step(made["step"])
+    for name in ("e2e", "scaling"):
+        made[name].add_argument("--model", help=f"{MODEL} (None: small on a CPU, paper on a GPU)")
+        made[name].add_argument("--batch", type=int, help="crops of a step on one device (None: 32 on a CPU, 256 on a GPU)")
+        made[name].add_argument("--steps", type=int, help="of one turn (None: 4 on a CPU, 20 on a GPU)")
+        made[name].add_argument("--threads", type=int, default=2, help="of torch on a CPU")
+    options = parser.parse_args(arguments)
     if options.repeats < 3:
-        parser.exit(2, f"benchmarks.run: --repeats {options.repeats}: fewer than 3 show no spread\n")
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        os.environ[name] = "1"
-    settings = {name: value for name, value in vars(options).items() if name != "out"}
-    record = environment() | {"benchmark": options.benchmark, "config": settings}
-    with tempfile.TemporaryDirectory(prefix="omnilead-bench-") as place:
-        record |= BENCHMARKS[options.benchmark](Path(place), options)
-    name = f"{options.benchmark}_{record['hardware']['cpu_short']}_{record['date'][:10]}.json"
-    out: Path = options.out or RESULTS / name
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"{out}: {len(record['results'])} results")
+        refuse(f"--repeats {options.repeats}: fewer than 3 show no spread")
+    return options
 
 
-def run_ingest(work: Path, options: argparse.Namespace) -> dict[str, Any]:
+def of_step(command: argparse.ArgumentParser) -> None:
+    how = command.add_mutually_exclusive_group()
+    how.add_argument("--explain", action="store_true", help="stage by stage beside the cost model")
+    how.add_argument("--autotune", action="store_true", help="the fastest settings on this machine")
+    how.add_argument("--brief", action="store_true", help="fewer cases: what a GPU's owner asks first")
+    command.add_argument("--model", default="paper", help=MODEL)
+    command.add_argument("--batches", type=int, nargs="+", help="crops of a micro-batch (None: 4 on a CPU, 64 256 on a GPU)")
+    command.add_argument("--steps", type=int, help="counted steps of one run (None: 2 on a CPU, 20 on a GPU)")
+    command.add_argument("--threads", type=int, default=2, help="of torch on a CPU")
+    command.add_argument("--compiled", choices=("no", "yes", "both"), help="torch.compile (None: no on a CPU, else both)")
+    command.add_argument("--precision", choices=("fp32", "autocast", "bf16"), default="bf16", help="of --explain, --autotune")
+    command.add_argument("--machine", choices=("this", "h200", "a100"), default="this", help="of --explain")
+    command.add_argument("--peak-tflops", type=float, help="of --explain: instead of the machine's")
+    command.add_argument("--bandwidth-gb", type=float, help="of --explain: GB a second, instead of the machine's")
+
+
+def run_ingest(work: Path, options: argparse.Namespace) -> Part:
+    from benchmarks import ingest
+
     say(f"an archive of {options.records} records")
     archive = ingest.prepare(work, options.records)
-    results = run_cases(ingest.cases(archive, work), options.repeats, say)
-    say(f"a plan of {options.headers:,} headers")
-    results["plan: headers in memory"] = summary([in_fresh_process(ingest.plan_in_memory, options.headers, warm_up=False)])
+    results = run_cases(only(ingest.cases(archive, work), options.only), options.repeats, say)
+    if re.search(options.only, "plan: headers in memory"):
+        say(f"a plan of {options.headers:,} headers")
+        results["plan: headers in memory"] = summary([in_fresh_process(ingest.plan_in_memory, options.headers, warm_up=False)])
     return {"input": ingest.facts(archive, work), "results": results}
 
 
-def run_loader(work: Path, options: argparse.Namespace) -> dict[str, Any]:
+def run_loader(work: Path, options: argparse.Namespace) -> Part:
+    from benchmarks import e2e, feed, loader
+    from data_tools.dataset import Dataset
+
     say(f"a dataset of about {options.records} crops")
-    dataset = loader.prepare(work, options.records)
-    opened = Dataset.open(str(dataset))
-    results = run_cases(loader.cases(dataset, work, options.seconds), options.repeats, say)
-    return {"input": {"archive": "synthetic", "crops": len(opened), "dataset": opened.fingerprint}, "results": results}
+    alone, left_out = options.alone or options.device == "cuda", dict[str, str]()
+    dataset = (e2e if alone else loader).prepare(work, options.records)
+    opened, threads = Dataset.open(str(dataset)), max(2, len(os.sched_getaffinity(0)) // 4)
+    cases = feed.cases(dataset, options.device, threads) if alone else loader.cases(dataset, work, options.seconds)
+    results = run_cases(only(cases, options.only), options.repeats, say, left_out, in_one_process=alone)
+    given = {"archive": "synthetic", "crops": len(opened), "dataset": opened.fingerprint}
+    return {"input": given, "results": results, "left_out": left_out}
 
 
-def run_scaling(work: Path, options: argparse.Namespace) -> dict[str, Any]:
-    say(f"a dataset of {options.huge:,} crops that are zeros")
-    dataset = scaling.prepare(work, options.huge)
-    results = run_cases(scaling.cases(dataset), options.repeats, say)
-    say("shuffle quality")
-    facts = {"archive": "zeros", "crops": options.huge, "dataset": Dataset.open(str(dataset)).fingerprint}
-    return {"input": facts, "results": results, "shuffle_quality": scaling.shuffle_quality(dataset)}
+def run_scaling(work: Path, options: argparse.Namespace) -> Part:
+    from benchmarks import scaling
+
+    return scaling.measure(work, options, say)
 
 
-def run_step(work: Path, options: argparse.Namespace) -> dict[str, Any]:
-    from benchmarks import step  # here, since it imports torch
+def run_step(work: Path, options: argparse.Namespace) -> Part:
+    from benchmarks import step
 
     return step.measure(work, options, say)
 
 
-BENCHMARKS = {"ingest": run_ingest, "loader": run_loader, "scaling": run_scaling, "step": run_step}
-REPEATS = {"step": 3}
+def run_cost(work: Path, options: argparse.Namespace) -> Part:
+    from benchmarks import stages
+
+    return stages.explain(work, options, say)
+
+
+def run_autotune(work: Path, options: argparse.Namespace) -> Part:
+    from benchmarks import autotune
+
+    return autotune.measure(work, options, say)
+
+
+def run_e2e(work: Path, options: argparse.Namespace) -> Part:
+    from benchmarks import e2e
+
+    return e2e.measure(work, options, say)
+
+
+def run_start(work: Path, options: argparse.Namespace) -> Part:
+    from benchmarks import start
+
+    return start.measure(work, options, say)
+
+
+def run_suite(work: Path, options: argparse.Namespace) -> Part:
+    from benchmarks import suite
+
+    return suite.measure(work, options, say)
+
+
+RUN = {  # torch is imported where it is needed: ingest has none
+    "ingest": run_ingest,
+    "loader": run_loader,
+    "scaling": run_scaling,
+    "step": run_step,
+    "cost": run_cost,
+    "autotune": run_autotune,
+    "e2e": run_e2e,
+    "start": run_start,
+    "suite": run_suite,
+}
+
+
+def only(cases: dict[str, Any], pattern: str) -> dict[str, Any]:
+    found = {name: case for name, case in cases.items() if re.search(pattern, name)}
+    return found or refuse(f"--only {pattern!r}: no case is called so: {', '.join(cases)}")
 
 
 def say(text: str) -> None:
     print(f"benchmark: {text}", file=sys.stderr, flush=True)
 
 
-def environment() -> dict[str, Any]:
+def refuse(text: str) -> NoReturn:
+    print(f"benchmarks.run: {text}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def file_name(record: Part) -> str:
+    device = f"-{record['config']['device']}" if record["benchmark"] == "suite" else ""
+    return f"{record['benchmark']}{device}_{record['hardware']['short']}_{record['date'][:10]}.json"
+
+
+def environment() -> Part:
     """Everything without which a number means nothing."""
-    cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ""
-    )
+    about_cpu = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in about_cpu if "model name" in line), "")
+    gpus = gpu_facts()
+    short = gpus[0]["name"] if gpus else " ".join(cpu.split()[:2]) or platform.machine()
     return {
         "format": 1,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "git": {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))},
         "hardware": {
             "cpu": cpu,
-            "cpu_short": "-".join(cpu.lower().split()[:2]) or platform.machine(),
+            "short": "-".join(re.findall(r"[a-z0-9]+", short.lower())),
             "cores": os.cpu_count(),
             "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
             "load_before": os.getloadavg()[0],
+            "gpus": gpus,
         },
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES if find(name)},
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES if installed(name)},
         "page_cache": "warm: each case runs once uncounted in its own process",
     }
 
 
-def find(package: str) -> bool:
+def gpu_facts() -> list[dict[str, str]]:
+    """As nvidia-smi says; none where there is no nvidia-smi, or where GPUs were hidden."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return []
+    query = ("nvidia-smi", f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader")
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [dict(zip(GPU_FACTS, (part.strip() for part in line.split(",")), strict=True)) for line in answer.splitlines()]
+
+
+def installed(package: str) -> bool:
     try:
         return bool(version(package))
     except PackageNotFoundError:
@@ -143,4 +277,4 @@ def git(*arguments: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

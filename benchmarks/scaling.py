@@ -1,11 +1,18 @@
-"""Ten million crops: how long until a rank has its first batch, and with how much memory. And how well an order shuffles.
+"""Ten million crops: how long until a rank has its first batch, and with how much memory. How well an order shuffles. And what
+a second rank adds to a first on this machine: so many crops a rank, CPU-seconds of both, since they share its cores. What a
+cluster adds, by formula: benchmarks.fleet.
 
 The dataset's tables are whole; its 9,766 shards are sparse files of zeros with the checksums of zeros, so that reading,
 checking and augmenting are real while the disk holds 1.2 TB of nothing.
 """
 
+import argparse
+import dataclasses
 import hashlib
+import importlib.util
 import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +21,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.measure import Case
+from benchmarks import e2e
+from benchmarks.measure import Case, CaseError, Progress, call_fresh, run_cases, spread
 from data_tools.dataset import COLUMNS, CROP_BYTES, SHARD_CROPS, Dataset, fingerprint
 
 MEMBERS = 512 + 120_320 + 512 + 512  # of a crop in a tar: two headers, two bodies
@@ -64,6 +72,53 @@ def rows(numbers: np.ndarray) -> pa.Table:
         for field in COLUMNS
     ]
     return pa.table(columns, schema=COLUMNS)
+
+
+def measure(work: Path, options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    progress(f"a dataset of {options.huge:,} crops that are zeros")
+    dataset, left_out = prepare(work, options.huge), dict[str, str]()
+    results = run_cases(cases(dataset), options.repeats, progress)
+    progress("shuffle quality")
+    quality = shuffle_quality(dataset)
+    small = e2e.prepare(work / "small", 200)
+    worlds: dict[str, Any] = {}
+    for world in (1, 2):
+        progress(f"{world} ranks" if world > 1 else "1 rank")
+        try:
+            worlds[str(world)] = ranks(e2e.setup_of(options, small, work / "small"), world)
+        except CaseError as error:
+            left_out[f"{world} ranks"] = str(error)
+    print("\n".join(f"{world} ranks: {w['per_cpu_s']['median']:.3g} crops a CPU-second" for world, w in worlds.items()))
+    if len(worlds) == 2:
+        kept = worlds["2"]["per_cpu_s"]["median"] / worlds["1"]["per_cpu_s"]["median"]
+        print(f"of one rank's speed, two keep {kept:.1%} each")
+    facts = {"archive": "zeros", "crops": options.huge, "dataset": Dataset.open(str(dataset)).fingerprint}
+    facts |= {"ranks_archive": "synthetic", "ranks_dataset": Dataset.open(str(small)).fingerprint}
+    return {"input": facts, "results": results, "ranks": worlds, "shuffle_quality": quality, "left_out": left_out}
+
+
+def ranks(setup: e2e.Setup, world: int) -> dict[str, Any]:
+    """The real loop in `world` processes of one thread, so many crops each."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise CaseError("deepspeed is not installed")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DS_ACCELERATOR": "cpu"}
+    setup = dataclasses.replace(setup, run=f"{setup.run}-{world}", world=world, kinds=("loaded",), threads=1, device="cpu")
+    each = [
+        dataclasses.replace(setup, environment=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(world)
+    ]
+    with ThreadPoolExecutor(world) as pool:
+        found = list(pool.map(call_fresh, [e2e.turns] * world, each, range(world)))
+    turns = list(zip(*(one["rows"]["loaded"] for one in found), strict=True))
+    crops = world * setup.steps * setup.batch
+    return {
+        "per_s": spread(crops / max(row["wall_s"] for row in turn) for turn in turns),
+        "per_cpu_s": spread(crops / sum(row["cpu_s"] for row in turn) for turn in turns),
+        "model": setup.model,
+        "batch": setup.batch,
+    }
 
 
 def cases(dataset: Path) -> dict[str, Case]:

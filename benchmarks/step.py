@@ -1,27 +1,28 @@
-"""One training step of the paper's model on a batch that is already there: draws, forward, backward, gradient norm, AdamW.
+"""One training step on a batch that is already there: draws, forward, backward, gradient norm, AdamW.
 
-    python -m benchmarks.run step [--device cpu|cuda] [--batches 4 8] [--steps 2] [--threads 2] [--compiled]
+    python -m benchmarks.run step [--device cpu|cuda] [--model paper|small|FILE] [--batches 4 8] [--compiled no|yes|both]
+    python -m benchmarks.run step --explain       where its time goes: benchmarks.stages
+    python -m benchmarks.run step --autotune      the fastest settings: benchmarks.autotune
 
     fp32       float32 throughout
     autocast   float32 weights, matrix products in bf16
     bf16       bf16 weights and activations, float32 masters that AdamW updates
 
 Beside ours, in turns with it, the authors' step as benchmarks.authors_step writes it again, with their Adam; and a large matrix
-product: the rate that this machine has to give. MFU is the share of it that a step reaches, 175.9 GFLOP a crop, whatever an
-implementation spends. On a CPU both count per CPU-second, since seconds are also those of others; on a GPU per second. Crops
-are noise: a step's time does not depend on what they show. Before anything is timed, both sides must agree on the loss of the
-same weights and draws.
+product: the rate that this machine has to give. MFU is the share of it that a step reaches by flops_per_crop, 175.9 GFLOP for
+the paper's model, whatever an implementation spends. On a CPU both count per CPU-second, since seconds are also those of
+others; on a GPU per second. Crops are noise: a step's time does not depend on what they show. Before anything is timed, both
+sides must agree on the loss of the same weights and draws. `compiled`: as the loop does it, layer by layer.
 """
 
 import argparse
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 
 from benchmarks.authors_step import AuthorsStep, draw
 from benchmarks.measure import Case, in_fresh_process, run_cases
+from engine.config import CONFIGS, load
 from engine.model import fairseq
 from engine.model.config import ModelConfig, flops_per_crop
 from engine.model.draws import row_keys
@@ -42,9 +44,10 @@ from engine.pipelines.batched import keep_freed_memory
 RECREATION, OURS, PRODUCT = "re-creation of fairseq-signals' step", "omnilead", "matrix product"
 BATCHES = {"cpu": (4,), "cuda": (64, 256)}  # crops of 10 s
 STEPS = {"cpu": 2, "cuda": 20}  # that count
+COMPILED = {"cpu": "no", "cuda": "both"}
 WARM_UP = {"cpu": 1, "cuda": 3}
 FIGURE = {"cpu": "per_cpu_s", "cuda": "per_s"}  # what is compared: on shared cores seconds are also those of others
-PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192}
+PRODUCT_SIZE, PRODUCTS = {"cpu": 2048, "cuda": 8192}, {"cpu": 5, "cuda": 20}
 BARS = {"bf16": 3.0, "fp32": 1.1}  # on a CPU, times the re-creation in fp32
 H200_BAR = 2700.0  # crops a second, the best way
 AGREEMENT = 1e-4
@@ -53,18 +56,17 @@ ADAM = Adam(lr=5e-5, betas=(0.9, 0.98), eps=1e-6, decay=0.01)
 THEIR_OBJECTIVE = ObjectiveConfig(form="authors", gathered=False)
 
 
-Precision = Literal["fp32", "autocast", "bf16"]
-Attention = Literal["sdpa", "manual"]
-PRECISIONS: tuple[Precision, ...] = ("fp32", "autocast", "bf16")
-ATTENTIONS: tuple[Attention, ...] = ("sdpa", "manual")
+PRECISIONS = ("fp32", "autocast", "bf16")
 
 
 @dataclass(frozen=True)
 class Run:
     side: str
-    precision: Precision
+    precision: str
     batch: int = 0
-    attention: Attention = "sdpa"
+    model: str = "paper"
+    attention: str = "auto"
+    position: str = "auto"
     compiled: bool = False
     device: str = "cpu"
     threads: int = 2
@@ -72,59 +74,86 @@ class Run:
 
     @property
     def name(self) -> str:
-        how: list[str] = [self.precision]
-        how += [self.attention] if self.side == OURS else []
+        how = [self.precision]
+        how += [self.attention] if self.attention != "auto" else []
+        how += [f"position by {self.position}"] if self.position != "auto" else []
         how += ["compiled"] if self.compiled else []
         how += [f"{self.batch} crops"] if self.batch else []
         return f"{self.side}: {', '.join(how)}"
 
+    @property
+    def config(self) -> ModelConfig:
+        return replace(model_of(self.model), attention=self.attention, position=self.position)  # type: ignore[arg-type]
 
-def runs(device: str, batches: Sequence[int], steps: int, threads: int, compiled: bool) -> list[Run]:
-    base = Run(PRODUCT, "fp32", device=device, threads=threads, steps=steps)
-    found = [base, replace(base, precision="bf16")]
+
+def model_of(name: str) -> ModelConfig:
+    """`paper`, a file of configs/pretrain without its ending, or a path."""
+    return ModelConfig() if name == "paper" else load(config_file(name)).model
+
+
+def config_file(name: str) -> str:
+    """Of the whole experiment; `paper` is W2V + CMSC + RLM."""
+    if name.endswith(".yaml"):
+        return name
+    return str(CONFIGS / "pretrain" / f"{'w2v_cmsc_rlm' if name == 'paper' else name}.yaml")
+
+
+def runs(base: Run, batches: Sequence[int], compiled: Sequence[bool]) -> list[Run]:
+    """All that are compared; `base` says on what device, with how many threads and steps."""
+    found = [replace(base, side=PRODUCT, precision=precision) for precision in ("fp32", "bf16")]
     for batch in batches:
         peer, mine = replace(base, side=RECREATION, batch=batch), replace(base, side=OURS, batch=batch)
-        found += [peer, replace(peer, precision="autocast")]
-        for precision in PRECISIONS:
-            found += [replace(mine, precision=precision, attention=kind) for kind in ATTENTIONS]
-            found += [replace(mine, precision=precision, compiled=True)] if compiled else []
+        found += [replace(peer, precision=precision) for precision in ("fp32", "autocast")]
+        found += [replace(mine, precision=precision, compiled=how) for precision in PRECISIONS for how in compiled]
     return found
+
+
+def brief(base: Run) -> list[Run]:
+    """A small batch beside the re-creation, then bf16 at growing batches, eager and compiled."""
+    on_gpu = base.device == "cuda"
+    small, *larger = (64, 256, 512) if on_gpu else (2, 4)
+    found = runs(base, [small], [on_gpu])
+    mine = replace(base, side=OURS, precision="bf16", compiled=on_gpu)
+    return found + [replace(mine, batch=batch) for batch in larger] + [replace(mine, batch=larger[0], compiled=False)] * on_gpu
 
 
 def cases(chosen: Sequence[Run], notes: Path) -> dict[str, Case]:
     return {run.name: (product if run.side == PRODUCT else step, (run, notes)) for run in chosen}
 
 
-def step(run: Run, notes: Path) -> Iterator[float]:
-    """Yields once when warm, then the crops trained on. What a GPU's memory held at most goes to `notes`."""
+def step(run: Run, notes: Path) -> Generator[float, bool, None]:
+    """Yields once when warm, then the crops trained on, again and again. What a GPU's memory held at most goes to `notes`."""
     prepare(run)
     advance = theirs(run) if run.side == RECREATION else ours(run)
     for _ in range(WARM_UP[run.device]):
         advance()
     synchronise(run)
     yield 0.0
-    for _ in range(run.steps):
-        advance()
-    synchronise(run)
-    if run.device == "cuda":
-        with notes.open("a") as file:
-            file.write(json.dumps({"name": run.name, "mb": torch.cuda.max_memory_allocated() / 2**20}) + "\n")
-    yield float(run.steps * run.batch)
+    while True:
+        for _ in range(run.steps):
+            advance()
+        synchronise(run)
+        if run.device == "cuda":
+            with notes.open("a") as file:
+                file.write(json.dumps({"name": run.name, "mb": torch.cuda.max_memory_allocated() / 2**20}) + "\n")
+        if (yield float(run.steps * run.batch)):
+            return
 
 
-def product(run: Run, notes: Path) -> Iterator[float]:
+def product(run: Run, notes: Path) -> Generator[float, bool, None]:
     """GFLOP of square matrix products."""
     prepare(run)
     size, dtype = PRODUCT_SIZE[run.device], torch.float32 if run.precision == "fp32" else torch.bfloat16
     a, b = (torch.randn(size, size, device=run.device).to(dtype) for _ in range(2))
-    for _ in range(5):
-        a @ b
+    a @ b
     synchronise(run)
     yield 0.0
-    for _ in range(20):
-        a @ b
-    synchronise(run)
-    yield 20 * 2 * size**3 / 1e9
+    while True:
+        for _ in range(PRODUCTS[run.device]):
+            a @ b
+        synchronise(run)
+        if (yield PRODUCTS[run.device] * 2 * size**3 / 1e9):
+            return
 
 
 def prepare(run: Run) -> None:
@@ -141,14 +170,15 @@ def synchronise(run: Run) -> None:
 def ours(run: Run) -> Callable[[], None]:
     if run.device == "cpu":
         keep_freed_memory()  # as the loader does wherever it augments
-    config = ModelConfig(attention=run.attention)
+    config = run.config
     model = Pretrainer(config, ObjectiveConfig()).to(run.device).train()
     weights = list(model.parameters())
     masters = [nn.Parameter(p.detach().clone()) for p in weights] if run.precision == "bf16" else weights
     if run.precision == "bf16":
         model.bfloat16()
     if run.compiled:
-        model.compile()
+        for layer in model.encoder.layers:
+            layer.compile()
     adam = torch.optim.AdamW(masters, ADAM.lr, ADAM.betas, ADAM.eps, ADAM.decay, fused=True)
     x_BSLT = torch.randn(run.batch, 2, config.leads, SAMPLES, device=run.device)
     updates = count()
@@ -174,7 +204,7 @@ def ours(run: Run) -> Callable[[], None]:
 
 
 def theirs(run: Run) -> Callable[[], None]:
-    config = ModelConfig()
+    config = run.config
     model = AuthorsStep(config, THEIR_OBJECTIVE)
     model.load_state_dict(fairseq.theirs(Pretrainer(config, THEIR_OBJECTIVE).state_dict(), config))
     model.to(run.device).train()
@@ -211,16 +241,16 @@ def both_sides(config: ModelConfig, pairs: int) -> tuple[tuple[Pretrainer, Tenso
     return (model, losses["loss"]), (again, summed / tokens)
 
 
-def disagreement(threads: int) -> float:
-    prepare(Run(OURS, "fp32", threads=threads))
+def disagreement(run: Run) -> float:
+    prepare(run)
     with torch.no_grad():
-        (_, mine), (_, wanted) = both_sides(ModelConfig(), pairs=2)
+        (_, mine), (_, wanted) = both_sides(run.config, pairs=2)
     return abs(float(mine / wanted) - 1)
 
 
-def check_agreement(threads: int) -> float:
+def check_agreement(run: Run) -> float:
     """The benchmark's own first condition: the same weights and draws give the same loss."""
-    found = in_fresh_process(disagreement, threads, warm_up=False)["units"]
+    found = in_fresh_process(disagreement, run, warm_up=False)["units"]
     if not found <= AGREEMENT:
         raise SystemExit(
             f"benchmarks.step: the two sides' losses differ by {found:.1e}, more than {AGREEMENT:.0e}: nothing was timed"
@@ -231,29 +261,32 @@ def check_agreement(threads: int) -> float:
 def completed(results: dict[str, dict[str, Any]], chosen: Sequence[Run], notes: Path) -> dict[str, dict[str, Any]]:
     """Each step's result with what its crops a second mean: GFLOP/s, MFU, times the re-creation, a GPU's memory."""
     lines = [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
-    gflop = flops_per_crop(ModelConfig()) / 1e9
     for run in chosen:
-        if run.side == PRODUCT:
+        if run.side == PRODUCT or run.name not in results:
             continue
+        gflop = flops_per_crop(run.config) / 1e9
         result, kind, figure = results[run.name], "fp32" if run.precision == "fp32" else "bf16", FIGURE[run.device]
         rate = result[figure]["median"]
         result["mfu"] = rate * gflop / results[f"{PRODUCT}: {kind}"][figure]["median"]
-        result["times_recreation"] = rate / results[Run(RECREATION, "fp32", run.batch).name][figure]["median"]
+        if peer := results.get(Run(RECREATION, "fp32", run.batch).name):
+            result["times_recreation"] = rate / peer[figure]["median"]
         if memory := [line["mb"] for line in lines if line["name"] == run.name]:
             result["gpu_peak_mb"] = max(memory)
     return results
 
 
 def verdicts(results: dict[str, dict[str, Any]], chosen: Sequence[Run], device: str) -> dict[str, dict[str, Any]]:
-    """The best way of each precision against its bar, at the smallest batch; on an H200 the best of all."""
-    mine = [run for run in chosen if run.side == OURS]
-    smallest = min(run.batch for run in mine)
+    """Of the paper's model: the best of each precision at the smallest batch against its bar; on an H200 the best of all."""
+    mine = [run for run in chosen if run.side == OURS and run.model == "paper" and run.name in results]
+    compared = [run for run in mine if "times_recreation" in results[run.name]]
     told = {}
     for precision, bar in BARS.items() if device == "cpu" else ():
-        rivals = [run for run in mine if run.batch == smallest and (run.precision == "fp32") == (precision == "fp32")]
-        best = max(rivals, key=lambda run: float(results[run.name]["times_recreation"]))
-        told[f"{precision}, times the re-creation in fp32"] = (best, results[best.name]["times_recreation"], bar)
-    if "H200" in device:
+        alike = [run for run in compared if (run.precision == "fp32") == (precision == "fp32")]
+        rivals = [run for run in alike if run.batch == min(one.batch for one in alike)]
+        if rivals:
+            best = max(rivals, key=lambda run: float(results[run.name]["times_recreation"]))
+            told[f"{precision}, times the re-creation in fp32"] = (best, results[best.name]["times_recreation"], bar)
+    if "H200" in device and mine:
         best = max(mine, key=lambda run: float(results[run.name]["per_s"]["median"]))
         told["crops a second"] = (best, results[best.name]["per_s"]["median"], H200_BAR)
     return {
@@ -268,7 +301,8 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         spread = " ".join(f"{r['per_cpu_s'][key]:7.3g}" for key in ("median", "low", "high"))
         line = f"{name:<{width}}  {r['per_s']['median']:7.3g}   {spread}"
         if "mfu" in r:
-            line += f"  {r['mfu']:6.0%}  {r['times_recreation']:13.2f}  {r.get('gpu_peak_mb', r['peak_mb']) / 1024:7.2f}"
+            times = f"{r['times_recreation']:13.2f}" if "times_recreation" in r else " " * 13
+            line += f"  {r['mfu']:6.1%}  {times}  {r.get('gpu_peak_mb', r['peak_mb']) / 1024:7.2f}"
         lines.append(line)
     return "\n".join(lines)
 
@@ -278,24 +312,38 @@ def refuse(text: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def measure(work: Path, options: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
-    device = options.device
-    if device == "cuda" and not torch.cuda.is_available():
+def base_run(options: argparse.Namespace) -> Run:
+    """What all runs share; a wrong option is one line."""
+    if options.device == "cuda" and not torch.cuda.is_available():
         refuse("--device cuda: torch sees no CUDA device here: use --device cpu")
-    batches, steps = options.batches or BATCHES[device], options.steps or STEPS[device]
-    if min(batches) < 2 or min(steps, options.threads) < 1:
+    steps = options.steps or STEPS[options.device]
+    if min([*(options.batches or []), 2]) < 2 or min(steps, options.threads) < 1:
         refuse("--batches must be 2 or more (CMSC needs two crops), --steps and --threads 1 or more")
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # in the children: a thread that waits takes no CPU-seconds
-    chosen, notes = runs(device, batches, steps, options.threads, options.compiled), work / "memory.jsonl"
+    return Run(OURS, "fp32", model=options.model, device=options.device, threads=options.threads, steps=steps)
+
+
+def facts(base: Run) -> dict[str, Any]:
+    name = torch.cuda.get_device_name() if base.device == "cuda" else "cpu"
+    gflop = flops_per_crop(base.config) / 1e9
+    return {"archive": "noise, on the device", "device": name, "model": base.model, "gflop_per_crop": gflop}
+
+
+def measure(work: Path, options: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+    base = base_run(options)
+    if options.brief:
+        chosen = brief(base)
+    else:
+        compiled = {"no": (False,), "yes": (True,), "both": (False, True)}[options.compiled or COMPILED[base.device]]
+        chosen = runs(base, options.batches or BATCHES[base.device], compiled)
+    notes, left_out = work / "memory.jsonl", dict[str, str]()
     progress("do both sides agree on a loss?")
-    difference = check_agreement(options.threads)
-    results = completed(run_cases(cases(chosen, notes), options.repeats, progress), chosen, notes)
+    difference = check_agreement(base)
+    results = run_cases(cases(chosen, notes), options.repeats, progress, left_out, in_one_process=base.device == "cuda")
+    results = completed(results, chosen, notes)
     print(table(results))
-    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    facts = {"archive": "noise, on the device", "device": name, "loss_difference": difference}
-    facts["gflop_per_crop"] = flops_per_crop(ModelConfig()) / 1e9
-    judged = verdicts(results, chosen, name)
+    given = facts(base) | {"loss_difference": difference}
+    judged = verdicts(results, chosen, given["device"])
     for what, verdict in judged.items():
         outcome = "met" if verdict["met"] else "MISSED"
         print(f"{what}: {verdict['found']:.3g} ({verdict['best']}); the bar of {verdict['bar']:g} is {outcome}")
-    return {"input": facts, "results": results, "bars": judged}
+    return {"input": given, "results": results, "bars": judged, "left_out": left_out}

@@ -2,10 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import report
+from benchmarks import plots, report, tables
 from benchmarks.measure import run_cases
 
 ROOT = Path(__file__).parents[2]
@@ -13,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_readme_says_what_the_records_say() -> None:
     readme = (ROOT / "README.md").read_text()
-    assert f"{report.BEGIN}\n{report.table()}\n{report.END}" in readme
+    assert f"{report.BEGIN}\n{report.text(report.newest())}\n{report.END}" in readme
 
 
 @pytest.mark.parametrize("lacking", ["versions", "git", "input", "page_cache"])
@@ -31,6 +32,89 @@ def test_a_result_without_a_spread_is_refused(tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text(json.dumps(record))
     with pytest.raises(report.RecordError, match="median, low and high"):
         report.load(tmp_path / "r.json")
+
+
+def spread(value: float) -> dict[str, float]:
+    return {"median": value, "low": 0.9 * value, "high": 1.1 * value}
+
+
+RATES = {"per_s": spread(100.0), "per_cpu_s": spread(50.0), "peak_mb": 2048.0}
+COST = {"ms": spread(10.0), "predicted_ms": 4.0, "gap_ms": 6.0, "bound": "compute", "gflop": 100.0, "gb": 2.0}
+LOOP = {"backend": "dali", "checkpoint_s": 0.5} | dict.fromkeys(("overhead_pct", "loader_pct", "stall_pct"), spread(1.5))
+RESULTS: dict[str, dict[str, Any]] = {
+    "ingest": {"read: omnilead": RATES, "read: wfdb.rdrecord": RATES},
+    "loader": {"RLM: torch, batch 256": RATES},
+    "step": {"omnilead: bf16, 4 crops": RATES | {"mfu": 0.61, "times_recreation": 2.5}, "matrix product: bf16": RATES},
+    "cost": {"fc1": COST, "GELU": COST | {"gflop": 0.0}, "all stages": COST, "the whole step": COST},
+    "autotune": {"omnilead: bf16, 4 crops": RATES | {"mfu": 0.61}},
+    "e2e": {"tar: small, 32 crops": RATES | LOOP | {"bare_per_s": spread(101.0), "bare_per_cpu_s": spread(51.0)}},
+    "start": {"first step: deepspeed engine/pretrain.py": {"seconds": spread(9.0), "cpu_seconds": spread(6.0)}},
+    "scaling": {"open to first batch": RATES},
+}
+MORE: dict[str, dict[str, Any]] = {
+    "step": {"bars": {"bf16": {"found": 2.5, "bar": 3.0, "met": False}}},
+    "cost": {"machine": {"name": "this machine", "tflops": 0.2, "gb_per_s": 20.0, "source": "measured"}},
+    "autotune": {"best": "omnilead: bf16, 4 crops", "settings": ["train.micro_batch=4"]},
+    "scaling": {"shuffle_quality": {}, "ranks": {"1": RATES, "2": RATES}},
+}
+
+
+def suite(device: str) -> dict[str, Any]:
+    record = json.loads(max(report.RESULTS.glob("ingest_*.json")).read_text())
+    shared = {name: record[name] for name in report.OF_RECORD} | {"date": "2999-01-01T00:00:00"}
+    shared["hardware"] = shared["hardware"] | {"gpus": [{"name": "NVIDIA H200"}] if device == "cuda" else []}
+    given = {"archive": "synthetic", "crops": 4, "precision": "bf16", "model": "paper", "device": device}
+    parts = [
+        {"benchmark": name, "config": {"device": device, "repeats": 3}, "input": given, "results": results} | MORE.get(name, {})
+        for name, results in RESULTS.items()
+    ]
+    return shared | {"benchmark": "suite", "parts": parts}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_suites_record_becomes_tables_and_pictures(device: str, tmp_path: Path) -> None:
+    (tmp_path / "suite.json").write_text(json.dumps(suite(device)))
+    parts = report.newest(tmp_path)
+    assert {name for name, _ in parts} == set(tables.TABLES) == set(report.FIGURES)
+    text = report.text(parts)
+    for told in ("61 %", "2.50x", "1.5 %", "| fc1 | 10 | 4 | 6 |", "--set train.micro_batch=4", "bar of 3 is missed", "1,024"):
+        assert told in text, told
+    assert ("on NVIDIA H200" in text) == (device == "cuda")
+    assert ("measured on one" in text) == (device == "cuda") and "estimated" in text
+    drawn = dict(plots.pictures(parts))
+    names = (
+        {"ingest", "loader", "step", "cost_time", "cost_roofline"} if device == "cpu" else {"loader_gpu", "cost_gpu_roofline"}
+    )
+    assert names <= set(drawn)
+    for figure in drawn.values():
+        figure.savefig(tmp_path / "picture.png")
+
+
+def test_the_newest_record_of_each_device_counts(tmp_path: Path) -> None:
+    for name, device, date in (("a", "cpu", "2026-01-02"), ("b", "cpu", "2026-01-01"), ("c", "cuda", "2025-01-01")):
+        (tmp_path / f"{name}.json").write_text(json.dumps(suite(device) | {"date": date}))
+    parts = report.newest(tmp_path)
+    assert parts["step", "cpu"]["file"] == "a.json" and parts["step", "cuda"]["file"] == "c.json"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda r: r["hardware"].pop("gpus"), "hardware.gpus"),
+        (lambda r: r.update(parts=[]), "no part"),
+        (lambda r: r["parts"][3]["results"].clear(), "cost has no results"),
+        (lambda r: r["parts"][3]["results"]["fc1"].pop("ms"), "fc1 has no ms"),
+        (lambda r: r["parts"][5]["results"]["tar: small, 32 crops"].pop("stall_pct"), "no stall_pct"),
+        (lambda r: r["parts"][2].pop("input"), "input"),
+        (lambda r: r["parts"][2].update(benchmark="other"), "no benchmark 'other'"),
+    ],
+)
+def test_what_a_suite_lacks_is_named(change: Any, told: str, tmp_path: Path) -> None:
+    record = json.loads(json.dumps(suite("cuda")))
+    change(record)
+    (tmp_path / "suite.json").write_text(json.dumps(record))
+    with pytest.raises(report.RecordError, match=told):
+        report.load(tmp_path / "suite.json")
 
 
 def busy(loops: int) -> float:

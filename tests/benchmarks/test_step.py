@@ -3,7 +3,6 @@ benchmark: what is compared with what, and that nothing is timed before both sid
 
 import argparse
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ CONFIGS = {
     "small": ModelConfig(**SMALL),
     "one codebook, odd kernel, other spans": ModelConfig(**SMALL | {"codebooks": 1, "position_kernel": 15, "mask_span": 6}),
     "manual attention": ModelConfig(**SMALL | {"attention": "manual"}),
+    "no projection": ModelConfig(**SMALL | {"conv": ((48, 2),) * 4}),
 }
 
 
@@ -94,14 +94,13 @@ def test_adam_is_the_authors_and_for_small_eps_torchs() -> None:
 
 @pytest.mark.parametrize("side", [step.OURS, step.RECREATION])
 @pytest.mark.parametrize("precision", step.PRECISIONS)
-def test_each_case_trains(side: str, precision: step.Precision, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_case_trains(side: str, precision: str, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if side == step.RECREATION and precision == "bf16":
         pytest.skip("not a case: the authors have no bf16 weights")
     made: list[nn.Module] = []
-    monkeypatch.setattr(step, "ModelConfig", partial(ModelConfig, **SMALL))
     for name in ("Pretrainer", "AuthorsStep"):
         monkeypatch.setattr(step, name, remember(getattr(step, name), made))
-    stream = step.step(step.Run(side, precision, batch=2, threads=1), tmp_path / "notes")
+    stream = step.step(step.Run(side, precision, batch=2, model=tiny, threads=1), tmp_path / "notes")
     assert next(stream) == 0
     before = [p.detach().clone() for p in made[0].parameters()]
     assert next(stream) == 4  # two steps of two crops
@@ -120,10 +119,21 @@ def remember(kind: Any, made: list[nn.Module]) -> Any:
 
 
 def test_the_cases() -> None:
-    chosen = step.runs("cpu", [4, 8], steps=2, threads=2, compiled=True)
-    assert len({run.name for run in chosen}) == len(chosen) == 2 + 2 * (2 + 6 + 3)
-    assert not any(run.compiled for run in step.runs("cpu", [4], 2, 2, compiled=False))
-    assert "omnilead: bf16, manual, 8 crops" in {run.name for run in chosen}
+    base = step.Run(step.OURS, "fp32")
+    chosen = step.runs(base, [4, 8], [False, True])
+    assert len({run.name for run in chosen}) == len(chosen) == 2 + 2 * (2 + 2 * 3)
+    assert not any(run.compiled for run in step.runs(base, [4], [False]))
+    assert "omnilead: bf16, compiled, 8 crops" in {run.name for run in chosen}
+    for device, largest in (("cpu", 4), ("cuda", 512)):
+        few = step.brief(step.Run(step.OURS, "fp32", device=device))
+        assert len({run.name for run in few}) == len(few) < 12 and max(run.batch for run in few) == largest
+        assert {run.side for run in few} == {step.PRODUCT, step.RECREATION, step.OURS}
+
+
+def test_a_model_by_its_name() -> None:
+    assert step.model_of("paper") == ModelConfig() == step.load(step.config_file("paper")).model
+    assert step.Run(step.OURS, "bf16", model="small", attention="sdpa").config.attention == "sdpa"
+    assert step.model_of("small").width == 128
 
 
 def result(rate: float) -> dict[str, Any]:
@@ -132,25 +142,25 @@ def result(rate: float) -> dict[str, Any]:
 
 
 def test_a_ratio_is_that_of_the_same_batch_and_the_bars_are_judged(tmp_path: Path) -> None:
-    chosen = step.runs("cpu", [4], 2, 2, False)
+    chosen = step.runs(step.Run(step.OURS, "fp32"), [4], [False, True])
     rates = {run.name: 1.0 for run in chosen}
     rates |= {"matrix product: fp32": 352.0, "matrix product: bf16": 1760.0}
-    rates |= {"omnilead: fp32, manual, 4 crops": 1.05, "omnilead: bf16, sdpa, 4 crops": 3.2}
+    rates |= {"omnilead: fp32, 4 crops": 1.05, "omnilead: bf16, compiled, 4 crops": 3.2}
     results = step.completed({name: result(rate) for name, rate in rates.items()}, chosen, tmp_path / "none")
-    best = results["omnilead: bf16, sdpa, 4 crops"]
+    best = results["omnilead: bf16, compiled, 4 crops"]
     assert best["times_recreation"] == pytest.approx(3.2) and best["mfu"] == pytest.approx(3.2 * 175.9 / 1760, rel=1e-3)
     judged = step.verdicts(results, chosen, "cpu")
     bf16, fp32 = judged["bf16, times the re-creation in fp32"], judged["fp32, times the re-creation in fp32"]
-    assert bf16["met"] and bf16["best"] == "omnilead: bf16, sdpa, 4 crops"
+    assert bf16["met"] and bf16["best"] == "omnilead: bf16, compiled, 4 crops"
     assert not fp32["met"] and fp32["found"] == pytest.approx(1.05)
     assert "3.20" in step.table(results)
     assert step.verdicts(results, chosen, "NVIDIA H200") == {
-        "crops a second": {"best": "omnilead: bf16, sdpa, 4 crops", "found": 3.2, "bar": 2700.0, "met": False}
+        "crops a second": {"best": "omnilead: bf16, compiled, 4 crops", "found": 3.2, "bar": 2700.0, "met": False}
     }
 
 
 def test_a_gpus_memory_is_taken_from_the_notes(tmp_path: Path) -> None:
-    chosen, notes = step.runs("cuda", [64], 2, 2, False), tmp_path / "notes"
+    chosen, notes = step.runs(step.Run(step.OURS, "fp32", device="cuda"), [64], [False]), tmp_path / "notes"
     notes.write_text("".join(json.dumps({"name": chosen[2].name, "mb": mb}) + "\n" for mb in (10.0, 30.0, 20.0)))
     results = step.completed({run.name: result(1.0) for run in chosen}, chosen, notes)
     assert results[chosen[2].name]["gpu_peak_mb"] == 30.0 and "gpu_peak_mb" not in results[chosen[3].name]
@@ -160,7 +170,7 @@ def test_a_gpus_memory_is_taken_from_the_notes(tmp_path: Path) -> None:
 def test_nothing_is_timed_while_the_sides_disagree(found: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "in_fresh_process", lambda *_, **__: {"units": found})
     with pytest.raises(SystemExit, match="nothing was timed"):
-        step.check_agreement(1)
+        step.check_agreement(step.Run(step.OURS, "fp32"))
 
 
 @pytest.mark.parametrize(
@@ -170,7 +180,7 @@ def test_nothing_is_timed_while_the_sides_disagree(found: float, monkeypatch: py
 def test_a_wrong_option_is_one_line(
     changed: dict[str, Any], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = {"device": "cpu", "batches": None, "steps": None, "threads": 2, "compiled": False, "repeats": 3} | changed
+    options = {"device": "cpu", "batches": None, "steps": None, "threads": 2, "model": "paper", "repeats": 3} | changed
     with pytest.raises(SystemExit) as stopped:
         step.measure(tmp_path, argparse.Namespace(**options), print)
     error = capsys.readouterr().err

@@ -1,0 +1,186 @@
+"""A record's part -> Markdown tables for the README: benchmarks.report writes them there."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from benchmarks import fleet
+from engine.model.config import ModelConfig
+
+Part = dict[str, Any]
+
+
+def rows(head: str, lines: list[list[str]]) -> str:
+    return "\n".join([head, f"|{'---|' * (head.count('|') - 1)}", *(f"| {' | '.join(cells)} |" for cells in lines)])
+
+
+def rates(part: Part) -> Iterator[str]:
+    """A row a case. The peer of a case is the fastest of its kind (what stands before the colon) that is not ours."""
+    results, lines = part["results"], []
+    for name, result in results.items():
+        peer = max((per_cpu(results[other]) for other in results if is_peer(other) and kind(other) == kind(name)), default=0.0)
+        unit = " GB" if name.startswith("verify") else ""
+        lines.append(
+            [
+                name,
+                number(per_cpu(result)) + unit,
+                reach(result["per_cpu_s"]),
+                number(result["per_s"]["median"]) + unit,
+                f"{per_cpu(result) / peer:.1f}x" if peer and not is_peer(name) else "",
+                f"{result['peak_mb']:.0f} MB",
+            ]
+        )
+    yield rows("| | per CPU-second | lowest to highest | per second | against the peer | peak memory |", lines)
+
+
+def step(part: Part) -> Iterator[str]:
+    lines = []
+    for name, r in part["results"].items():
+        unit = " GFLOP" if "mfu" not in r else ""
+        cells = [name, number(r["per_s"]["median"]) + unit, number(per_cpu(r)) + unit, reach(r["per_cpu_s"])]
+        cells += [
+            f"{100 * r['mfu']:.0f} %" if "mfu" in r else "",
+            f"{r['times_recreation']:.2f}x" if "times_recreation" in r else "",
+        ]
+        lines.append([*cells, f"{r.get('gpu_peak_mb', r['peak_mb']) / 1024:.1f} GB"])
+    yield rows("| | crops a second | a CPU-second | lowest to highest | MFU | against the re-creation | peak memory |", lines)
+    if told := part.get("bars"):
+        outcomes = ((what, v, "met" if v["met"] else "missed") for what, v in told.items())
+        yield "; ".join(f"{what}: {v['found']:.3g}, the bar of {v['bar']:g} is {outcome}" for what, v, outcome in outcomes)
+
+
+def autotune(part: Part) -> Iterator[str]:
+    yield from step(part)
+    yield f"Fastest: {part['best']}: `{' '.join(f'--set {each}' for each in part['settings'])}`"
+
+
+def cost(part: Part) -> Iterator[str]:
+    given, machine, lines = part["input"], part["machine"], []
+    whole = part["results"]["the whole step"]["ms"]["median"]
+    for name, r in part["results"].items():
+        share = f"{100 * r['ms']['median'] / whole:.1f} %"
+        figures = [f"{r[key]:.4g}" for key in ("predicted_ms", "gap_ms", "gflop", "gb")]
+        lines.append([name, f"{r['ms']['median']:.4g}", *figures[:2], share, r["bound"], *figures[2:]])
+    unit = "CPU-ms" if given["device"] == "cpu" else "ms"
+    yield rows(f"| | {unit} | by formula | gap | share | bound by | GFLOP | GB |", lines)
+    yield (
+        f"{given['crops']} crops, {given['precision']}, the {given['model']} model; by formula: for {machine['name']}, "
+        f"{machine['tflops']:.3g} TFLOP/s and {machine['gb_per_s']:.3g} GB/s ({machine['source']})."
+    )
+
+
+def e2e(part: Part) -> Iterator[str]:
+    lines = []
+    for name, r in part["results"].items():
+        shares = [f"{r[key]['median']:.1f} %" for key in ("overhead_pct", "loader_pct", "stall_pct")]
+        figures = [number(r[key]["median"]) for key in ("per_s", "per_cpu_s", "bare_per_cpu_s")]
+        spread = f"{r['overhead_pct']['low']:.1f} to {r['overhead_pct']['high']:.1f} %"
+        lines.append([name, r["backend"], *figures, shares[0], spread, *shares[1:], f"{r['checkpoint_s']:.2f} s"])
+    head = ("", "backend", "crops a second", "a CPU-second", "bare step", "overhead", "lowest to highest", "the loader's")
+    yield rows(f"| {' | '.join(head)} | stall | checkpoint |", lines)
+
+
+def start(part: Part) -> Iterator[str]:
+    lines = [
+        [name, f"{r['seconds']['median']:.1f}", reach(r["seconds"]), f"{r['cpu_seconds']['median']:.1f}"]
+        for name, r in part["results"].items()
+    ]
+    yield rows("| | seconds | lowest to highest | CPU-seconds |", lines)
+
+
+def scaling(part: Part) -> Iterator[str]:
+    lines = [[name, f"{1 / r['per_s']['median']:.2f}", f"{r['peak_mb']:.0f} MB"] for name, r in part["results"].items()]
+    yield rows("| | seconds | peak memory |", lines)
+    shuffled = [
+        [name, f"{facts['correlation']:.4f}", f"{facts['shards_per_batch']:.1f}", f"{100 * facts['row_span_95']:.0f} %"]
+        for name, facts in part["shuffle_quality"].items()
+    ]
+    yield rows("| order | correlation of position and row | shards a batch | rows a batch spans (95 %) |", shuffled)
+    if worlds := part.get("ranks"):
+        alone = per_cpu(worlds["1"])
+        yield rows(
+            "| ranks on this machine | crops a CPU-second | lowest to highest | of one rank's |",
+            [[n, number(per_cpu(w)), reach(w["per_cpu_s"]), f"{100 * per_cpu(w) / alone:.0f} %"] for n, w in worlds.items()],
+        )
+
+
+def cluster(rate: float, basis: str) -> Iterator[str]:
+    """By formula, from one GPU's rate."""
+    config = ModelConfig()
+    yield "**Many GPUs, by formula: what a step sends, and what is left of the speed (estimated)**"
+    lines = []
+    for crops in (64, 512):
+        for one in (fleet.step(config, gpus, crops, rate) for gpus in fleet.RANKS):
+            sent_ms = [f"{1e3 * part:.1f} ms" for part in (one.gradients_s, one.weights_s, one.candidates_s)]
+            kept = [f"{100 * share:.0f} %" for share in (one.efficiency, one.overlapped)]
+            lines.append(
+                [f"{one.gpus:,}", f"{crops}", f"{1e3 * one.compute_s:.0f} ms", f"{one.megabytes:,.0f} MB", *sent_ms, *kept]
+            )
+    head = ("GPUs", "crops a GPU", "compute", "a GPU sends", "gradients", "weights", "CMSC's candidates", "efficiency")
+    yield rows(f"| {' | '.join(head)} | with overlap_comm |", lines)
+    yield "**How long a training takes**"
+    works = (("200 epochs of 85,000 crops: the paper's run", fleet.PAPER_CROPS), ("10 M ECGs, once", fleet.TEN_MILLION))
+    lines = []
+    for what, crops in works:
+        for gpus, batch in ((1, 512), (8, 64), (8, 512), (64, 64), (64, 512)):
+            hours = fleet.hours(config, crops, gpus, batch, rate)
+            took = f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.2g} min"
+            sure = basis.split(":")[0].split(" ")[0] if gpus == 1 and basis.startswith("measured") else "estimated"
+            lines.append([what, f"{gpus}", f"{gpus * batch:,}", took, sure])
+    yield rows("| | GPUs | crops a step | time | |", lines)
+    yield (
+        f"From {rate:,.0f} crops/s a GPU ({basis}), bf16, the paper's 90.9 M parameters, ZeRO-1; assumed: "
+        f"{fleet.NVLINK_GB_PER_S:.0f} GB/s a GPU within a node of {fleet.NODE}, {fleet.NETWORK_GB_PER_S:.0f} GB/s a GPU "
+        f"between nodes, {1e6 * fleet.HOP_S:.0f} us a hop; batches other than 512 crops train otherwise than the paper did."
+    )
+
+
+TABLES: dict[str, tuple[str, Callable[[Part], Iterator[str]]]] = {
+    "ingest": ("Archive to dataset: records (read, ingest, plan, synth) or GB (verify)", rates),
+    "loader": ("Dataset to batches: crops of 10 s as float32 millivolts in torch", rates),
+    "step": ("One training step: crops of 10 s", step),
+    "cost": ("Where a step's time goes, largest gap first", cost),
+    "autotune": ("The fastest settings", autotune),
+    "e2e": ("Crops to weights through the loop, beside the bare step", e2e),
+    "start": ("From the command to the first step: the quick start", start),
+    "scaling": ("A very large dataset: from nothing to a rank's first batch, and how well it is shuffled", scaling),
+}
+
+
+FRESH = ("ingest", "loader", "step", "scaling", "start")
+
+
+def kind(name: str) -> str:
+    return name.split(":")[0]
+
+
+def is_peer(name: str) -> bool:
+    return any(word in name for word in ("re-creation", "wfdb.rdrecord"))
+
+
+def per_cpu(result: dict[str, Any]) -> float:
+    return float(result["per_cpu_s"]["median"])
+
+
+def reach(spread: dict[str, float]) -> str:
+    return f"{number(spread['low'])} to {number(spread['high'])}"
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def note(part: Part) -> str:
+    hardware, given = part["hardware"], part["input"]
+    amount = next(
+        (f"{given[name]:,} {name} ({given['archive']}) in the page cache" for name in ("records", "crops") if name in given), ""
+    )
+    amount = given["archive"] if part["benchmark"] in ("step", "cost", "autotune") or not amount else amount
+    versions = ", ".join(f"{name} {version}" for name, version in part["versions"].items())
+    left_out = "".join(f" Left out: {name}: {reason}." for name, reason in part.get("left_out", {}).items())
+    fresh = ", each in a fresh process" if part["benchmark"] in FRESH and part["config"].get("device") != "cuda" else ""
+    gpu = f"{hardware['gpus'][0]['name']}, " if hardware.get("gpus") else ""
+    return (
+        f"{gpu}{hardware['cpu']}, {hardware['cores']} cores shared with others (load {hardware['load_before']:.1f} before), "
+        f"{part['date'][:10]}; {amount}; median of {part['config']['repeats']} runs{fresh}; {versions}; "
+        f"[{part['file']}](benchmarks/results/{part['file']}).{left_out}"
+    )

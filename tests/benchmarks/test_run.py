@@ -1,0 +1,286 @@
+"""The command: what is refused, what is left out and why, the search for the fastest settings, the real loop measured."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import autotune, e2e, feed, measure, report, run, scaling, stages, start, step, suite
+from benchmarks.measure import CaseError, call_fresh, run_cases
+from data_tools.dataset import Dataset
+from engine.config import QUICKSTART, load
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("suite --device cuda", "torch sees no CUDA device here: use --device cpu"),
+        ("loader --repeats 2", "--repeats 2: fewer than 3"),
+    ],
+)
+def test_what_cannot_be_is_one_line(words: str, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    import torch
+
+    if "cuda" in words and torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with pytest.raises(SystemExit) as stopped:
+        run.main(shlex.split(words))
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and told in error and len(error.splitlines()) == 1
+
+
+def test_cases_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.only({"a: x": 1, "b: x": 2}, "^b") == {"b: x": 2}
+    with pytest.raises(SystemExit):
+        run.only({"a: x": 1}, "nothing")
+    assert "no case is called so: a: x" in capsys.readouterr().err
+
+
+def test_a_record_says_where_it_comes_from() -> None:
+    facts = run.environment()
+    assert len(facts["git"]["commit"]) == 40 and facts["hardware"]["cores"] == os.cpu_count()
+    assert facts["hardware"]["gpus"] == [] or facts["hardware"]["gpus"][0]["driver_version"]
+    assert {"python", "torch", "deepspeed", "numpy"} <= set(facts["versions"])
+
+
+def works(units: float) -> float:
+    return units
+
+
+def fails(_: float) -> float:
+    raise MemoryError("no room\nfor this")
+
+
+def dies(_: float) -> float:
+    os._exit(3)
+
+
+def stream(units: float) -> Generator[float, bool, None]:
+    yield 0.0
+    while True:
+        units += 1
+        if (yield units):
+            return
+
+
+def test_a_case_that_fails_does_not_take_the_others_with_it() -> None:
+    left_out: dict[str, str] = {}
+    results = run_cases({"a": (fails, (1.0,)), "b": (works, (2.0,)), "c": (dies, (3.0,))}, 3, str, left_out)
+    assert set(results) == {"b"} and results["b"]["repeats"] == 3
+    assert left_out == {"a": "MemoryError: no room for this", "c": "its process died"}
+    with pytest.raises(SystemExit, match="a: MemoryError"):
+        run_cases({"a": (fails, (1.0,))}, 3, str)
+
+
+def test_repeats_in_one_process() -> None:
+    results = run_cases({"a": (stream, (10.0,))}, 3, str, in_one_process=True)
+    assert results["a"]["units"] == 11 and results["a"]["repeats"] == 3
+
+
+def rates(found: dict[tuple[int, str, str, bool], float]) -> autotune.Rate:
+    def rate(one: step.Run) -> float:
+        key = one.batch, one.attention, one.position, one.compiled
+        asked.append(key)
+        return found.get(key, 0.0)
+
+    asked: list[Any] = []
+    rate.asked = asked  # type: ignore[attr-defined]
+    return rate
+
+
+BASE = step.Run(step.OURS, "bf16", device="cuda", compiled=True)
+
+
+def test_the_largest_of_the_fast_micro_batches() -> None:
+    """Memory ends the sweep; 2 % do not count; a setting is kept if it is 1 % faster."""
+    same = ("auto", "auto", True)
+    sweep = {(64, *same): 90.0, (128, *same): 100.0, (256, *same): 99.0}
+    kernels = {("sdpa", "auto", True): 99.5, ("manual", "auto", True): 104.0, ("manual", "blocks", True): 110.0}
+    rate = rates(sweep | {(256, *how): found for how, found in kernels.items()} | {(256, "auto", "auto", False): 50.0})
+    best = autotune.search(BASE, (64, 128, 256, 512, 1024), autotune.CHOICES["cuda"], rate)
+    assert best is not None and (best.batch, best.attention, best.position, best.compiled) == (256, "manual", "blocks", True)
+    asked = rate.asked  # type: ignore[attr-defined]
+    assert [key[0] for key in asked[:4]] == [64, 128, 256, 512]
+    assert (1024, *same) not in asked
+    assert autotune.search(BASE, (64, 128), autotune.CHOICES["cuda"], rates({})) is None
+
+
+def test_the_sweep_ends_where_the_rate_falls() -> None:
+    same = ("auto", "auto", True)
+    rate = rates({(64, *same): 100, (128, *same): 90, (256, *same): 200})
+    best = autotune.search(BASE, (64, 128, 256), {}, rate)
+    assert best is not None and best.batch == 64
+
+
+def test_what_it_found_is_what_the_engine_takes() -> None:
+    best = step.Run(step.OURS, "bf16", 8, attention="manual", position="blocks", compiled=True)
+    config = load(QUICKSTART, autotune.settings(best))
+    assert (config.train.micro_batch, config.train.compile, config.train.precision) == (8, True, "bf16")
+    assert (config.model.attention, config.model.position) == ("manual", "blocks")
+
+
+def here(function: Any, *arguments: Any) -> Any:
+    """In place of call_fresh: no process of its own, no seconds for its imports."""
+    return function(*arguments)
+
+
+def test_autotune_for_real(tiny: str, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(measure, "call_fresh", here)
+    monkeypatch.setattr(autotune, "CHOICES", {"cpu": {"attention": ("sdpa",)}})
+    words = ["step", "--autotune", "--model", tiny, "--batches", "2", "4", "--threads", "1", "--precision", "fp32"]
+    part = run.measured(tmp_path, run.parse(words))
+    assert part["benchmark"] == "autotune" and part["best"] in part["results"]
+    assert "--set train.micro_batch=" in capsys.readouterr().out
+    assert all(r["mfu"] > 0 for n, r in part["results"].items() if "omni" in n)
+
+
+def setup(dataset: Dataset, tiny: str, tmp_path: Path, **changes: Any) -> e2e.Setup:
+    how: dict[str, Any] = {"model": tiny, "batch": 4, "steps": 2, "threads": 1} | changes
+    return e2e.Setup(dataset.root.url, str(tmp_path / "run"), **how)
+
+
+def test_the_loop_beside_the_bare_step(dataset: Dataset, tiny: str, tmp_path: Path) -> None:
+    """From an object store, if one can be served here."""
+    mine = setup(dataset, tiny, tmp_path)
+    far = not e2e.missing("s3")
+    mine = dataclasses.replace(mine, settings=e2e.SOURCES["s3" if far else "tar"])
+    with e2e.served(mine, tmp_path) if far else contextlib.nullcontext(mine) as ready:
+        found = call_fresh(e2e.turns, ready)
+    assert found["backend"] == "torch"
+    assert {kind: len(rows) for kind, rows in found["rows"].items()} == dict.fromkeys(e2e.KINDS, 3)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["step"] == 2 * 2 * (1 + 3)  # held and loaded, two steps a turn, a warm-up and three turns
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step-16"  # the one that was timed
+    assert not far or list((tmp_path / "cache").rglob("*.tar"))
+    result = e2e.told(found, mine)
+    assert 0 < result["stall_pct"]["median"] < 100 and result["per_s"]["median"] > 0 and result["checkpoint_s"] > 0
+    assert len(list(e2e.lines({"tar": result}))) == 2
+
+
+def test_overhead_is_of_turns_side_by_side(dataset: Dataset, tiny: str, tmp_path: Path) -> None:
+    rows = {
+        kind: [{"wall_s": 2 * s * drift, "cpu_s": s * drift, "waited_s": 0.04 * s * drift} for drift in (1, 5, 2)]
+        for kind, s in (("bare", 1.0), ("held", 1.05), ("loaded", 1.1))
+    }
+    found = {"rows": rows, "checkpoint_s": 18.0, "backend": "torch"}
+    result = e2e.told(found, setup(dataset, tiny, tmp_path, batch=32, steps=4))
+    assert result["overhead_pct"] == pytest.approx({"median": 10, "low": 10, "high": 10})  # whatever the machine's drift
+    assert result["loader_pct"]["median"] == pytest.approx(100 * (1.1 / 1.05 - 1))
+    assert result["stall_pct"]["median"] == pytest.approx(2.0) and result["checkpoint_pct"] == pytest.approx(1.0)
+    assert result["per_cpu_s"]["high"] == pytest.approx(128 / 1.1) and result["bare_per_s"]["high"] == pytest.approx(64)
+
+
+def test_a_loop_that_cannot_begin_says_why(dataset: Dataset, tiny: str, tmp_path: Path) -> None:
+    with pytest.raises(CaseError, match="position_groups"):
+        call_fresh(e2e.turns, setup(dataset, tiny, tmp_path, settings=("model.position_groups=7",)))
+
+
+def test_two_ranks(dataset: Dataset, tiny: str, tmp_path: Path) -> None:
+    found = scaling.ranks(setup(dataset, tiny, tmp_path, steps=1), 2)
+    assert found["batch"] == 4 and found["per_cpu_s"]["low"] > 0
+    lines = [json.loads(line) for line in (tmp_path / "run-2" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["crops_seen"] == 8 * (lines[-1]["step"] + 1)  # the first batch was put aside
+
+
+COMMAND = """
+import pathlib, sys, time
+run = next(word for word in sys.argv if word.startswith("run=")).removeprefix("run=")
+time.sleep(0.2)
+pathlib.Path(run).mkdir()
+(pathlib.Path(run) / "metrics.jsonl").write_text("a line")
+until = time.process_time() + 0.3
+while time.process_time() < until: pass
+sys.exit("steps=7" in " ".join(sys.argv))
+"""
+
+
+def test_the_clock_of_the_first_step(tmp_path: Path) -> None:
+    found = start.started((sys.executable, "-c", COMMAND), tmp_path / "a", "dataset", 1)
+    assert 0.2 <= found["first"] <= found["whole"] - 0.25
+    assert found["first_cpu"] <= found["whole_cpu"] - 0.25
+    with pytest.raises(CaseError, match="ended with 1"):
+        start.started((sys.executable, "-c", COMMAND), tmp_path / "b", "dataset", 7)
+    told = start.told(start.WHOLE, [found] * 3, 7)
+    assert set(told) == {f"first step: {start.WHOLE}", f"7 steps and the end: {start.WHOLE}"}
+
+
+def test_this_sessions_cpu_seconds() -> None:
+    code = "import time; t = time.process_time() + 0.3\nwhile time.process_time() < t: pass\ninput()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, start_new_session=True)
+    while start.session_s(process.pid) < 0.3:
+        assert process.poll() is None
+    process.communicate(b"\n")
+    assert start.session_s(process.pid) == 0
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_suites_parts_are_commands(kind: str, device: str) -> None:
+    options = run.parse(["suite", "--device", device, "--kind", kind])
+    parsed = [run.parse(words) for words in suite.parts(kind, options)]
+    assert {"loader", "step", "e2e", "start"} <= {one.benchmark for one in parsed}
+    if kind == "gpu":
+        assert {one.device for one in parsed} == {device}
+        assert any(one.autotune for one in parsed if one.benchmark == "step")
+    assert any(one.explain for one in parsed if one.benchmark == "step")
+
+
+def test_a_suite_goes_on_without_what_fails_or_comes_too_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(_: Path, options: Any) -> dict[str, Any]:
+        if options.benchmark == "loader":
+            raise RuntimeError("no\nluck")
+        return {"benchmark": options.benchmark}
+
+    clock = iter([0.0, 0.0, 60.0, 120.0, 120.0, 999.0])
+    monkeypatch.setattr(suite.run, "measured", measured)
+    monkeypatch.setattr(suite.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(suite, "lacks", lambda module: module == "nvidia.dali")
+    monkeypatch.setattr(suite, "parts", lambda *_: [["ingest"], ["loader"], ["start"]])
+    found = suite.measure(tmp_path, run.parse(["suite", "--minutes", "10"]), str)
+    assert [part["benchmark"] for part in found["parts"]] == ["ingest", "start"]
+    assert found["left_out"]["loader"] == "RuntimeError: no luck"
+    assert found["left_out"]["DALI"].startswith("not installed")
+    assert "DeepSpeed" not in found["left_out"]
+
+
+def test_a_suite_on_a_cpu_as_on_a_gpu(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [["step", "--explain", "--model", tiny, "--batches", "2", "--threads", "1", "--machine", "h200"]]
+    monkeypatch.setattr(stages, "call_fresh", here)
+    monkeypatch.setattr(suite, "parts", lambda *_: words)
+    monkeypatch.setattr(suite, "gpu_tests", lambda _: {"passed": True, "said": "3 skipped"})
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    out = tmp_path / "record.json"
+    assert run.main(["suite", "--kind", "gpu", "--model", tiny, "--out", str(out)]) == 0
+    record = json.loads(out.read_text())
+    assert record["gpu_tests"]["said"] == "3 skipped" and record["config"]["kind"] == "gpu"
+    (part,) = report.load(out)
+    assert (
+        part["benchmark"] == "cost"
+        and part["machine"]["name"] == "NVIDIA H200"
+        and "fc1" in report.text({("cost", "cpu"): part})
+    )
+
+
+def test_crops_to_a_device(dataset: Dataset) -> None:
+    stream = feed.feed(Path(dataset.root.url), "cpu", "resident", "RLM", 16, 1)
+    assert [next(stream), next(stream), next(stream)] == [0.0, 640.0, 640.0]
+    with pytest.raises(StopIteration):
+        stream.send(True)
+
+
+def test_backends_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = set(feed.cases(Path("dataset"), "cuda", 2))
+    assert {"RLM: torch to cuda, batch 1024", "RLM: resident to cuda, batch 64"} <= names
+    monkeypatch.setattr(feed, "find_spec", lambda _: None)
+    assert not any("dali" in name for name in feed.cases(Path("dataset"), "cuda", 2))
