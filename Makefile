@@ -7,7 +7,7 @@ RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
 help:
 	@echo "make test   install into .venv and run every test"
-	@echo "make demo   install into .venv; an archive -> a dataset -> a small pre-trained model, in demo/"
+	@echo "make demo   install into .venv; archive -> dataset -> pre-trained -> fine-tuned, against random weights"
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  measure this machine, 15 minutes; a record and pictures in benchmarks/results, tables in README.md"
 	@echo "make bench-gpu   the same on a GPU, 10 minutes"
@@ -27,14 +27,15 @@ test: .venv/installed
 
 demo: .venv/installed
 	rm -rf demo
-	$(RUN) -m data_tools synth demo/archive --patients 100 --workers 2
+	$(RUN) -m data_tools synth demo/archive --patients 300 --workers 2
 	$(RUN) -m data_tools shard demo/archive --out demo/dataset --format both --workers 2
 	$(RUN) -m data_tools verify demo/dataset --source demo/archive --deep
 	$(RUN) -m data_tools show demo/dataset --png demo/summary.png > demo/summary.txt
 	$(RUN) -m data_tools show demo/dataset --crop 0 --png demo/ecg.png
 	$(BIN)/python -m engine.pipelines.picture demo/augmentations.png --data demo/dataset
-	OMP_NUM_THREADS=2 $(BIN)/deepspeed -q engine/pretrain.py --set run=demo/run --set train.steps=90
-	@echo "look at demo/summary.png, demo/ecg.png, demo/augmentations.png and demo/run/report.html"
+	$(RUN) -m engine.reproduce --table 1 --rows "Random Init." W2V+CMSC+RLM --leads 12 1 --seeds 1 --jobs 2 --scale demo \
+	    --data demo/dataset --out demo/tables
+	@echo "look at demo/summary.png, demo/ecg.png, demo/augmentations.png, demo/tables/pretrain/w2v_cmsc_rlm-12/report.html"
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -125,6 +125,7 @@ class Tuning(Section):
 class Settings(Section):
     """What every run has."""
 
+    defaults: ClassVar[dict[str, Any]] = {}  # within sections, where they are not those of the section
     run: str
     data: Any
     pipeline: PipelineConfig = PipelineConfig()
@@ -156,6 +157,7 @@ class FinetuneConfig(Settings):
     run: str = "runs/finetune"
     start: str = ""  # a pre-trained run or model; or a pre-training YAML: its architecture with random weights
     data: FinetuneData = FinetuneData()
+    defaults: ClassVar[dict[str, Any]] = {"augment": {"rlm": 0.0}}  # nothing is masked unless asked for, whatever else is set
     augment: AugmentConfig = AugmentConfig(rlm=0.0)
     encoder: Tuning = Tuning()
     head: HeadConfig = HeadConfig()
@@ -205,6 +207,7 @@ def read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 def build(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # type: ignore[assignment]
     _known(tree, list(keys(kind)))
+    tree = _over(kind.defaults, tree)
     augment = tree.get("augment")
     if isinstance(augment, dict) and type(augment.get("leads")) is int:
         tree = tree | {"augment": augment | {"leads": str(augment["leads"])}}

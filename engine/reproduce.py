@@ -201,7 +201,10 @@ def slurm(place: Place, again: Sequence[str], jobs: int, chosen: Sequence[Table]
 def end(place: Place, plan: Plan, chosen: Sequence[Table], code: int, failed: Sequence[Job] = ()) -> int:
     for job in failed:
         print(f"engine.reproduce: {job.name} failed: {place.why(job)}", file=sys.stderr)
-    files = ", ".join(str(place.out / f"table-{table.number}.md") for table in chosen)
+    paths = [place.out / f"table-{table.number}.md" for table in chosen]
+    for path in paths:
+        print("\n".join(line for line in path.read_text().splitlines() if line.startswith(("#", "|", "Each cell"))) + "\n")
+    files = ", ".join(map(str, paths))
     undone = len(left(place, plan))
     more = "; the same command goes on" if undone else ""
     print(f"{files}: {len(plan.jobs) - undone} of {len(plan.jobs)} jobs done{more}")

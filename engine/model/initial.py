@@ -6,10 +6,14 @@
 | projections: to the encoder's width, to where contexts and targets meet | U(+-1 / sqrt(inputs)), bias too | nn.Linear |
 | mask embedding | U(0, 1) | models/transformer.py:184 |
 | positional convolution | N(0, 4 / (kernel * width)), bias 0; gain = its norm | modules/conv_positional_encoding.py:15 |
+| its bias, where features are as wide as the encoder and nothing is projected | U(+-1 / sqrt(width)) | |
 | linear maps of the transformer | N(0, 0.02^2), bias 0 | modules/transformer_encoder.py:17-45 |
 | quantiser's logits | N(0, 1), bias 0 | modules/gumbel_vector_quantizer.py:60 |
 | codebook | U(0, 1) | modules/gumbel_vector_quantizer.py:40 |
 | every norm | gain 1, bias 0 | |
+
+Without a projection's bias an ECG of zeros would be a vector of zeros in every layer, and a layer norm of that multiplies its
+gradient by 316: five of them are beyond float32.
 """
 
 import math
@@ -42,8 +46,12 @@ def initialise(model: nn.Module, generator: torch.Generator | None = None) -> No
             module.gain.copy_(module.direction.square().sum((0, 1), keepdim=True).sqrt())
             nn.init.zeros_(module.bias)
     for module in model.modules():  # after their linear maps were drawn as plain ones
-        if isinstance(module, Encoder) and module.mask_embedding is not None:
-            nn.init.uniform_(module.mask_embedding, 0, 1, generator)
+        if isinstance(module, Encoder):
+            if module.mask_embedding is not None:
+                nn.init.uniform_(module.mask_embedding, 0, 1, generator)
+            if isinstance(module.project, nn.Identity):
+                bound = 1 / math.sqrt(module.width)
+                nn.init.uniform_(module.position.bias, -bound, bound, generator)
         elif isinstance(module, Layer):
             for linear in (module.attention.qkv, module.attention.out, module.fc1, module.fc2):
                 nn.init.normal_(linear.weight, 0, 0.02, generator)

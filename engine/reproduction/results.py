@@ -23,7 +23,6 @@ MARKS: dict[State, str] = {
     "not yet": "...: not run yet.",
     "part": "[1/3]: of so many seeds.",
     "failed": "failed: run again, it is retried.",
-    "not asked": "Nothing before the stroke: not asked for.",
 }
 PAPER_DATA = {"pretrain": "about 85,000", "dx": "32,640 / 4,079 / 4,079 halves", "id": "2,127"}
 # Settings of a run that its result does not hang on.
@@ -122,14 +121,18 @@ def as_csv(found: list[Cell]) -> str:
 
 
 def markdown(table: Table, found: list[Cell], told: str) -> str:
-    head = ["Methods", "", *(table.column(leads) for leads in LEADS)]
+    """The rows and columns that were asked for."""
+    asked = [cell for cell in found if cell.state not in ("not asked", "none in the paper")] or found
+    rows, tasks = {cell.row for cell in asked}, [task for task in TASKS if task in {cell.task for cell in asked}]
+    columns = [leads for leads in LEADS if leads in {cell.leads for cell in asked}]
+    head = ["Methods", "", *(table.column(leads) for leads in columns)]
     lines = [f"# Table {table.number}: {table.title}", "", told, "", _line(head), _line(["---"] * len(head))]
-    for row in table.rows.values():
-        for task in TASKS:
-            own = [cell for cell in found if (cell.row, cell.task) == (row.name, task)]
-            lines.append(_line([row.name if task == "Dx" else "", f"{task}.", *map(_text, own)]))
+    for row in (row for row in table.rows.values() if row.name in rows):
+        for task in tasks:
+            own = [cell for cell in found if (cell.row, cell.task) == (row.name, task) and cell.leads in columns]
+            lines.append(_line([row.name if task == tasks[0] else "", f"{task}.", *map(_text, own)]))
     bold = "the best of its column" if table.bold == "best" else "better than without random lead masking"
-    lines += ["", f"Each cell: ours / the paper's. Bold: {bold}, among ours. {_marks(found)}".rstrip()]
+    lines += ["", f"Each cell: ours / the paper's. Bold: {bold}, among ours. {_marks(asked)}".rstrip()]
     return "\n".join(lines) + "\n"
 
 

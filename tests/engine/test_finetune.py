@@ -135,6 +135,21 @@ def test_fewer_channels_are_the_same_as_zeros(base: Path) -> None:
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
 
 
+def test_nothing_is_masked_unless_asked_for() -> None:
+    for augment in ({}, {"leads": "3"}, {"leads": "2", "padded": False}):
+        assert build({"augment": augment}, FinetuneConfig).augment.rlm == 0
+    assert build({"augment": {"rlm": 0.5}}, FinetuneConfig).augment.rlm == 0.5
+
+
+@pytest.mark.parametrize("width", [32, 64])  # with a projection, and without
+def test_an_ecg_of_zeros_has_a_gradient_of_bounded_size(width: int) -> None:
+    small = {"conv": [[16, 2], [32, 8]], "width": width, "layers": 4, "heads": 2, "ffn": 32, "position_kernel": 8}
+    encoder = Encoder(build({"model": small}).model, mask=False)
+    initialise(encoder, torch.Generator().manual_seed(0))
+    Tuned(encoder, HeadConfig(), 26)(torch.zeros(1, 2, 12, 640), torch.ones(1, 26), torch.ones(1, 2))["loss"].backward()
+    assert all(p.grad is None or float(p.grad.norm()) < 1e3 for p in encoder.parameters())
+
+
 def test_arcface_is_the_formula() -> None:
     cosine = torch.tensor([[0.3, -0.2, 0.9], [-0.99, 0.1, 0.0], [0.5, 1.0, -1.0]], requires_grad=True)
     label = torch.tensor([0, 0, 1])
