@@ -28,6 +28,7 @@ FIGURES: dict[str, tuple[str, ...]] = {  # with a spread, of each result
     "cost": ("ms",),
     "e2e": (*RATES, "bare_per_s", "overhead_pct", "stall_pct"),
     "start": ("seconds", "cpu_seconds"),
+    "downstream": ("score",),
 }
 
 

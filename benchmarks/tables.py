@@ -134,7 +134,27 @@ def cluster(rate: float, basis: str) -> Iterator[str]:
     )
 
 
+def downstream(part: Part) -> Iterator[str]:
+    """A row an archive, task and set of leads; a column each for random and for pre-trained weights."""
+    found: dict[tuple[str, str, str], dict[str, Part]] = {}
+    for name, result in part["results"].items():
+        archive, _, rest = name.partition(": ")
+        row, task, column = rest.split(", ")
+        found.setdefault((archive, task, column), {})[row] = result
+    methods = list(dict.fromkeys(row for cells in found.values() for row in cells))
+    shown = {"Dx": (("CinC score", "challenge"), ("AUROC", "auroc")), "Id": (("known again", "accuracy"),)}
+    lines = []
+    for (archive, task, column), cells in found.items():
+        for label, metric in shown[task]:
+            told = [cells[row]["metrics"][metric] if row in cells else None for row in methods]
+            n = next(iter(cells.values()))["n"]
+            what = f"{archive}: {'diagnosis' if task == 'Dx' else 'identification'}, {column}, {label} (n = {n:,})"
+            lines.append([what, *(f"{m['mean']:.3f} ± {m['interval']:.3f}" if m else "" for m in told)])
+    yield rows(f"| | {' | '.join(methods)} |", lines)
+
+
 TABLES: dict[str, tuple[str, Callable[[Part], Iterator[str]]]] = {
+    "downstream": ("Does pre-training help? A model of a million parameters, fine-tuned for minutes", downstream),
     "ingest": ("Archive to dataset: records (read, ingest, plan, synth) or GB (verify)", rates),
     "loader": ("Dataset to batches: crops of 10 s as float32 millivolts in torch", rates),
     "step": ("One training step: crops of 10 s", step),
@@ -175,6 +195,8 @@ def note(part: Part) -> str:
         (f"{given[name]:,} {name} ({given['archive']}) in the page cache" for name in ("records", "crops") if name in given), ""
     )
     amount = given["archive"] if part["benchmark"] in ("step", "cost", "autotune") or not amount else amount
+    if part["benchmark"] == "downstream":
+        return f"{given['archive']}; {part['config']['repeats']} seeds; [{part['file']}](benchmarks/results/{part['file']})."
     versions = ", ".join(f"{name} {version}" for name, version in part["versions"].items())
     left_out = "".join(f" Left out: {name}: {reason}." for name, reason in part.get("left_out", {}).items())
     fresh = ", each in a fresh process" if part["benchmark"] in FRESH and part["config"].get("device") != "cuda" else ""

@@ -50,6 +50,10 @@ RESULTS: dict[str, dict[str, Any]] = {
     "e2e": {"tar: small, 32 crops": RATES | LOOP | {"bare_per_s": spread(101.0), "bare_per_cpu_s": spread(51.0)}},
     "start": {"first step: deepspeed engine/pretrain.py": {"seconds": spread(9.0), "cpu_seconds": spread(6.0)}},
     "scaling": {"open to first batch": RATES},
+    "downstream": {
+        f"real: {row}, Id, P-1-lead": {"score": spread(0.4), "metrics": {"accuracy": {"mean": 0.4, "interval": 0.1}}, "n": 20}
+        for row in ("Random Init.", "W2V")
+    },
 }
 MORE: dict[str, dict[str, Any]] = {
     "step": {"bars": {"bf16": {"found": 2.5, "bar": 3.0, "met": False}}},
@@ -77,7 +81,16 @@ def test_a_suites_record_becomes_tables_and_pictures(device: str, tmp_path: Path
     parts = report.newest(tmp_path)
     assert {name for name, _ in parts} == set(tables.TABLES) == set(report.FIGURES)
     text = report.text(parts)
-    for told in ("61 %", "2.50x", "1.5 %", "| fc1 | 10 | 4 | 6 |", "--set train.micro_batch=4", "bar of 3 is missed", "1,024"):
+    for told in (
+        "61 %",
+        "2.50x",
+        "1.5 %",
+        "| fc1 | 10 | 4 | 6 |",
+        "--set train.micro_batch=4",
+        "bar of 3 is missed",
+        "1,024",
+        "| 0.400 ± 0.100 | 0.400 ± 0.100 |",
+    ):
         assert told in text, told
     assert ("on NVIDIA H200" in text) == (device == "cuda")
     assert ("measured on one" in text) == (device == "cuda") and "estimated" in text

@@ -1,0 +1,86 @@
+"""What pre-training is worth: tables of engine.reproduce -> one record, with every score behind them.
+
+    python -m benchmarks.downstream synthetic=DIR real=DIR [--out F.json]
+
+DIR is one that `python -m engine.reproduce --table 1 --out DIR` has filled. A result is one row, task and set of leads on one
+archive, over the seeds of fine-tuning.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.run import RESULTS, environment, file_name, refuse
+from engine.reproduction.paper import TASKS, tables
+from engine.scoring.metrics import over_seeds
+
+METRICS = {"Dx": ("challenge", "auroc", "auprc"), "Id": ("accuracy", "top5", "chance")}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.downstream", description=__doc__.split("\n")[0])
+    parser.add_argument("archives", nargs="+", metavar="NAME=DIR", help="what to call it, and where engine.reproduce wrote")
+    parser.add_argument("--table", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    record = environment() | gather([text.partition("=")[::2] for text in options.archives], options.table)
+    out = options.out or RESULTS / file_name(record)
+    out.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"{out}: {len(record['results'])} results")
+    return 0
+
+
+def gather(archives: list[tuple[str, str]], number: int) -> dict[str, Any]:
+    results, inputs, seeds = {}, {}, 0
+    for name, place in archives:
+        path = Path(place) / f"table-{number}.json"
+        if not path.is_file():
+            refuse(f"{name}={place}: no {path.name} in it: run engine.reproduce --table {number} --out {place}")
+        table = json.loads(path.read_text())
+        inputs[name] = {"protocol": table["protocol"], "data": table["data"], "runs": settings_of(Path(place))}
+        for cell in table["cells"]:
+            if cell["state"] == "done":
+                results[f"{name}: {cell['row']}, {cell['task']}, {cell['column']}"] = result(cell, Path(place))
+                seeds = max(seeds, cell["seeds_done"])
+    return {
+        "benchmark": "downstream",
+        "config": {"device": "cpu", "table": number, "repeats": seeds},
+        "input": {"archive": " and ".join(inputs), "archives": inputs},
+        "results": results,
+    }
+
+
+def result(cell: dict[str, Any], place: Path) -> dict[str, Any]:
+    """The score's spread, and the means of all metrics over the same evaluations."""
+    mean, interval = over_seeds(cell["scores"])
+    told = [json.loads(path.read_text()) for path in evaluations(cell, place)]
+    metrics = {
+        name: dict(zip(("mean", "interval"), over_seeds([one["metrics"][name] for one in told]), strict=True))
+        for name in METRICS[cell["task"]]
+    }
+    spread = {"median": statistics.median(cell["scores"]), "low": min(cell["scores"]), "high": max(cell["scores"])}
+    return {
+        "score": spread | {"mean": mean, "interval": interval, "each": cell["scores"]},
+        "metrics": metrics,
+        "n": told[0]["n"],
+    }
+
+
+def evaluations(cell: dict[str, Any], place: Path) -> list[Path]:
+    """Those of the cell, as engine.reproduction.plan names them."""
+    table = tables()[cell["table"]]
+    row = table.rows[cell["row"]]
+    model = f"{'random' if row.random else row.pretrain}-{12 if table.padded else cell['leads']}"
+    leads = cell["column"].removesuffix("-lead")
+    return sorted((place / "scores" / model).glob(f"{TASKS[cell['task']]}-{leads}-seed[0-9].json"))
+
+
+def settings_of(place: Path) -> dict[str, Any]:
+    return {path.stem: json.loads(path.read_text()) for path in sorted((place / "settings").glob("*.json"))}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""Tables of engine.reproduce as a record: every score, and the metrics of the same evaluations."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import downstream, report
+
+
+def filled(place: Path) -> Path:
+    """As engine.reproduce leaves it: two seeds of a row that is done, one that is not."""
+    scores = place / "scores" / "w2v_rlm-12"
+    scores.mkdir(parents=True)
+    for seed, value in enumerate((0.2, 0.4)):
+        told = {"score": value, "n": 7, "metrics": {"accuracy": value, "top5": 0.5, "chance": 0.1}}
+        (scores / f"identification-P-1-seed{seed}.json").write_text(json.dumps(told))
+    cell: dict[str, Any] = {"table": 3, "row": "W2V+RLM", "task": "Id", "leads": 1, "column": "P-1-lead", "seeds_done": 2}
+    cells = [cell | {"state": "done", "scores": [0.2, 0.4]}, cell | {"row": "W2V", "state": "not yet", "scores": []}]
+    (place / "table-3.json").write_text(json.dumps({"protocol": "as told", "data": {}, "cells": cells}))
+    (place / "settings").mkdir()
+    (place / "settings" / "identification.json").write_text(json.dumps({"train.steps": 9}))
+    return place
+
+
+def test_a_record_holds_what_the_cells_were_made_of(tmp_path: Path) -> None:
+    out = tmp_path / "downstream.json"
+    assert downstream.main([f"real={filled(tmp_path / 'tables')}", "--table", "3", "--out", str(out)]) == 0
+    (part,) = report.load(out)  # complete
+    assert list(part["results"]) == ["real: W2V+RLM, Id, P-1-lead"]
+    result = part["results"]["real: W2V+RLM, Id, P-1-lead"]
+    assert result["score"]["each"] == [0.2, 0.4] and result["score"]["mean"] == pytest.approx(0.3)
+    assert result["metrics"]["top5"] == {"mean": 0.5, "interval": 0.0} and result["n"] == 7
+    assert part["input"]["archives"]["real"]["runs"] == {"identification": {"train.steps": 9}}
+
+
+def test_a_place_without_the_table_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        downstream.main([f"real={tmp_path}"])
+    assert ended.value.code == 2 and "no table-1.json" in capsys.readouterr().err
