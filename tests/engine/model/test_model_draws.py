@@ -1,6 +1,7 @@
 """Draws are functions of their keys alone, distributed as the authors', in shapes that no draw changes."""
 
 import dataclasses
+import shutil
 
 import numpy as np
 import pytest
@@ -46,6 +47,17 @@ def test_hashes_are_those_of_the_counter() -> None:
     """The finaliser in int64 is numpy's in uint64, bit for bit."""
     state = np.arange(2**63 - 8, 2**63 + 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     assert np.array_equal(_mix(torch.from_numpy(state.view(np.int64).copy())).numpy().view(np.uint64), mix(state.copy()))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler on a CPU")
+def test_compiled_hashes_are_the_same() -> None:
+    """Whole numbers of 64 bits wrap in the compiler's code too."""
+
+    def draws(keys_R: Tensor) -> Tensor:
+        return hashed(keys_R[:, None], ModelStream.NEGATIVES, torch.arange(1000))
+
+    assert torch.equal(torch.compile(draws, fullgraph=True, dynamic=False)(keys(6)), draws(keys(6)))
 
 
 def test_hashes_are_uniform_and_unlike_along_every_counter() -> None:
