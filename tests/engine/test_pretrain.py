@@ -52,7 +52,8 @@ def test_a_run_leaves_what_was_promised(dataset: Dataset, tmp_path: Path) -> Non
     assert [row["step"] for row in valid] == [3, 6] and valid[0]["loss"] != valid[1]["loss"]
     assert all(0 <= row["identification_accuracy"] <= 1 for row in valid)
     facts = json.loads((out / "run.json").read_text())
-    assert facts["datasets"] == [dataset.fingerprint] and facts["versions"]["torch"] == torch.__version__
+    assert facts["datasets"] == [dataset.fingerprint]
+    assert facts["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]  # whatever it was built for
     assert facts["preprocessing_sha256"] == dataset.meta["preprocessing_sha256"] and facts["hardware"]["cores"] >= 1
     assert list((out / "tensorboard").iterdir())
     best = (out / "checkpoints" / "best").read_text()
