@@ -1,6 +1,6 @@
 """What pre-training is worth: tables of engine.reproduce -> one record, with every score behind them.
 
-    python -m benchmarks.downstream synthetic=DIR real=DIR [--out F.json]
+    python -m benchmarks.downstream synthetic=DIR synthetic=DIR2 real=DIR3 [--out F.json]
 
 DIR is one that `python -m engine.reproduce --table 1 --out DIR` has filled. A result is one row, task and set of leads on one
 archive, over the seeds of fine-tuning.
@@ -34,13 +34,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def gather(archives: list[tuple[str, str]], number: int) -> dict[str, Any]:
-    results, inputs, seeds = {}, {}, 0
+    results: dict[str, Any] = {}
+    inputs: dict[str, list[dict[str, Any]]] = {}
+    seeds = 0
     for name, place in archives:
         path = Path(place) / f"table-{number}.json"
         if not path.is_file():
             refuse(f"{name}={place}: no {path.name} in it: run engine.reproduce --table {number} --out {place}")
         table = json.loads(path.read_text())
-        inputs[name] = {"protocol": table["protocol"], "data": table["data"], "runs": settings_of(Path(place))}
+        data = {key: value for key, value in table["data"].items() if key != "path"}
+        inputs.setdefault(name, []).append({"protocol": table["protocol"], "data": data, "runs": settings_of(Path(place))})
         for cell in table["cells"]:
             if cell["state"] == "done":
                 results[f"{name}: {cell['row']}, {cell['task']}, {cell['column']}"] = result(cell, Path(place))
@@ -79,7 +82,8 @@ def evaluations(cell: dict[str, Any], place: Path) -> list[Path]:
 
 
 def settings_of(place: Path) -> dict[str, Any]:
-    return {path.stem: json.loads(path.read_text()) for path in sorted((place / "settings").glob("*.json"))}
+    found = sorted(path for path in (place / "settings").glob("*.json") if path.stem != "data")
+    return {path.stem: json.loads(path.read_text()) for path in found}
 
 
 if __name__ == "__main__":

@@ -196,7 +196,8 @@ def note(part: Part) -> str:
     )
     amount = given["archive"] if part["benchmark"] in ("step", "cost", "autotune") or not amount else amount
     if part["benchmark"] == "downstream":
-        return f"{given['archive']}; {part['config']['repeats']} seeds; [{part['file']}](benchmarks/results/{part['file']})."
+        how = f"up to {part['config']['repeats']} seeds of fine-tuning, ± half of the 95 % interval"
+        return f"{given['archive']}; {how}; [{part['file']}](benchmarks/results/{part['file']})."
     versions = ", ".join(f"{name} {version}" for name, version in part["versions"].items())
     left_out = "".join(f" Left out: {name}: {reason}." for name, reason in part.get("left_out", {}).items())
     fresh = ", each in a fresh process" if part["benchmark"] in FRESH and part["config"].get("device") != "cuda" else ""

@@ -32,7 +32,7 @@ def test_a_record_holds_what_the_cells_were_made_of(tmp_path: Path) -> None:
     result = part["results"]["real: W2V+RLM, Id, P-1-lead"]
     assert result["score"]["each"] == [0.2, 0.4] and result["score"]["mean"] == pytest.approx(0.3)
     assert result["metrics"]["top5"] == {"mean": 0.5, "interval": 0.0} and result["n"] == 7
-    assert part["input"]["archives"]["real"]["runs"] == {"identification": {"train.steps": 9}}
+    assert part["input"]["archives"]["real"][0]["runs"] == {"identification": {"train.steps": 9}}
 
 
 def test_a_place_without_the_table_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
