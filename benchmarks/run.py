@@ -16,6 +16,7 @@ A record goes to benchmarks/results/, or --out; `python -m benchmarks.report` ma
 
 import argparse
 import datetime
+import importlib
 import json
 import os
 import platform
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -155,58 +156,21 @@ def run_loader(work: Path, options: argparse.Namespace) -> Part:
     return {"input": given, "results": results, "left_out": left_out}
 
 
-def run_scaling(work: Path, options: argparse.Namespace) -> Part:
-    from benchmarks import scaling
+def late(module: str, function: str = "measure") -> Callable[[Path, argparse.Namespace], Part]:
+    """Imported when it runs: most bring torch, and ingest has none."""
 
-    return scaling.measure(work, options, say)
+    def run(work: Path, options: argparse.Namespace) -> Part:
+        part: Part = getattr(importlib.import_module(f"benchmarks.{module}"), function)(work, options, say)
+        return part
 
-
-def run_step(work: Path, options: argparse.Namespace) -> Part:
-    from benchmarks import step
-
-    return step.measure(work, options, say)
+    return run
 
 
-def run_cost(work: Path, options: argparse.Namespace) -> Part:
-    from benchmarks import stages
-
-    return stages.explain(work, options, say)
-
-
-def run_autotune(work: Path, options: argparse.Namespace) -> Part:
-    from benchmarks import autotune
-
-    return autotune.measure(work, options, say)
-
-
-def run_e2e(work: Path, options: argparse.Namespace) -> Part:
-    from benchmarks import e2e
-
-    return e2e.measure(work, options, say)
-
-
-def run_start(work: Path, options: argparse.Namespace) -> Part:
-    from benchmarks import start
-
-    return start.measure(work, options, say)
-
-
-def run_suite(work: Path, options: argparse.Namespace) -> Part:
-    from benchmarks import suite
-
-    return suite.measure(work, options, say)
-
-
-RUN = {  # torch is imported where it is needed: ingest has none
+RUN = {
     "ingest": run_ingest,
     "loader": run_loader,
-    "scaling": run_scaling,
-    "step": run_step,
-    "cost": run_cost,
-    "autotune": run_autotune,
-    "e2e": run_e2e,
-    "start": run_start,
-    "suite": run_suite,
+    "cost": late("stages", "explain"),
+    **{name: late(name) for name in ("scaling", "step", "autotune", "e2e", "start", "suite")},
 }
 
 
