@@ -53,6 +53,8 @@ def cases(dataset: Path, work: Path, seconds: float) -> dict[str, Case]:
     for stage in STAGES:
         for batch in BATCHES if stage == "RLM" else (256,):
             found[f"{stage}: torch, batch {batch}"] = (ours, (dataset, "torch", stage, batch, seconds))
+            if stage == "RLM":
+                found[f"RLM: torch, batch {batch}, 1 threads"] = (ours, (dataset, "torch", stage, batch, seconds, 1))
         found[f"{stage}: resident, batch 256"] = (ours, (dataset, "resident", stage, 256, seconds))
         found[f"{stage}: dali on the CPU, batch 256"] = (ours, (dataset, "dali", stage, 256, seconds))
     for stage in PEER_NOISE:
@@ -101,7 +103,7 @@ def gather(dataset: Path, source: str, check: str, batch: int, threads: int, sec
     stream.close()
 
 
-def ours(dataset: Path, backend: str, stage: str, batch: int, seconds: float) -> Stream:
+def ours(dataset: Path, backend: str, stage: str, batch: int, seconds: float, threads: int = 2) -> Stream:
     import torch
 
     from engine.pipelines.augment import AugmentConfig
@@ -109,7 +111,8 @@ def ours(dataset: Path, backend: str, stage: str, batch: int, seconds: float) ->
 
     one_thread()
     noise, rlm = STAGES[stage]
-    config = LoaderConfig(backend=backend, batch_crops=batch, augment=AugmentConfig(rlm=rlm, noise=noise))  # type: ignore[arg-type]
+    augment = AugmentConfig(rlm=rlm, noise=noise)  # type: ignore[arg-type]
+    config = LoaderConfig(backend=backend, batch_crops=batch, augment=augment, threads=threads)  # type: ignore[arg-type]
     opened = Dataset.open(str(dataset))
     loader = Loader(config, (opened,), torch.device("cpu"))
     yield from pumped(iter(loader), batch, len(opened), seconds)

@@ -3,7 +3,8 @@
 python -m benchmarks.report            rewrite the tables in README.md and benchmarks/results/*.png
 python -m benchmarks.report --check    exit 1 if the tables are not what the records say
 
-Of each benchmark and kind of device the newest record counts, be it one of its own or a part of a suite's.
+Of each benchmark and kind of device the newest record counts; of one day, one of its own before a part of a suite, which has
+fewer cases.
 """
 
 import argparse
@@ -41,7 +42,7 @@ def load(path: Path) -> list[Part]:
     record: dict[str, Any] = json.loads(path.read_text())
     shared = {name: record[name] for name in OF_RECORD if name in record}
     whole = "parts" not in record
-    found = [shared | {"file": path.name} | part for part in ([record] if whole else record["parts"])]
+    found = [shared | {"file": path.name, "alone": whole} | part for part in ([record] if whole else record["parts"])]
     if not found:
         raise RecordError(f"{path.name}: has no part")
     for part in found:
@@ -73,9 +74,14 @@ def newest(results: Path = RESULTS) -> dict[tuple[str, str], Part]:
     for path in sorted(results.glob("*.json")):
         for part in load(path):
             key = part["benchmark"], part["config"].get("device", "cpu")
-            if key not in found or str(part["date"]) >= str(found[key]["date"]):
+            if key not in found or rank(part) >= rank(found[key]):
                 found[key] = part
     return found
+
+
+def rank(part: Part) -> tuple[str, bool, str]:
+    date = str(part["date"])
+    return date[:10], part["alone"], date
 
 
 def text(parts: dict[tuple[str, str], Part]) -> str:

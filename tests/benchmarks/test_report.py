@@ -106,8 +106,15 @@ def test_a_suites_record_becomes_tables_and_pictures(device: str, tmp_path: Path
 def test_the_newest_record_of_each_device_counts(tmp_path: Path) -> None:
     for name, device, date in (("a", "cpu", "2026-01-02"), ("b", "cpu", "2026-01-01"), ("c", "cuda", "2025-01-01")):
         (tmp_path / f"{name}.json").write_text(json.dumps(suite(device) | {"date": date}))
+    whole = suite("cpu")
+    alone = {key: value for key, value in whole.items() if key != "parts"} | {"date": "2026-01-02"} | whole["parts"][0]
+    (tmp_path / "alone.json").write_text(json.dumps(alone))
+    (tmp_path / "later.json").write_text(json.dumps(whole | {"date": "2026-01-02T20:00:00"}))
     parts = report.newest(tmp_path)
-    assert parts["step", "cpu"]["file"] == "a.json" and parts["step", "cuda"]["file"] == "c.json"
+    first, *others = [part["benchmark"] for part in whole["parts"]]
+    assert parts[first, "cpu"]["file"] == "alone.json"  # of one day's
+    assert {parts[name, "cpu"]["file"] for name in others} == {"later.json"}
+    assert parts["step", "cuda"]["file"] == "c.json"
 
 
 @pytest.mark.parametrize(
