@@ -24,6 +24,7 @@ from engine.config import Settings, micro_batch, zero_stage
 from engine.objectives.gather import total as sum_over_ranks
 from engine.pipelines.counter import bits
 from engine.pipelines.loader import Batch, Loader, State
+from engine.pipelines.order import Places
 from engine.scoring.rundir import DIAGNOSTICS, write_diagnostics
 from engine.training import checkpoint, throughput
 from engine.training.distributed import Agreement, Ranks
@@ -69,7 +70,7 @@ class Loop:
         self.micro, _ = micro_batch(self.config, self.ranks.world)
         peak = throughput.peak_tflops(t, self.ranks.device)
         self.meter = throughput.Meter(self.task.flops_per_crop, self.ranks.world, peak)
-        self.recent: deque[tuple[int, Batch]] = deque(maxlen=t.max_nonfinite)
+        self.recent: deque[tuple[int, Places]] = deque(maxlen=t.max_nonfinite)
         self.adam.skipped.fill_(self.progress.skipped_steps)
         self.adam.in_a_row.fill_(self.progress.in_a_row)
         self.terminated, self.state = False, State()
@@ -125,7 +126,7 @@ class Loop:
         self.progress.step += 1
         self.progress.crops_seen = self.state["crops_seen"]
         self.meter.done(config.train.batch_crops)
-        self.recent.append((step, batch))
+        self.recent.append((step, batch.places))
         return reports
 
     def _after_step(self, losses: list[dict[str, Tensor]], batch: Batch) -> None:
@@ -168,9 +169,9 @@ class Loop:
     def _unfit(self) -> str:
         """Which crops the refused steps saw."""
         named = []
-        for step, batch in list(self.recent)[-3:]:
-            rows = batch.places.row[:8].tolist()
-            dataset = self.datasets[int(batch.places.dataset[0])].root.url
+        for step, places in list(self.recent)[-3:]:
+            rows = places.row[:8].tolist()
+            dataset = self.datasets[int(places.dataset[0])].root.url
             named.append(f"step {step + 1}: rows {', '.join(map(str, rows))} ... of {dataset}")
         count = self.config.train.max_nonfinite
         return (

@@ -1,0 +1,122 @@
+"""Training steps on a GPU that is not there: torch's fake tensors know shapes and devices, and no numbers.
+
+A tensor left behind on the CPU is an error there, and so is whatever waits for the device, since it would need a number. The
+device is called `gpu`: a build of torch without CUDA has no other. Its name holds for the whole process, so test_fake_gpu.py
+starts this one, which prints for each step its error, or nothing.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import backend_registration
+
+from engine.config import load
+from engine.model.config import ModelConfig
+from engine.model.encoder import Encoder
+from engine.model.pretrainer import Pretrainer
+from engine.model.tuned import HeadConfig, Tuned
+from engine.pipelines.batched import Augmenter, parameters
+from engine.pipelines.order import Places
+from engine.training.optimizer import GuardedAdamW
+
+CROPS, CLASSES = 4, 26
+module = backend_registration._DummyBackendModule()
+module.get_amp_supported_dtype = lambda: [torch.bfloat16]  # type: ignore[attr-defined]
+backend_registration._setup_privateuseone_for_python_backend("gpu", backend_module=module)
+GPU = torch.device("gpu")
+SMALL = {
+    "conv": ((16, 4), (16, 5)),
+    "width": 32,
+    "layers": 2,
+    "heads": 2,
+    "ffn": 64,
+    "codes": 8,
+    "code_width": 8,
+    "projection": 16,
+}
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Step = tuple[str, str, str]  # what, of what, in which precision
+
+
+def steps(configs: Path) -> Iterator[Step]:
+    for path in sorted((configs / "pretrain").glob("*.yaml")):
+        yield "pretrain", str(path), "bf16"
+    yield "pretrain", str(configs / "pretrain" / "w2v_cmsc_rlm.yaml"), "fp32"
+    yield from (("finetune", task, precision) for task in ("diagnosis", "identification") for precision in PRECISIONS)
+
+
+def name_of(step: Step) -> str:
+    return " ".join((step[0], Path(step[1]).stem, step[2]))
+
+
+def pretrain(path: str, dtype: torch.dtype) -> None:
+    config = load(path)
+    crops = np.arange(CROPS)
+    places = Places(crops * 0, crops, crops * 0)
+    with GPU:
+        augmenter = Augmenter(config.augment, config.pipeline.views, 0, GPU)
+        drawn = parameters(config.augment, config.pipeline.views, 0, places)
+        p = {name: torch.from_numpy(values).to(GPU) for name, values in drawn.items()}
+        x_BSLT = augmenter(torch.empty(CROPS, 12, 5000, dtype=torch.int16), p)
+        model = Pretrainer(replace(config.model, **SMALL, position_groups=4), config.objective)
+        keys_BS, tau, ids_B = torch.empty(x_BSLT.shape[:2], dtype=torch.int64), torch.ones(()), torch.arange(CROPS)
+    train(model, dtype, x_BSLT.to(dtype), keys_BS, tau, ids_B)
+
+
+def finetune(task: str, dtype: torch.dtype) -> None:
+    with GPU:
+        model = Tuned(Encoder(ModelConfig(**SMALL, position_groups=4), mask=False), HeadConfig(task), CLASSES)  # type: ignore[arg-type]
+        labels = torch.ones(CROPS, CLASSES) if task == "diagnosis" else torch.arange(CROPS)
+        x_BSLT, there_BS = torch.empty(CROPS, 2, 12, 2500, dtype=dtype), torch.ones(CROPS, 2)
+    train(model, dtype, x_BSLT, labels, there_BS)
+
+
+def train(model: nn.Module, dtype: torch.dtype, *arguments: torch.Tensor) -> None:
+    for p in model.parameters():
+        p.data = p.data.to(dtype)
+    adam = GuardedAdamW(model.parameters(), lr=1e-4, clip_norm=1.0)
+    losses = model(*arguments)
+    losses["loss"].backward()
+    adam.step()
+    told = losses | {"norm": adam.norm, "skipped": adam.skipped}
+    left = [name for name, value in told.items() if value.device.type != GPU.type]
+    assert not left, f"{left} are on the CPU"
+    assert all(p.grad.device.type == GPU.type for p in model.parameters() if p.grad is not None)
+
+
+def wait() -> None:
+    """What must be found."""
+    with GPU:
+        torch.ones(()).item()
+
+
+def leave_behind() -> None:
+    with GPU:
+        there = torch.ones(2)
+    there + torch.from_numpy(np.ones(2, np.float32))
+
+
+def main() -> None:
+    do = {"pretrain": pretrain, "finetune": finetune}
+    cases = {name_of(step): (do[step[0]], (step[1], PRECISIONS[step[2]])) for step in steps(Path(sys.argv[1]))}
+    cases |= {"wait": (wait, ()), "leave behind": (leave_behind, ())}
+    found = {}
+    for name, (function, arguments) in cases.items():
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                function(*arguments)
+            found[name] = ""
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"[:300]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
