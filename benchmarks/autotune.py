@@ -21,7 +21,7 @@ SWEEP = {"cpu": (2, 4, 8), "cuda": (64, 128, 256, 512)}
 STEPS = {"cpu": 1, "cuda": 10}
 CHOICES: dict[str, dict[str, tuple[Any, ...]]] = {
     "cpu": {"attention": ("sdpa", "manual"), "position": ("conv", "dft")},  # compiling takes minutes there, for nothing
-    "cuda": {"compiled": (False,), "attention": ("sdpa", "manual"), "position": ("conv", "blocks", "dft")},
+    "cuda": {"compiled": ("step", "eager"), "attention": ("sdpa", "manual"), "position": ("conv", "blocks", "dft")},
 }
 ALIKE, BETTER, FALLING = 0.98, 1.01, 0.97
 
@@ -31,7 +31,8 @@ Rate = Callable[[Run], float]  # crops a second; 0: it could not be
 def measure(work: Path, options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     if options.precision == "autocast":
         step.refuse("--precision autocast: the loop has fp32 and bf16: use one of them")
-    base = replace(step.base_run(options), precision=options.precision, compiled=options.device == "cuda")
+    usual = "layers" if options.device == "cuda" else "eager"
+    base = replace(step.base_run(options), precision=options.precision, compiled=usual)
     base = replace(base, steps=options.steps or STEPS[base.device])
     notes, results, left_out = work / "memory.jsonl", dict[str, Any](), dict[str, str]()
 
@@ -77,7 +78,7 @@ def settings(run: Run) -> list[str]:
     return [
         f"train.precision={run.precision}",
         f"train.micro_batch={run.batch}",
-        f"train.compile={str(run.compiled).lower()}",
+        f"train.compile={run.compiled}",
         f"model.attention={run.attention}",
         f"model.position={run.position}",
     ]

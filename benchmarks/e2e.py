@@ -220,8 +220,8 @@ class Kept:
 def bare_step(setup: Setup) -> Callable[[], None]:
     from benchmarks import step
 
-    compiled, precision = setup.device == "cuda", PRECISION[setup.device]
-    run = step.Run(step.OURS, precision, setup.batch, setup.model, compiled=compiled, device=setup.device)
+    how, precision = "layers" if setup.device == "cuda" else "eager", PRECISION[setup.device]
+    run = step.Run(step.OURS, precision, setup.batch, setup.model, compiled=how, device=setup.device)
     return step.ours(run)
 
 

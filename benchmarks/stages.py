@@ -186,7 +186,7 @@ def times_ms(once: Callable[[], None], device: str) -> list[float]:
 
 def both_ways(function: Callable[..., Any], inputs: tuple[Tensor, ...], run: Run) -> Callable[[], None]:
     """Forward, and backward if it has a gradient, from gradients of ones."""
-    if run.compiled:
+    if run.compiled != "eager":
         function = torch.compile(function)
 
     def once() -> None:
@@ -261,7 +261,7 @@ def machine_of(options: argparse.Namespace, run: Run) -> cost.Machine:
 
 def explain(work: Path, options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     base = step.base_run(options)
-    compiled = (options.compiled or {"cpu": "no", "cuda": "yes"}[base.device]) == "yes"
+    compiled = (options.compiled or [{"cpu": "eager", "cuda": "layers"}[base.device]])[0]
     batch = (options.batches or [BATCH[base.device]])[0]
     run = replace(base, side=OURS, precision=options.precision, batch=batch, compiled=compiled)
     progress("what this machine can do" if options.machine == "this" else f"for {options.machine}")

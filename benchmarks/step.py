@@ -1,6 +1,6 @@
 """One training step on a batch that is already there: draws, forward, backward, gradient norm, AdamW.
 
-    python -m benchmarks.run step [--device cpu|cuda] [--model paper|small|FILE] [--batches 4 8] [--compiled no|yes|both]
+    python -m benchmarks.run step [--device cpu|cuda] [--model paper|small|FILE] [--batches 4 8] [--compiled eager layers step]
     python -m benchmarks.run step --explain       where its time goes: benchmarks.stages
     python -m benchmarks.run step --autotune      the fastest settings: benchmarks.autotune
 
@@ -12,7 +12,7 @@ Beside ours, in turns with it, the authors' step as benchmarks.authors_step writ
 product: the rate that this machine has to give. MFU is the share of it that a step reaches by flops_per_crop, 175.9 GFLOP for
 the paper's model, whatever an implementation spends. On a CPU both count per CPU-second, since seconds are also those of
 others; on a GPU per second. Crops are noise: a step's time does not depend on what they show. Before anything is timed, both
-sides must agree on the loss of the same weights and draws. `compiled`: as the loop does it, layer by layer.
+sides must agree on the loss of the same weights and draws. `--compiled` is the loop's train.compile.
 """
 
 import argparse
@@ -40,11 +40,12 @@ from engine.model.reference import Adam, draws_of
 from engine.objectives.config import ObjectiveConfig
 from engine.parity import authors_adam
 from engine.pipelines.batched import keep_freed_memory
+from engine.training.throughput import compile_model
 
 RECREATION, OURS, PRODUCT = "re-creation of fairseq-signals' step", "omnilead", "matrix product"
 BATCHES = {"cpu": (4,), "cuda": (64, 256)}  # crops of 10 s
 STEPS = {"cpu": 2, "cuda": 20}  # that count
-COMPILED = {"cpu": "no", "cuda": "both"}
+COMPILED = {"cpu": ("eager",), "cuda": ("eager", "layers", "step")}
 WARM_UP = {"cpu": 1, "cuda": 3}
 FIGURE = {"cpu": "per_cpu_s", "cuda": "per_s"}  # what is compared: on shared cores seconds are also those of others
 PRODUCT_SIZE, PRODUCTS = {"cpu": 2048, "cuda": 8192}, {"cpu": 5, "cuda": 20}
@@ -67,7 +68,7 @@ class Run:
     model: str = "paper"
     attention: str = "auto"
     position: str = "auto"
-    compiled: bool = False
+    compiled: str = "eager"
     device: str = "cpu"
     threads: int = 2
     steps: int = 2
@@ -77,7 +78,7 @@ class Run:
         how = [self.precision]
         how += [self.attention] if self.attention != "auto" else []
         how += [f"position by {self.position}"] if self.position != "auto" else []
-        how += ["compiled"] if self.compiled else []
+        how += [f"{self.compiled} compiled"] if self.compiled != "eager" else []
         how += [f"{self.batch} crops"] if self.batch else []
         return f"{self.side}: {', '.join(how)}"
 
@@ -98,7 +99,7 @@ def config_file(name: str) -> str:
     return str(CONFIGS / "pretrain" / f"{'w2v_cmsc_rlm' if name == 'paper' else name}.yaml")
 
 
-def runs(base: Run, batches: Sequence[int], compiled: Sequence[bool]) -> list[Run]:
+def runs(base: Run, batches: Sequence[int], compiled: Sequence[str]) -> list[Run]:
     """All that are compared; `base` says on what device, with how many threads and steps."""
     found = [replace(base, side=PRODUCT, precision=precision) for precision in ("fp32", "bf16")]
     for batch in batches:
@@ -112,9 +113,11 @@ def brief(base: Run) -> list[Run]:
     """A small batch beside the re-creation, then bf16 at growing batches, eager and compiled."""
     on_gpu = base.device == "cuda"
     small, *larger = (64, 256, 512) if on_gpu else (2, 4)
-    found = runs(base, [small], [on_gpu])
-    mine = replace(base, side=OURS, precision="bf16", compiled=on_gpu)
-    return found + [replace(mine, batch=batch) for batch in larger] + [replace(mine, batch=larger[0], compiled=False)] * on_gpu
+    usual, *others = ("layers", "step", "eager") if on_gpu else ("eager",)
+    found = runs(base, [small], [usual])
+    mine = replace(base, side=OURS, precision="bf16", compiled=usual)
+    found += [replace(mine, batch=batch) for batch in larger]
+    return found + [replace(mine, batch=larger[0], compiled=how) for how in others]
 
 
 def cases(chosen: Sequence[Run], notes: Path) -> dict[str, Case]:
@@ -176,9 +179,7 @@ def ours(run: Run) -> Callable[[], None]:
     masters = [nn.Parameter(p.detach().clone()) for p in weights] if run.precision == "bf16" else weights
     if run.precision == "bf16":
         model.bfloat16()
-    if run.compiled:
-        for layer in model.encoder.layers:
-            layer.compile()
+    compile_model(model, run.compiled)
     adam = torch.optim.AdamW(masters, ADAM.lr, ADAM.betas, ADAM.eps, ADAM.decay, fused=True)
     x_BSLT = torch.randn(run.batch, 2, config.leads, SAMPLES, device=run.device)
     updates = count()
@@ -333,8 +334,7 @@ def measure(work: Path, options: argparse.Namespace, progress: Callable[[str], N
     if options.brief:
         chosen = brief(base)
     else:
-        compiled = {"no": (False,), "yes": (True,), "both": (False, True)}[options.compiled or COMPILED[base.device]]
-        chosen = runs(base, options.batches or BATCHES[base.device], compiled)
+        chosen = runs(base, options.batches or BATCHES[base.device], options.compiled or COMPILED[base.device])
     notes, left_out = work / "memory.jsonl", dict[str, str]()
     progress("do both sides agree on a loss?")
     difference = check_agreement(base)

@@ -80,7 +80,7 @@ class TrainConfig(Section):
     precision: Literal["bf16", "fp32"] = "bf16"
     zero_stage: int | None = Field(default=None, ge=0, le=3)  # None: as the DeepSpeed JSON says, else 1
     deepspeed: str | None = None  # JSON file, for ZeRO and communication only
-    compile: bool | None = None  # torch.compile; None: on CUDA
+    compile: Literal["eager", "layers", "step"] | None = None  # what torch.compile gets; None: the layers on CUDA
     lr: float = Field(default=5e-5, gt=0, le=1)
     schedule: Literal["fixed", "warmup_cosine", "tri_stage"] = "fixed"
     warmup: float = Field(default=0.1, ge=0, le=1)  # shares of all steps

@@ -33,6 +33,7 @@ from engine.training.distributed import Ranks
 from engine.training.loop import Loop, Progress, TrainError, facts
 from engine.training.optimizer import GuardedAdamW
 from engine.training.task import Task
+from engine.training.throughput import compile_model
 from engine.training.tracking import Tracker
 
 # What may change between two starts of one run; train.steps and train.epochs too, if the learning rate does not hang on them.
@@ -231,9 +232,7 @@ def make_engine(config: Settings, ranks: Ranks, task: Task, universal: bool) -> 
     adam = GuardedAdamW(learning, t.clip_norm, partitioned=zero_stage(config) > 0, **options)
     settings = deepspeed_json(config, ranks.world, universal)
     engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=settings)
-    if t.compile if t.compile is not None else ranks.device.type == "cuda":
-        for layer in model.encoder.layers:  # alike, so compiled once; they are nine tenths of the work
-            layer.compile()
+    compile_model(model, t.compile or ("layers" if ranks.device.type == "cuda" else "eager"))
     return engine, adam
 
 

@@ -182,7 +182,8 @@ class Loop:
     def _validate(self) -> None:
         began = time.perf_counter()
         where = {"step": self.progress.step, "crops_seen": self.progress.crops_seen}
-        row = self.task.validate(self.engine)
+        with torch.compiler.set_stance("force_eager"):  # another graph for a few batches does not pay
+            row = self.task.validate(self.engine)
         name, sign = self.task.best
         worst = -sign * np.inf
         if np.isfinite(row.get(name, np.nan)) and sign * (row[name] - self.progress.best.get(name, worst)) > 0:
@@ -193,7 +194,8 @@ class Loop:
         self.meter.pause(time.perf_counter() - began)
 
     def _diagnose(self, batch: Batch) -> None:
-        arrays = self.task.diagnostics(self.engine, batch)
+        with torch.compiler.set_stance("force_eager"):
+            arrays = self.task.diagnostics(self.engine, batch)
         if self.ranks.first:
             write_diagnostics(self.run / DIAGNOSTICS, **arrays)
 

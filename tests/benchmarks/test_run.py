@@ -88,7 +88,7 @@ def test_repeats_in_one_process() -> None:
     assert results["a"]["units"] == 11 and results["a"]["repeats"] == 3
 
 
-def rates(found: dict[tuple[int, str, str, bool], float]) -> autotune.Rate:
+def rates(found: dict[tuple[int, str, str, str], float]) -> autotune.Rate:
     def rate(one: step.Run) -> float:
         key = one.batch, one.attention, one.position, one.compiled
         asked.append(key)
@@ -99,17 +99,18 @@ def rates(found: dict[tuple[int, str, str, bool], float]) -> autotune.Rate:
     return rate
 
 
-BASE = step.Run(step.OURS, "bf16", device="cuda", compiled=True)
+BASE = step.Run(step.OURS, "bf16", device="cuda", compiled="layers")
 
 
 def test_the_largest_of_the_fast_micro_batches() -> None:
     """Memory ends the sweep; 2 % do not count; a setting is kept if it is 1 % faster."""
-    same = ("auto", "auto", True)
+    same = ("auto", "auto", "layers")
     sweep = {(64, *same): 90.0, (128, *same): 100.0, (256, *same): 99.0}
-    kernels = {("sdpa", "auto", True): 99.5, ("manual", "auto", True): 104.0, ("manual", "blocks", True): 110.0}
-    rate = rates(sweep | {(256, *how): found for how, found in kernels.items()} | {(256, "auto", "auto", False): 50.0})
+    kernels = {("sdpa", "auto", "step"): 99.5, ("manual", "auto", "step"): 104.0, ("manual", "blocks", "step"): 110.0}
+    kernels |= {("auto", "auto", "step"): 101.0, ("auto", "auto", "eager"): 50.0}
+    rate = rates(sweep | {(256, *how): found for how, found in kernels.items()})
     best = autotune.search(BASE, (64, 128, 256, 512, 1024), autotune.CHOICES["cuda"], rate)
-    assert best is not None and (best.batch, best.attention, best.position, best.compiled) == (256, "manual", "blocks", True)
+    assert best is not None and (best.batch, best.attention, best.position, best.compiled) == (256, "manual", "blocks", "step")
     asked = rate.asked  # type: ignore[attr-defined]
     assert [key[0] for key in asked[:4]] == [64, 128, 256, 512]
     assert (1024, *same) not in asked
@@ -117,16 +118,16 @@ def test_the_largest_of_the_fast_micro_batches() -> None:
 
 
 def test_the_sweep_ends_where_the_rate_falls() -> None:
-    same = ("auto", "auto", True)
+    same = ("auto", "auto", "layers")
     rate = rates({(64, *same): 100, (128, *same): 90, (256, *same): 200})
     best = autotune.search(BASE, (64, 128, 256), {}, rate)
     assert best is not None and best.batch == 64
 
 
 def test_what_it_found_is_what_the_engine_takes() -> None:
-    best = step.Run(step.OURS, "bf16", 8, attention="manual", position="blocks", compiled=True)
+    best = step.Run(step.OURS, "bf16", 8, attention="manual", position="blocks", compiled="layers")
     config = load(QUICKSTART, autotune.settings(best))
-    assert (config.train.micro_batch, config.train.compile, config.train.precision) == (8, True, "bf16")
+    assert (config.train.micro_batch, config.train.compile, config.train.precision) == (8, "layers", "bf16")
     assert (config.model.attention, config.model.position) == ("manual", "blocks")
 
 

@@ -1,5 +1,6 @@
 """The composed step: golden numbers, learning, every method, other encoders, low precision, one graph."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -13,6 +14,7 @@ from engine.model.draws import Draws, draw
 from engine.model.pretrainer import Pretrainer
 from engine.objectives.config import ObjectiveConfig
 from engine.pipelines.leads import ConfigError
+from engine.training.throughput import compile_model
 
 GOLDEN = {
     "loss": 6.714488,
@@ -232,14 +234,15 @@ def test_initial_weights_follow_the_generator_alone() -> None:
 def test_nothing_in_a_step_breaks_the_graph() -> None:
     """One graph, whatever the draws: traced, not compiled, which would take minutes here."""
     model = seeded(ModelConfig(**{**dataclasses.asdict(SMALL), "layers": 1, **STILL}))
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
+    compiled = copy.deepcopy(model)
+    compile_model(compiled, "step", backend="aot_eager", fullgraph=True, dynamic=False)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for epoch in range(3):
             grads = []
             for m in (compiled, model):
-                model.zero_grad()
+                m.zero_grad()
                 loss = m(waves(2), keys(2, epoch), torch.tensor(2.0 - 0.1 * epoch))["loss"]
                 loss.backward()
-                grads.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+                grads.append([loss.detach(), *(p.grad.clone() for p in m.parameters() if p.grad is not None)])
             for got, wanted in zip(*grads, strict=True):
                 torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-5)
