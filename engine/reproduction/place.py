@@ -62,9 +62,9 @@ class Place:
         except (OSError, ValueError, LookupError):
             return None
 
-    def score(self, job: Job) -> float | None:
+    def score(self, job: Job, metric: str = "") -> float | None:
         try:
-            return read_score(self.out / job.result)
+            return read_score(self.out / job.result, metric)
         except (OSError, ValueError):
             return None
 
@@ -89,11 +89,13 @@ def stem(job: Job) -> str:
     return job.name.replace("/", "_")
 
 
-def read_score(path: Path) -> float:
+def read_score(path: Path, metric: str = "") -> float:
+    """The score that the task goes by, or one of its other metrics."""
     tree = json.loads(path.read_text())
-    score = tree.get("score") if isinstance(tree, dict) else None
+    tree, name = (tree.get("metrics"), metric) if metric and isinstance(tree, dict) else (tree, "score")
+    score = tree.get(name) if isinstance(tree, dict) else None
     if not isinstance(score, int | float) or isinstance(score, bool) or not math.isfinite(score):
-        raise ValueError(f"{path}: score is {score!r}, no number")
+        raise ValueError(f"{path}: {name} is {score!r}, no number")
     return float(score)
 
 

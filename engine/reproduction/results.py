@@ -47,6 +47,8 @@ class Cell:
     paper_mean: float | None
     paper_interval: float | None
     scores: tuple[float, ...]
+    auroc: float | None  # of diagnosis, beside the score that the paper printed
+    auroc_interval: float | None
 
 
 def cells(place: Place, table: Table, plan: Plan) -> list[Cell]:
@@ -57,7 +59,9 @@ def cells(place: Place, table: Table, plan: Plan) -> list[Cell]:
 def _cell(place: Place, table: Table, row: Row, task: str, leads: int, plan: Plan) -> Cell:
     jobs = [plan.named[name] for name in plan.cells.get((table.number, row.name, task, leads), ())]
     scores = tuple(score for score in map(place.score, jobs) if score is not None)
+    areas = tuple(area for area in (place.score(job, "auroc") for job in jobs) if area is not None) if task == "Dx" else ()
     mean, interval = over_seeds(scores) if scores else (None, None)
+    auroc, auroc_interval = over_seeds(areas) if areas else (None, None)
     printed = row.printed[task][leads]
     state: State = "not yet"
     if printed is None:
@@ -83,6 +87,8 @@ def _cell(place: Place, table: Table, row: Row, task: str, leads: int, plan: Pla
         paper_mean=printed[0] if printed else None,
         paper_interval=printed[1] if printed else None,
         scores=scores,
+        auroc=auroc,
+        auroc_interval=auroc_interval if len(areas) > 1 else None,
     )
 
 
@@ -131,6 +137,8 @@ def markdown(table: Table, found: list[Cell], told: str) -> str:
         for task in tasks:
             own = [cell for cell in found if (cell.row, cell.task) == (row.name, task) and cell.leads in columns]
             lines.append(_line([row.name if task == tasks[0] else "", f"{task}.", *map(_text, own)]))
+            if any(cell.auroc is not None for cell in own):
+                lines.append(_line(["", "AUROC", *(_number(cell.auroc, cell.auroc_interval) for cell in own)]))
     bold = "the best of its column" if table.bold == "best" else "better than without random lead masking"
     lines += ["", f"Each cell: ours / the paper's. Bold: {bold}, among ours. {_marks(asked)}".rstrip()]
     return "\n".join(lines) + "\n"
@@ -168,7 +176,7 @@ def protocol(scale: Scale, data: Data, seeds: int) -> str:
     parts.append(
         f"A cell is the mean over {seeds} seed{'s' * (seeds != 1)} of fine-tuning, from one pre-trained model"
         + (", ± half of the 95 % interval (Student's t)" if seeds > 1 else "")
-        + "; Dx. is the CinC score, Id. the accuracy of identification."
+        + "; Dx. is the CinC score, AUROC the mean over the classes of the same outputs, Id. the accuracy of identification."
     )
     changed = list(_changes(scale))
     parts.append(
