@@ -9,6 +9,7 @@ divided by what the devices can do: train.peak_tflops, or a matrix product measu
 
 import os
 import time
+import warnings
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ def _now(device: torch.device) -> float:
 
 def compile_model(model: Any, how: str, **options: Any) -> None:
     """`layers` are alike, so they are compiled once: nine tenths of the work. `step`: forward and loss as one graph."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch._inductor")  # about itself
     for part in {"eager": (), "layers": model.encoder.layers, "step": (model,)}[how]:
         part.compile(**options)
 
