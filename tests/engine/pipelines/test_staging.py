@@ -153,6 +153,23 @@ def test_remote_shards_are_not_read_crop_by_crop(bucket: str) -> None:
         Gather([Dataset.open(bucket)])
 
 
+def test_the_zarr_twin_is_read_from_a_bucket_by_ranges(bucket: str, tmp_path: Path) -> None:
+    twin = make_dataset(tmp_path / "twin", shards=3, crops=4, zarr=True)
+    fs, away = fsspec.filesystem("s3", skip_instance_cache=True), bucket.replace("/ten", "/twin")
+    fs.put(twin.root.url, away, recursive=True)
+    dataset, root = through(Dataset.open(away))
+    rows, out = np.array([11, 0, 5, 0]), np.empty((4, *CROP_SHAPE), np.int16)
+    with closing(Gather([dataset], source="zarr", threads=2)) as gather:
+        gather.read(np.zeros(4, int), rows, out)
+    assert all(np.array_equal(crop, twin.read(row)) for crop, row in zip(out, rows, strict=True))
+    assert not any(name.startswith("shards/") for name, _ in root.reads)
+    (block,) = (path for path in fs.find(f"{away}/store.zarr") if "/c/" in path)
+    data = bytearray(fs.cat_file(block))
+    fs.pipe_file(block, bytes(data[: len(data) // 2]))
+    with pytest.raises(DatasetError, match=rf"^{away}/store\.zarr/[^\n]*index fails its crc32c[^\n]*$"):
+        Gather([Dataset.open(away)], source="zarr").read(np.zeros(1, int), np.array([3]), out[:1])
+
+
 def test_a_damaged_object_is_refused(bucket: str, ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
     fs = fsspec.filesystem("s3", skip_instance_cache=True)
     data = bytearray(fs.cat_file(f"{bucket}/shards/00003.tar"))
