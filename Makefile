@@ -27,7 +27,7 @@ test: .venv/installed
 
 demo: .venv/installed
 	rm -rf demo
-	$(RUN) -m data_tools synth demo/archive --patients 300 --workers 2
+	$(RUN) -m data_tools synth demo/archive --patients 1200 --workers 2
 	$(RUN) -m data_tools shard demo/archive --out demo/dataset --format both --workers 2
 	$(RUN) -m data_tools verify demo/dataset --source demo/archive --deep
 	$(RUN) -m data_tools show demo/dataset --png demo/summary.png > demo/summary.txt
