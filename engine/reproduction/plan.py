@@ -63,7 +63,8 @@ class Plan:
 
     @property
     def jobs(self) -> list[Job]:
-        return list(self.named.values())
+        """Pre-training first, or at the end all workers would wait for the last of it."""
+        return sorted(self.named.values(), key=lambda job: job.kind != "pretrain")
 
 
 @dataclass(frozen=True)

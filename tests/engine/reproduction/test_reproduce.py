@@ -194,8 +194,9 @@ def test_asked_to_stop_it_lets_the_job_save_and_says_so(dataset: Dataset, tmp_pa
     assert ended(worker) == 0 and not claims._alive(hanging)
     assert not list((tmp_path / "out" / "jobs").glob("*.failed"))
     (fake / "hang").write_text("")
+    before = len(ran(fake))
     worker = start(arguments(dataset, tmp_path, "--worker"), fake)
-    until(lambda: ran(fake))
+    until(lambda: len(ran(fake)) > before)
     worker.terminate()
     assert ended(worker) == 0
 
