@@ -168,7 +168,7 @@ def take_turns(loop: Any, setup: Setup, train: Callable[[Any], bool]) -> dict[st
     kept = Kept(loop.loader)
     batch, state = next(kept.stream)
     held = dataclasses.replace(batch, x_BSLT=batch.x_BSLT.clone())  # its buffer will be used again
-    loop._save = lambda: None  # train() saves at its end
+    loop._save, loop._diagnose = (lambda: None), (lambda batch: None)  # what train() does at its end
     bare = bare_step(setup) if "bare" in setup.kinds else None
 
     def turn(kind: str) -> None:
