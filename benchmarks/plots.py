@@ -32,7 +32,6 @@ def pictures(parts: dict[tuple[str, str], Part]) -> Iterator[tuple[str, Figure]]
             yield f"{name}_time", where_time_goes(part)
             yield f"{name}_roofline", roofline(part)
     on_cpu = {benchmark: part["results"] for (benchmark, device), part in parts.items() if device == "cpu"}
-    on_cpu = {benchmark: part["results"] for (benchmark, device), part in parts.items() if device == "cpu"}
     way = {label: on_cpu.get(place, {}).get(case) for (place, case), label in WAY.items()}
     if len(found := {label: result for label, result in way.items() if result}) > 2:
         yield "way", whole_way(found)
@@ -73,9 +72,12 @@ def bars(axes: Any, names: Sequence[str], spreads: Sequence[dict[str, float]], c
         axes.annotate(f" {number(spread['median'])}", (spread["high"], row), va="center", fontsize=8)
     axes.tick_params(axis="y", length=0, labelsize=8)
     axes.margins(y=0.01)
-    axes.set_xscale("log")
     low, high = min(spread["low"] for spread in spreads), max(spread["high"] for spread in spreads)
-    axes.set_xlim(low / 3, high * (high / low) ** 0.12 * 1.5)  # room for the largest's figure
+    if high < 10 * low:
+        axes.set_xlim(0, high * 1.12)  # room for the largest's figure
+    else:
+        axes.set_xscale("log")
+        axes.set_xlim(low / 3, high * (high / low) ** 0.12 * 1.5)
 
 
 def where_time_goes(part: Part) -> Figure:
@@ -154,7 +156,7 @@ def whole_way(found: dict[str, dict[str, Any]]) -> Figure:
 def subtitle(part: Part) -> str:
     given, machine = part["input"], part["machine"]
     what = f"{given['crops']} crops, {given['precision']}, the {given['model']} model"
-    return f"{title_of(part)}: {what}; roof of {machine['name']}"
+    return f"{title_of(part)}\n{what}; roof of {machine['name']}"
 
 
 def unit_of(part: Part) -> str:
