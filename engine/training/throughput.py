@@ -42,7 +42,7 @@ def _now(device: torch.device) -> float:
 def compile_model(model: Any, how: str, **options: Any) -> None:
     """`layers` are alike, so they are compiled once: nine tenths of the work. `step`: forward and loss as one graph."""
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch._inductor")  # about itself
-    for part in {"eager": (), "layers": model.encoder.layers, "step": (model,)}[how]:
+    for part in model.encoder.layers if how == "layers" else (model,) if how == "step" else ():
         part.compile(**options)
 
 
