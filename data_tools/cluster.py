@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -22,7 +21,6 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 ATTEMPTS = 5  # of a task that fails on a Dask worker: another may have a place to write
 CONNECT_S, WORKERS_S = 10, 60
-GRACE_S = 0.3  # Ctrl-C ends workers at once; then it is on its way here too, and is what there is to say
 
 
 def run(
@@ -58,7 +56,6 @@ def _on_processes(function: Callable[[Task], Result], tasks: Iterable[Task], wor
                 for future in done:
                     yield future.result()
         except BrokenProcessPool:
-            time.sleep(GRACE_S)
             raise StorageError("a worker process died (out of memory?): run the same command again to go on") from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

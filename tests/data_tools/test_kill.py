@@ -85,7 +85,9 @@ def test_pseudonymised_after_a_kill_without(small: Path, tmp_path: Path) -> None
 def test_interrupted(small: Path, tmp_path: Path) -> None:
     """Ctrl-C reaches the whole group: one line, no traceback of any process, 130; run again, it finishes."""
     command, environment = _command("typed", small, tmp_path / "out", 2, SEED)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # or, begun by `command &`, nobody here would hear it
     run = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    signal.signal(signal.SIGINT, before)
     while not list(tmp_path.glob("out/.build/*.parquet")):
         assert run.poll() is None
         time.sleep(0.005)
