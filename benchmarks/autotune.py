@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks import step
 from benchmarks.measure import Progress, run_cases
 from benchmarks.step import FIGURE, OURS, Run
+from engine.training.throughput import COMPILED
 
 SWEEP = {"cpu": (2, 4, 8), "cuda": (64, 128, 256, 512)}
 STEPS = {"cpu": 1, "cuda": 10}
@@ -31,8 +32,7 @@ Rate = Callable[[Run], float]  # crops a second; 0: it could not be
 def measure(work: Path, options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     if options.precision == "autocast":
         step.refuse("--precision autocast: the loop has fp32 and bf16: use one of them")
-    usual = "layers" if options.device == "cuda" else "eager"
-    base = replace(step.base_run(options), precision=options.precision, compiled=usual)
+    base = replace(step.base_run(options), precision=options.precision, compiled=COMPILED[options.device])
     base = replace(base, steps=options.steps or STEPS[base.device])
     notes, results, left_out = work / "memory.jsonl", dict[str, Any](), dict[str, str]()
 

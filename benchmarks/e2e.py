@@ -219,9 +219,10 @@ class Kept:
 
 def bare_step(setup: Setup) -> Callable[[], None]:
     from benchmarks import step
+    from engine.training.throughput import COMPILED
 
-    how, precision = "layers" if setup.device == "cuda" else "eager", PRECISION[setup.device]
-    run = step.Run(step.OURS, precision, setup.batch, setup.model, compiled=how, device=setup.device)
+    how = COMPILED[setup.device]
+    run = step.Run(step.OURS, PRECISION[setup.device], setup.batch, setup.model, compiled=how, device=setup.device)
     return step.ours(run)
 
 

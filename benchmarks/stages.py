@@ -35,6 +35,7 @@ from engine.objectives.cmsc import cmsc_loss
 from engine.objectives.config import ObjectiveConfig
 from engine.objectives.local import diversity, local_loss
 from engine.pipelines.batched import keep_freed_memory
+from engine.training.throughput import COMPILED
 
 REPEATS = {"cpu": 3, "cuda": 20}
 BATCH = {"cpu": 4, "cuda": 256}
@@ -261,7 +262,7 @@ def machine_of(options: argparse.Namespace, run: Run) -> cost.Machine:
 
 def explain(work: Path, options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     base = step.base_run(options)
-    compiled = (options.compiled or [{"cpu": "eager", "cuda": "layers"}[base.device]])[0]
+    compiled = (options.compiled or [COMPILED[base.device]])[0]
     batch = (options.batches or [BATCH[base.device]])[0]
     run = replace(base, side=OURS, precision=options.precision, batch=batch, compiled=compiled)
     progress("what this machine can do" if options.machine == "this" else f"for {options.machine}")

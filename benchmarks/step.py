@@ -45,7 +45,7 @@ from engine.training.throughput import compile_model
 RECREATION, OURS, PRODUCT = "re-creation of fairseq-signals' step", "omnilead", "matrix product"
 BATCHES = {"cpu": (4,), "cuda": (64, 256)}  # crops of 10 s
 STEPS = {"cpu": 2, "cuda": 20}  # that count
-COMPILED = {"cpu": ("eager",), "cuda": ("eager", "layers", "step")}
+WAYS = {"cpu": ("eager",), "cuda": ("layers", "step", "eager")}  # of compiling, the loop's own first
 WARM_UP = {"cpu": 1, "cuda": 3}
 FIGURE = {"cpu": "per_cpu_s", "cuda": "per_s"}  # what is compared: on shared cores seconds are also those of others
 PRODUCT_SIZE, PRODUCTS = {"cpu": 2048, "cuda": 8192}, {"cpu": 5, "cuda": 20}
@@ -113,7 +113,7 @@ def brief(base: Run) -> list[Run]:
     """A small batch beside the re-creation, then bf16 at growing batches, eager and compiled."""
     on_gpu = base.device == "cuda"
     small, *larger = (64, 256, 512) if on_gpu else (2, 4)
-    usual, *others = ("layers", "step", "eager") if on_gpu else ("eager",)
+    usual, *others = WAYS[base.device]
     found = runs(base, [small], [usual])
     mine = replace(base, side=OURS, precision="bf16", compiled=usual)
     found += [replace(mine, batch=batch) for batch in larger]
@@ -334,7 +334,7 @@ def measure(work: Path, options: argparse.Namespace, progress: Callable[[str], N
     if options.brief:
         chosen = brief(base)
     else:
-        chosen = runs(base, options.batches or BATCHES[base.device], options.compiled or COMPILED[base.device])
+        chosen = runs(base, options.batches or BATCHES[base.device], options.compiled or WAYS[base.device])
     notes, left_out = work / "memory.jsonl", dict[str, str]()
     progress("do both sides agree on a loss?")
     difference = check_agreement(base)

@@ -33,7 +33,7 @@ from engine.training.distributed import Ranks
 from engine.training.loop import Loop, Progress, TrainError, facts
 from engine.training.optimizer import GuardedAdamW
 from engine.training.task import Task
-from engine.training.throughput import compile_model
+from engine.training.throughput import COMPILED, compile_model
 from engine.training.tracking import Tracker
 
 # What may change between two starts of one run; train.steps and train.epochs too, if the learning rate does not hang on them.
@@ -232,7 +232,7 @@ def make_engine(config: Settings, ranks: Ranks, task: Task, universal: bool) -> 
     adam = GuardedAdamW(learning, t.clip_norm, partitioned=zero_stage(config) > 0, **options)
     settings = deepspeed_json(config, ranks.world, universal)
     engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=settings)
-    compile_model(model, t.compile or ("layers" if ranks.device.type == "cuda" else "eager"))
+    compile_model(model, t.compile or COMPILED[ranks.device.type])
     return engine, adam
 
 

@@ -17,6 +17,7 @@ import torch
 from engine.config import TrainConfig
 
 PRODUCTS = 12  # the fastest counts
+COMPILED = {"cpu": "eager", "cuda": "layers"}  # unless train.compile says
 
 
 def peak_tflops(config: TrainConfig, device: torch.device) -> float:
