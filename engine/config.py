@@ -17,8 +17,9 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
+import torch
 import yaml  # type: ignore[import-untyped]
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from engine.model.config import ModelConfig
 from engine.model.draws import max_masked
@@ -31,6 +32,7 @@ from engine.pipelines.loader import LoaderConfig
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 QUICKSTART = CONFIGS / "pretrain" / "quickstart.yaml"
+CPUINFO = Path("/proc/cpuinfo")
 DEEPSPEED_KEYS = ("zero_optimization", "communication_data_type", "prescale_gradients", "gradient_predivide_factor")
 
 
@@ -77,7 +79,7 @@ class TrainConfig(Section):
     # Crops of a rank at a time; None: all. With fewer, gradients are accumulated, but contrasted crops meet only within a part
     # (of all ranks): the candidates of CMSC, SimCLR and 3KG are then micro_batch x ranks crops, not batch_crops.
     micro_batch: int | None = Field(default=None, ge=1)
-    precision: Literal["bf16", "fp32"] = "bf16"
+    precision: Literal["auto", "bf16", "fp32"] = "bf16"  # auto: bf16 where the hardware has it, and the run is told so
     zero_stage: int | None = Field(default=None, ge=0, le=3)  # None: as the DeepSpeed JSON says, else 1
     deepspeed: str | None = None  # JSON file, for ZeRO and communication only
     compile: Literal["eager", "layers", "step"] | None = None  # what torch.compile gets; None: the layers on CUDA
@@ -103,6 +105,18 @@ class TrainConfig(Section):
     keep: int = Field(default=3, ge=1)  # checkpoints, beside the best one
     peak_tflops: float | None = Field(default=None, gt=0)  # of one device, for MFU; None: measured at the start
     timeout_s: float = Field(default=600.0, gt=0)  # a rank that is silent for so long ends the run
+
+    @field_validator("precision")
+    @classmethod
+    def _found(cls, asked: str) -> str:
+        return asked if asked != "auto" else "bf16" if has_bf16() else "fp32"
+
+
+def has_bf16() -> bool:
+    """Of its own: emulated it is slower than fp32."""
+    if torch.cuda.is_available():
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(CPUINFO.read_text().split())
 
 
 class FinetuneData(Section):

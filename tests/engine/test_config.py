@@ -50,7 +50,7 @@ def test_the_methods_of_the_paper_are_all_there_and_differ() -> None:
         ("train.lr=fast", "train.lr='fast': input should be a valid number"),
         ("train.steps=2.5", "train.steps=2.5: "),
         ("train.steps='3'", "train.steps='3': "),
-        ("train.precision=fp16", "train.precision='fp16': input should be 'bf16' or 'fp32'"),
+        ("train.precision=fp16", "train.precision='fp16': input should be 'auto', 'bf16' or 'fp32'"),
         ("train.seed=-1", "train.seed=-1: "),
         ("train=3", "train=3: "),
         ("model.heads=7", "model.width=768: must be a multiple of model.heads=7"),
@@ -63,6 +63,26 @@ def test_a_wrong_setting_is_one_line(override: str, says: str) -> None:
     with pytest.raises(ConfigError) as error:
         load(CONFIGS / "pretrain" / "w2v_cmsc_rlm.yaml", [override])
     assert says in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "emulated", "flags", "found"),
+    [
+        (False, False, "avx2 avx512_bf16", "bf16"),
+        (False, False, "amx_bf16 amx_tile", "bf16"),
+        (False, False, "avx2 avx512f", "fp32"),
+        (True, False, "avx2", "bf16"),
+        (True, True, "avx512_bf16", "fp32"),
+    ],
+)
+def test_precision_auto_is_what_the_hardware_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cuda: bool, emulated: bool, flags: str, found: str
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"flags\t\t: fpu {flags} sse\n")
+    monkeypatch.setattr("engine.config.CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation or not emulated)
+    assert build({"train": {"precision": "auto"}}).tree()["train"]["precision"] == found
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_a_choice_of_cells() -> None:
     assert [job.kind for job in chosen.jobs] == ["pretrain", "finetune", "evaluate", "finetune", "evaluate"]
     with pytest.raises(ConfigError, match=r"--rows 'W2V\+RLM': table 1 has no such row: use Random Init\., W2V, CMSC"):
         plan(1, rows=("W2V+RLM",))
-    with pytest.raises(ConfigError, match="--scale 'huge': no such scale: use demo, hundreds, paper, small, smoke, or"):
+    with pytest.raises(ConfigError, match="--scale 'huge': no such scale: use demo, paper, small, smoke, or"):
         Scale.read("huge")
 
 
