@@ -46,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return say(error, 2)
     except OSError as error:
         return say(f"{error.filename or options.out}: {error.strerror or error}: choose another --out, or make room", 2)
+    except KeyboardInterrupt:  # while no worker runs
+        return say("stopped: the same command goes on", 0)
 
 
 def say(error: object, code: int) -> int:

@@ -201,6 +201,17 @@ def test_asked_to_stop_it_lets_the_job_save_and_says_so(dataset: Dataset, tmp_pa
     assert ended(worker) == 0
 
 
+def test_ctrl_c_before_a_worker_begins_is_one_line(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reproduce.cost, "speed", interrupted)
+    assert reproduce.main(arguments(dataset, tmp_path)) == 0
+    assert capsys.readouterr().err == "engine.reproduce: stopped: the same command goes on\n"
+
+
 def test_slurm_and_dry_run_and_collect(
     dataset: Dataset, tmp_path: Path, fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
