@@ -28,6 +28,7 @@ FIGURES: dict[str, tuple[str, ...]] = {  # with a spread, of each result
     **dict.fromkeys(("ingest", "loader", "step", "scaling", "autotune"), RATES),
     "cost": ("ms",),
     "e2e": (*RATES, "bare_per_s", "overhead_pct", "stall_pct"),
+    "embed": (*RATES, "bare_per_s", "bare_per_cpu_s", "share_pct"),
     "start": ("seconds", "cpu_seconds"),
     "downstream": ("score",),
 }

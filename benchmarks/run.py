@@ -6,6 +6,7 @@
     python -m benchmarks.run step --explain          each of its stages beside what it must cost
     python -m benchmarks.run step --autotune         micro-batch and kernels: the fastest settings
     python -m benchmarks.run e2e                     loader, step, optimiser, log through the real loop, beside the bare step
+    python -m benchmarks.run embed                   ECGs to embeddings, beside the encoder alone
     python -m benchmarks.run start                   from the command to the first step
     python -m benchmarks.run scaling                 ten million crops; two ranks; a cluster, by formula
     python -m benchmarks.run suite [--device cuda]   all that this machine can tell, in one record: make bench, make bench-gpu
@@ -85,14 +86,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     made: dict[str, argparse.ArgumentParser] = {}
-    for name in ("ingest", "loader", "step", "e2e", "start", "scaling", "suite"):
+    for name in ("ingest", "loader", "step", "e2e", "embed", "start", "scaling", "suite"):
         made[name] = command = commands.add_parser(name, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         command.add_argument("--out", type=Path, help="the record; None: benchmarks/results/<benchmark>_<machine>_<date>.json")
         command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-        command.add_argument("--repeats", type=int, default=3 if name in ("step", "e2e", "start", "suite") else 5)
+        command.add_argument("--repeats", type=int, default=3 if name in ("step", "e2e", "embed", "start", "suite") else 5)
         command.add_argument("--only", metavar="REGEX", default="", help="cases whose name matches")
-    for name in ("ingest", "loader", "e2e", "suite"):
-        records = {"ingest": 2000, "loader": 2000, "e2e": 600, "suite": 1000}[name]
+    for name, records in {"ingest": 2000, "loader": 2000, "e2e": 600, "embed": 600, "suite": 1000}.items():
         made[name].add_argument("--records", type=int, default=records, help="size of the synthetic archive")
     made["ingest"].add_argument("--headers", type=int, default=1_000_000, help="of the large plan")
     made["loader"].add_argument("--seconds", type=float, default=3, help="of one run, warm-up aside")
@@ -103,11 +103,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     made["suite"].add_argument("--model", default="paper", help=MODEL)
     made["suite"].add_argument("--kind", choices=("cpu", "gpu"), help="which parts (None: by --device)")
     of_step(made["step"])
-    for name in ("e2e", "scaling"):
+    for name in ("e2e", "scaling", "embed"):
+        few = 16 if name == "embed" else 32
         made[name].add_argument("--model", help=f"{MODEL} (None: small on a CPU, paper on a GPU)")
-        made[name].add_argument("--batch", type=int, help="crops of a step on one device (None: 32 on a CPU, 256 on a GPU)")
-        made[name].add_argument("--steps", type=int, help="of one turn (None: 4 on a CPU, 20 on a GPU)")
+        made[name].add_argument("--batch", type=int, help=f"crops at a time on one device (None: {few} on a CPU, 256 on a GPU)")
         made[name].add_argument("--threads", type=int, default=2, help="of torch on a CPU")
+    for name in ("e2e", "scaling"):
+        made[name].add_argument("--steps", type=int, help="of one turn (None: 4 on a CPU, 20 on a GPU)")
     options = parser.parse_args(arguments)
     if options.repeats < 3:
         refuse(f"--repeats {options.repeats}: fewer than 3 show no spread")
@@ -171,7 +173,7 @@ RUN = {
     "ingest": run_ingest,
     "loader": run_loader,
     "cost": late("stages", "explain"),
-    **{name: late(name) for name in ("scaling", "step", "autotune", "e2e", "start", "suite")},
+    **{name: late(name) for name in ("scaling", "step", "autotune", "e2e", "embed", "start", "suite")},
 }
 
 

@@ -37,6 +37,7 @@ def parts(kind: str, options: argparse.Namespace) -> list[list[str]]:
             ["loader", *records, *repeats, "--seconds", "1.5", "--only", LOADER],
             ["step", *model, *repeats, "--explain"],
             ["e2e", *loop, *repeats, "--records", "400", "--steps", "3", "--only", "tar|resident"],
+            ["embed", *loop, *repeats, "--records", "200", "--only", "tar|500 Hz"],
             ["start", *repeats, "--steps", "20"],
             ["scaling", *loop, *repeats, "--huge", "1000000"],
         ]
@@ -44,6 +45,7 @@ def parts(kind: str, options: argparse.Namespace) -> list[list[str]]:
         ["step", *device, *model, *repeats, "--brief"],
         ["e2e", *device, *loop, *repeats, *records],
         ["loader", *device, *records, *repeats, "--alone"],
+        ["embed", *device, *loop, *repeats, *records],
         ["step", *device, *model, *repeats, "--explain"],
         ["step", *device, *model, *repeats, "--autotune"],
         ["start", *device, *repeats, "--steps", "90", "--only", "deepspeed"],

@@ -79,6 +79,16 @@ def e2e(part: Part) -> Iterator[str]:
     yield rows(f"| {' | '.join(head)} | stall | checkpoint |", lines)
 
 
+def embed(part: Part) -> Iterator[str]:
+    lines = []
+    for name, r in part["results"].items():
+        figures = [number(r[key]["median"]) for key in ("per_s", "per_cpu_s", "bare_per_s", "bare_per_cpu_s")]
+        share = r["share_pct"]
+        lines.append([name, *figures, f"{share['median']:.0f} %", f"{share['low']:.0f} to {share['high']:.0f} %"])
+    head = ("", "crops a second", "a CPU-second", "encoder alone", "a CPU-second", "of its speed", "lowest to highest")
+    yield rows(f"| {' | '.join(head)} |", lines)
+
+
 def start(part: Part) -> Iterator[str]:
     lines = [
         [name, f"{r['seconds']['median']:.1f}", reach(r["seconds"]), f"{r['cpu_seconds']['median']:.1f}"]
@@ -161,6 +171,7 @@ TABLES: dict[str, tuple[str, Callable[[Part], Iterator[str]]]] = {
     "cost": ("Where a step's time goes, largest gap first", cost),
     "autotune": ("The fastest settings", autotune),
     "e2e": ("Crops to weights through the loop, beside the bare step", e2e),
+    "embed": ("ECGs to embeddings: the command beside its encoder alone", embed),
     "start": ("From the command to the first step: the quick start", start),
     "scaling": ("A very large dataset: from nothing to a rank's first batch, and how well it is shuffled", scaling),
 }

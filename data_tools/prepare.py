@@ -80,6 +80,18 @@ def rate_ratio(fs_hz: float) -> tuple[int, int]:
 
 def prepare_crop(record: EcgRecord, index: int, out: np.ndarray) -> Crop:
     """Write crop `index` of the record into `out` [12, 5000] int16; a crop without a valid lead is refused."""
+    body, missing, flags = fill(record, index, out)
+    start_s, low, high = index * CROP / FS_HZ, body.min(axis=1), body.max(axis=1)
+    flat = (low == high) & ~missing
+    if (flat | missing).all():
+        raise ReadError("no valid lead", f"at {start_s:g} s")
+    flags += [f"flat:{LEADS[lead]}" for lead in np.flatnonzero(flat)]
+    flags += quality.amplitude_flags(low, high) + quality.einthoven_flags(body, missing)
+    return Crop(start_s, body.shape[1] // HALF, tuple(LEADS[lead] for lead in np.flatnonzero(missing)), tuple(flags))
+
+
+def fill(record: EcgRecord, index: int, out: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Crop `index` of the record -> `out`. What of it is signal, whole halves; which leads were not measured; flags."""
     length = samples_at_500(record.signal.shape[1], record.fs_hz)
     start = index * CROP
     stop = min(start + CROP, length)
@@ -93,25 +105,11 @@ def prepare_crop(record: EcgRecord, index: int, out: np.ndarray) -> Crop:
     body = out[:, : stop - start]
     if _is_canonical(record, rows):
         body[:] = record.signal[:, start:stop]
-        low = body.min(axis=1)
-        missing = low == -MAX_UV - 1
-        body[missing], low[missing] = 0, 0
+        missing = body.min(axis=1) == -MAX_UV - 1
     else:
         missing, flags = _convert(record, rows, start, body)
-        body[missing] = 0
-        low = body.min(axis=1)
-    high = body.max(axis=1)
-    flat = (low == high) & ~missing
-    if (flat | missing).all():
-        raise ReadError("no valid lead", f"at {start / FS_HZ:g} s")
-    flags += [f"flat:{LEADS[lead]}" for lead in np.flatnonzero(flat)]
-    flags += quality.amplitude_flags(low, high) + quality.einthoven_flags(body, missing)
-    return Crop(
-        start / FS_HZ,
-        2 if stop - start == CROP else 1,
-        tuple(LEADS[lead] for lead in np.flatnonzero(missing)),
-        tuple(flags),
-    )
+    body[missing] = 0
+    return body, missing, flags
 
 
 def _is_canonical(record: EcgRecord, rows: dict[int, int]) -> bool:
@@ -145,14 +143,18 @@ def _convert(record: EcgRecord, rows: dict[int, int], start: int, body: np.ndarr
     invalid = np.zeros(values.shape, bool) if record.signal.dtype.kind in "iu" else ~np.isfinite(values)
     if record.invalid is not None:
         invalid |= values == record.invalid
-    values[invalid] = 0.0
+    some = bool(invalid.any())
+    if some:
+        values[invalid] = 0.0
     with np.errstate(over="ignore"):  # absurd floats stay finite on their way to saturation
-        values -= baseline[taken, None]
-        values /= gain[taken, None]
+        if not (_is_all(record.baseline, 0.0) and _is_all(record.gain, 1.0)):
+            values -= baseline[taken, None]
+            values /= gain[taken, None]
         values *= MV_PER_UNIT[unit_name(record.unit)]
     if record.signal.dtype.kind == "f":
         np.clip(values, -MAX_MV, MAX_MV, out=values)
-    values[invalid] = 0.0
+    if some:
+        values[invalid] = 0.0
     if record.fs_hz != FS_HZ:
         values = _resample(values, *rate_ratio(record.fs_hz))[:, lead_in : lead_in + body.shape[1]]
     values *= 1000.0

@@ -1,30 +1,25 @@
 """An ECG as its owner has it -> what a trained model takes: leads by name, 500 Hz, whole microvolts, 5 s at a time.
 
-    microvolts(signal_LT, 250, (1, 6), "mV")        -> uv_LT [12, T at 500 Hz], NaN where nothing was measured
     crops(signal_LT, 250, "II,V1", "mV", wanted)    -> int16 [B, 12, 5000], where each starts and how many halves it has
     Input.of(preprocessing, channels)(uv_NLT)       -> x_NLT, the model's channels in its scale
 
-An ECG in memory is treated as `data_tools` treats it in a dataset (same filter, same rounding, same rule for samples that were
-not measured), so a record has one embedding, wherever it comes from. A test holds the two equal.
+An ECG in memory is cut by `data_tools.prepare`, as into a dataset, so a record has one embedding, wherever it comes from.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from scipy.signal import resample_poly
 from torch import Tensor
 
+from data_tools.errors import ReadError
+from data_tools.prepare import MAX_RATIO, RATE_RANGE_HZ, crop_count, fill, rate_ratio, samples_at_500
+from data_tools.record import MV_PER_UNIT, EcgRecord, unit_name
 from engine.pipelines.batched import CROP, FS_HZ, HALF, MV_PER_UV
 from engine.pipelines.leads import ALL, LEADS, ConfigError, describe, in_order, parse
 
-UV_PER_UNIT = {"v": 1e6, "mv": 1e3, "uv": 1.0, "µv": 1.0, "μv": 1.0}
-MAX_UV = 32_767
-RATES_HZ, MAX_RATIO = (50.0, 2000.0), 2000
 LARGE_MV, HUGE_MV, TINY_MV = 20.0, 100.0, 0.01  # of a typical lead: median, peak, peak; hearts give 0.1 to 10 mV at the peak
 SCALES = {
     "millivolt": "millivolts, not normalised",
@@ -114,46 +109,26 @@ class Crops(NamedTuple):
 
 def crops(signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str, wanted: Input) -> Crops:
     """One ECG [L, T], cut from its start. As in a dataset, a rest of 5 s is a crop with one half, and less is not used; an ECG
-    of less than 5 s is refused, being nothing that the model has ever seen. Crops without any measured lead are left out."""
+    of less than 5 s is refused, being nothing that the model has ever seen. A lead with NaN somewhere in a crop is zero in all
+    of it; crops without any measured lead are left out."""
     given = in_order(leads)
     wanted.require(given)
-    uv_LT = microvolts(signal, fs_hz, given, unit)
-    full, rest = divmod(uv_LT.shape[1], CROP)
-    count = full + (rest >= HALF)
+    record = EcgRecord("", _values(signal, len(given)), _rate(fs_hz), tuple(LEADS[lead] for lead in given), _unit(unit))
+    _plausible(record, unit)
+    samples = record.signal.shape[1]
+    count = crop_count(samples, record.fs_hz)
     if not count:
-        raise SignalError(f"{uv_LT.shape[1] / FS_HZ:g} s of signal: the model takes 5 s at a time: give at least that")
-    uv_BLT = np.zeros((count, len(LEADS), CROP), np.int16)
+        seconds = samples_at_500(samples, record.fs_hz) / FS_HZ
+        raise SignalError(f"{seconds:g} s of signal: the model takes 5 s at a time: give at least that")
+    uv_BLT = np.empty((count, len(LEADS), CROP), np.int16)
     told: list[tuple[float, int]] = []
-    for start in range(0, count * CROP, CROP):
-        halves = 2 if start + CROP <= uv_LT.shape[1] else 1
-        body = uv_LT[:, start : start + halves * HALF]
-        if np.isfinite(body[list(wanted.seen)]).any():
-            uv_BLT[len(told), :, : body.shape[1]] = np.nan_to_num(body)
-            told.append((start / FS_HZ, halves))
+    for index in range(count):
+        body, missing, _ = fill(record, index, uv_BLT[len(told)])
+        if not missing[list(wanted.seen)].all():
+            told.append((index * CROP / FS_HZ, body.shape[1] // HALF))
     if not told:
         raise SignalError("nothing was measured: every lead that the model looks at has NaN in every 10 s")
     return Crops(uv_BLT[: len(told)], *(tuple(column) for column in zip(*told, strict=True)))
-
-
-def microvolts(signal: Any, fs_hz: float, given: tuple[int, ...], unit: str) -> np.ndarray:
-    """float32 [12, T at 500 Hz]. A lead with NaN somewhere in a crop of 10 s is NaN in all of that crop."""
-    values = _values(signal, len(given))
-    factor = UV_PER_UNIT.get(str(unit).strip().lower())
-    if factor is None:
-        raise SignalError(f"unit={unit!r}: use V, mV or uV")
-    up, down = _ratio(fs_hz)
-    values *= factor
-    values[~np.isfinite(values)] = np.nan
-    _plausible(values / 1e3, str(unit))
-    if up != down:
-        values = resample_poly(values, up, down, axis=1, padtype="edge")
-    np.clip(np.rint(values, out=values), -MAX_UV, MAX_UV, out=values)
-    uv_LT = np.full((len(LEADS), values.shape[1]), np.nan, np.float32)
-    uv_LT[list(given)] = values
-    for start in range(0, uv_LT.shape[1], CROP):
-        crop = uv_LT[:, start : start + CROP]
-        crop[np.isnan(crop).any(1)] = np.nan
-    return uv_LT
 
 
 def _values(signal: Any, rows: int) -> np.ndarray:
@@ -164,30 +139,43 @@ def _values(signal: Any, rows: int) -> np.ndarray:
         raise SignalError(f"signal is {array.dtype}: numbers are needed")
     if array.ndim != 2 or len(array) != rows:
         raise SignalError(f"signal has the shape {list(array.shape)} for {rows} leads: [leads, samples] is needed")
-    return array.astype(np.float64)
+    return array
 
 
-def _ratio(fs_hz: float) -> tuple[int, int]:
-    """up, down: as the dataset builder has them."""
+def _unit(name: str) -> str:
+    try:
+        return unit_name(str(name))
+    except ReadError:
+        raise SignalError(f"unit={name!r}: use V, mV or uV") from None
+
+
+def _rate(fs_hz: float) -> float:
+    low, high = RATE_RANGE_HZ
     try:
         rate = float(fs_hz)
     except (TypeError, ValueError):
-        rate = math.nan
-    if not RATES_HZ[0] <= rate <= RATES_HZ[1]:
-        raise SignalError(f"fs_hz={fs_hz!r}: use samples a second, {RATES_HZ[0]:g} to {RATES_HZ[1]:g}")
-    ratio = Fraction(int(FS_HZ)) / Fraction(rate).limit_denominator(100)
-    if max(ratio.numerator, ratio.denominator) > MAX_RATIO:
-        raise SignalError(f"fs_hz={fs_hz!r}: has no ratio to {FS_HZ:g} Hz within {MAX_RATIO}: resample it before")
-    return ratio.numerator, ratio.denominator
+        rate = 0.0
+    if not low <= rate <= high:
+        raise SignalError(f"fs_hz={fs_hz!r}: use samples a second, {low:g} to {high:g}")
+    try:
+        rate_ratio(rate)
+    except ReadError:
+        raise SignalError(f"fs_hz={fs_hz!r}: has no ratio to {FS_HZ:g} Hz within {MAX_RATIO}: resample it before") from None
+    return rate
 
 
-def _plausible(mv_LT: np.ndarray, unit: str) -> None:
+def _plausible(record: EcgRecord, unit: str) -> None:
     """A factor of 1,000 is not to be mistaken for an ECG. Single leads may be off: the typical one counts."""
-    size = np.abs(mv_LT[np.isfinite(mv_LT).any(1)])
-    if not size.size:
+    signal, mv = record.signal, MV_PER_UNIT[record.unit]
+    measured = np.isfinite(signal)
+    there = signal if measured.all() else np.where(measured, signal, 0)
+    peaks = mv * np.maximum(there.max(axis=1).astype(np.float64), -there.min(axis=1).astype(np.float64))
+    peaks = peaks[measured.any(axis=1)]
+    if not peaks.size:
         return
-    middle, peak = float(np.nanmedian(size)), float(np.median(np.nanmax(size, axis=1)))
+    peak = float(np.median(peaks))
     seen = f"a typical lead peaks at {peak:.3g} mV"
+    middle = mv * float(np.median(np.abs(signal[measured].astype(np.float64)))) if peaks.max() > LARGE_MV else 0.0
     if middle > LARGE_MV or peak > HUGE_MV:
         raise SignalError(f"unit={unit!r}: {seen} (median {middle:.3g} mV), which no heart gives: is the unit smaller?")
     if 0 < peak < TINY_MV:

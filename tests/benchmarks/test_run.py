@@ -11,9 +11,10 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
-from benchmarks import autotune, e2e, feed, measure, report, run, scaling, stages, start, step, suite
+from benchmarks import autotune, e2e, embed, feed, measure, report, run, scaling, stages, start, step, suite
 from benchmarks.measure import CaseError, call_fresh, run_cases
 from data_tools.dataset import Dataset
 from engine.config import QUICKSTART, load
@@ -187,6 +188,23 @@ def test_a_loop_that_cannot_begin_says_why(dataset: Dataset, tiny: str, tmp_path
         call_fresh(e2e.turns, setup(dataset, tiny, tmp_path, settings=("model.position_groups=7",)))
 
 
+def test_embeddings_beside_the_encoder_alone(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["embed", "--model", tiny, "--records", "10", "--only", "250", "--batch", "4", "--threads", "1"]
+    part = run.measured(tmp_path, run.parse(words))
+    assert not part["left_out"] and list(part["results"]) == [f"arrays, 250 Hz: {tiny}, 4 crops"]
+    assert len(pq.read_table(tmp_path / "out.parquet")) == part["input"]["crops"] > 0
+    (result,) = part["results"].values()
+    assert result["share_pct"]["median"] > 0 and result["repeats"] == 3
+    assert "share %" in capsys.readouterr().out
+
+
+def test_a_share_is_of_turns_side_by_side() -> None:
+    rows = {name: [{"wall_s": s * d, "cpu_s": 2 * s * d} for d in (1, 5, 2)] for name, s in (("alone", 0.9), ("command", 1.0))}
+    result = embed.told(rows, embed.Setup("model", ("dataset",), "out", crops=10))
+    assert result["share_pct"] == pytest.approx({"median": 90, "low": 90, "high": 90})
+    assert result["per_s"]["high"] == pytest.approx(10) and result["bare_per_cpu_s"]["high"] == pytest.approx(10 / 1.8)
+
+
 def test_two_ranks(dataset: Dataset, tiny: str, tmp_path: Path) -> None:
     found = scaling.ranks(setup(dataset, tiny, tmp_path, steps=1), 2)
     assert found["batch"] == 4 and found["per_cpu_s"]["low"] > 0
@@ -230,7 +248,7 @@ def test_this_sessions_cpu_seconds() -> None:
 def test_the_suites_parts_are_commands(kind: str, device: str) -> None:
     options = run.parse(["suite", "--device", device, "--kind", kind])
     parsed = [run.parse(words) for words in suite.parts(kind, options)]
-    assert {"loader", "step", "e2e", "start"} <= {one.benchmark for one in parsed}
+    assert {"loader", "step", "e2e", "embed", "start"} <= {one.benchmark for one in parsed}
     if kind == "gpu":
         assert {one.device for one in parsed} == {device}
         assert any(one.autotune for one in parsed if one.benchmark == "step")

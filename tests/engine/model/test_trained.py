@@ -21,8 +21,8 @@ from engine.model.heads import pool
 from engine.model.pretrainer import Pretrainer
 from engine.model.trained import LoadError, Trained, config_of
 from engine.objectives.config import ObjectiveConfig
-from engine.pipelines.leads import LEADS, ConfigError, in_order
-from engine.pipelines.signals import SignalError, microvolts
+from engine.pipelines.leads import ALL, LEADS, ConfigError
+from engine.pipelines.signals import Input, SignalError, crops
 
 Saved = Callable[..., Path]
 DIAGNOSIS = {"task": "diagnosis", "classes": ["AF", "NSR", "SB"]}
@@ -183,17 +183,21 @@ def test_an_array_becomes_what_the_dataset_builder_makes_of_it(fs_hz: float, uni
     signal[4, int(21 * fs_hz)] = 50.0  # beyond int16 microvolts
     signal *= 1e3 if unit == "uV" else 1
     record = EcgRecord("a", signal, fs_hz, names, unit=unit)
-    uv_LT = microvolts(signal, fs_hz, in_order(names), unit)
-    crops = crop_count(signal.shape[1], fs_hz)
-    assert crops == 3
-    for index in range(crops):
-        crop = np.zeros((12, 5000), np.int16)
-        told = prepare_crop(record, index, crop)
-        mine = uv_LT[:, index * 5000 :][:, : 2500 * told.halves]
-        missing = tuple(lead for lead, row in zip(LEADS, mine, strict=True) if np.isnan(row).all())
-        assert missing == told.missing
-        difference = np.abs(np.nan_to_num(mine) - crop[:, : mine.shape[1]])
-        assert difference.max() <= (0 if fs_hz == 500 else 1) and (difference > 0).mean() < 1e-3  # a half may round both ways
+    found = crops(signal, fs_hz, names, unit, Input(ALL, ALL))
+    assert len(found.uv_BLT) == crop_count(signal.shape[1], fs_hz) == 3
+    for index, crop_uv in enumerate(found.uv_BLT):
+        wanted = np.zeros((12, 5000), np.int16)
+        told = prepare_crop(record, index, wanted)
+        assert (found.start_s[index], found.halves[index]) == (told.start_s, told.halves)
+        assert np.array_equal(crop_uv, wanted)
+
+
+def test_whole_numbers_and_tensors_are_the_same_ecg() -> None:
+    signal_uv = np.rint(ecg() * 1e3).astype(np.int32)
+    wanted = crops(signal_uv, 500, LEADS, "uV", Input(ALL, ALL)).uv_BLT
+    assert np.array_equal(wanted[0], signal_uv)
+    for same in (signal_uv.astype(np.float32), torch.from_numpy(signal_uv), torch.from_numpy(signal_uv).double()):
+        assert np.array_equal(crops(same, 500, LEADS, "uV", Input(ALL, ALL)).uv_BLT, wanted)
 
 
 def test_a_crop_and_its_dataset_have_one_embedding(dataset: Dataset, model: Trained) -> None:
