@@ -1,6 +1,6 @@
 """Crops to weights through the real loop, beside the bare step: what loader, DeepSpeed, optimiser and log add.
 
-    python -m benchmarks.run e2e [--device cpu|cuda] [--model small] [--batch 32] [--steps 4]
+    python -m benchmarks.run e2e [--device cpu|cuda] [--model small] [--batch 32] [--steps 10]
 
 For each source of data a process of its own begins `engine/pretrain.py` and takes over where its loop would begin: turns of
 so many steps, again and again,
@@ -40,7 +40,7 @@ from data_tools.sources import open_sources
 
 MODEL = {"cpu": "small", "cuda": "paper"}
 BATCH = {"cpu": 32, "cuda": 256}
-STEPS = {"cpu": 4, "cuda": 20}
+STEPS = {"cpu": 10, "cuda": 20}  # a log line ends each turn: train.log_every is 10
 PRECISION = {"cpu": "fp32", "cuda": "bf16"}
 BARS = {"overhead_pct": 3.0, "stall_pct": 1.0}
 KINDS = ("bare", "held", "loaded")
@@ -54,7 +54,7 @@ class Setup:
     device: str = "cpu"
     model: str = "small"
     batch: int = 32  # of one rank
-    steps: int = 4
+    steps: int = 10
     turns: int = 3
     threads: int = 2
     settings: tuple[str, ...] = ()  # --set, what makes it this source

@@ -54,7 +54,7 @@ def cases(dataset: Path, work: Path, seconds: float) -> dict[str, Case]:
         for batch in BATCHES if stage == "RLM" else (256,):
             found[f"{stage}: torch, batch {batch}"] = (ours, (dataset, "torch", stage, batch, seconds))
             if stage == "RLM":
-                found[f"RLM: torch, batch {batch}, 1 threads"] = (ours, (dataset, "torch", stage, batch, seconds, 1))
+                found[f"RLM: torch, batch {batch}, 2 threads"] = (ours, (dataset, "torch", stage, batch, seconds, 2))
         found[f"{stage}: resident, batch 256"] = (ours, (dataset, "resident", stage, 256, seconds))
         found[f"{stage}: dali on the CPU, batch 256"] = (ours, (dataset, "dali", stage, 256, seconds))
     for stage in PEER_NOISE:
@@ -103,7 +103,7 @@ def gather(dataset: Path, source: str, check: str, batch: int, threads: int, sec
     stream.close()
 
 
-def ours(dataset: Path, backend: str, stage: str, batch: int, seconds: float, threads: int = 2) -> Stream:
+def ours(dataset: Path, backend: str, stage: str, batch: int, seconds: float, threads: int | None = None) -> Stream:
     import torch
 
     from engine.pipelines.augment import AugmentConfig

@@ -109,7 +109,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         made[name].add_argument("--batch", type=int, help=f"crops at a time on one device (None: {few} on a CPU, 256 on a GPU)")
         made[name].add_argument("--threads", type=int, default=2, help="of torch on a CPU")
     for name in ("e2e", "scaling"):
-        made[name].add_argument("--steps", type=int, help="of one turn (None: 4 on a CPU, 20 on a GPU)")
+        made[name].add_argument("--steps", type=int, help="of one turn (None: 10 on a CPU, 20 on a GPU)")
     options = parser.parse_args(arguments)
     if options.repeats < 3:
         refuse(f"--repeats {options.repeats}: fewer than 3 show no spread")
@@ -198,8 +198,9 @@ def file_name(record: Part) -> str:
 
 def environment() -> Part:
     """Everything without which a number means nothing."""
-    about_cpu = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1].strip() for line in about_cpu if "model name" in line), "")
+    first = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first)}
+    cpu, generation = told.get("model name", ""), [f"{key} {told[key]}" for key in ("cpu family", "model") if key in told]
     gpus = gpu_facts()
     short = gpus[0]["name"] if gpus else " ".join(cpu.split()[:2]) or platform.machine()
     return {
@@ -207,7 +208,7 @@ def environment() -> Part:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "git": {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))},
         "hardware": {
-            "cpu": cpu,
+            "cpu": " ".join([cpu, *([f"({', '.join(generation)})"] if generation else [])]),  # a cloud's names hide it
             "short": "-".join(re.findall(r"[a-z0-9]+", short.lower())),
             "cores": os.cpu_count(),
             "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),

@@ -66,7 +66,7 @@ class PipelineConfig(Section):
     source: Literal["tar", "zarr"] | None = None
     check: Literal["first", "always", "never"] = "first"
     on_corrupt: Literal["stop", "skip"] = "stop"
-    threads: int = 2
+    threads: int | None = None  # that read; None: one for a CPU, two for a GPU
     read_ahead: int = 2
     cache_dir: str | None = None
     cache_bytes: int = 100 * 2**30

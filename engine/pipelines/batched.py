@@ -54,6 +54,13 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, 256 * 2**20)
 
 
+def alone() -> None:
+    """torch's operations in this thread open no team of OpenMP threads: beside a training step they would take its cores."""
+    torch.get_num_threads()  # torch writes the process's number into a thread at its first operation
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).omp_set_num_threads(1)
+
+
 @dataclass(frozen=True, eq=False)
 class Augmenter:
     config: AugmentConfig
@@ -85,7 +92,7 @@ class Augmenter:
     def __call__(self, crops_BLT: torch.Tensor, p: dict[str, torch.Tensor]) -> torch.Tensor:
         x = self.split(crops_BLT, p.get("start")).float()
         if self.only_scales and x.shape[1] == 2:
-            return x.mul_(_factor(p))  # one pass instead of two
+            return x.mul_(factor(p))  # one pass instead of two
         if "emg_amplitude" in p:
             p = p | {"white": white(self.bank, p["white_start"], HALF)}
         x = cast(torch.Tensor, augment(x.mul_(MV_PER_UV), p, self.config, self.time, torch_ops()))
@@ -107,12 +114,12 @@ class Augmenter:
             q = {name: values[part] for name, values in p.items()}
             out = out_BSLT[part]
             if self.only_scales:  # straight into its place: two passes less
-                torch.mul(self.split(crops, q.get("start")).expand_as(out), _factor(q), out=out)
+                torch.mul(self.split(crops, q.get("start")).expand_as(out), factor(q), out=out)
             else:
                 out[:] = self(crops, q)
         return out_BSLT
 
-    def split(self, crops_BLT: torch.Tensor, start_B: torch.Tensor | None) -> torch.Tensor:
+    def split(self, crops_BLT: torch.Tensor, start_B: torch.Tensor | None = None) -> torch.Tensor:
         """The two halves as views of one copy, or the same window once: `augment` makes two of it."""
         if start_B is None:
             return crops_BLT.view(*crops_BLT.shape[:2], 2, HALF).transpose(1, 2)
@@ -120,6 +127,6 @@ class Augmenter:
         return crops_BLT.gather(2, index.expand(-1, crops_BLT.shape[1], -1))[:, None]
 
 
-def _factor(p: dict[str, torch.Tensor]) -> torch.Tensor | float:
-    """To millivolts, and a masked lead to zero."""
-    return p["keep"] * MV_PER_UV if "keep" in p else MV_PER_UV
+def factor(p: dict[str, torch.Tensor]) -> torch.Tensor:
+    """To millivolts, and a masked lead to zero: [B, S, L, 1], or one number."""
+    return p["keep"] * MV_PER_UV if "keep" in p else torch.tensor(MV_PER_UV)

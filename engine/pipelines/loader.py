@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count, cycle
 from typing import Any, Literal, NamedTuple
 
@@ -26,14 +27,15 @@ from data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset
 from engine.pipelines import dali
 from engine.pipelines.augment import AugmentConfig
 from engine.pipelines.augment_draws import Params
-from engine.pipelines.batched import HALF, Augmenter, Views, parameters
-from engine.pipelines.gather import Filled, Gather, Hold, Report, read_ahead
+from engine.pipelines.batched import HALF, Augmenter, Views, alone, factor, keep_freed_memory, parameters
+from engine.pipelines.gather import Desk, Filled, Gather, Hold, Report, made_ahead, read_ahead
 from engine.pipelines.order import Order, Places, Rows, shards_needed
 from engine.pipelines.resident import Resident
 from engine.pipelines.staging import Staging
 
 BACKENDS = ("auto", "dali", "torch", "resident")
 PLANNED_CROPS = 1024
+THREADS = {"cpu": 1, "cuda": 2}  # a second one costs a CPU a third more for each crop; it halves the wait for a cold disk
 State = dict[str, Any]
 log = logging.getLogger(__name__)
 
@@ -54,7 +56,7 @@ class LoaderConfig:
     source: Literal["tar", "zarr"] | None = None
     check: Literal["first", "always", "never"] = "first"
     on_corrupt: Literal["stop", "skip"] = "stop"
-    threads: int = 2
+    threads: int | None = None  # that read; None: THREADS
     read_ahead: int = 2  # batches ready beside the one in use
     cache_dir: str | None = None  # for datasets on s3://
     cache_bytes: int = 100 * 2**30
@@ -64,15 +66,13 @@ class LoaderConfig:
             if getattr(self, name) not in known:
                 raise LoaderError(f"pipeline.{name}={getattr(self, name)!r}: use one of {', '.join(known)}")
         for name in ("threads", "read_ahead"):
-            if getattr(self, name) < 1:
-                raise LoaderError(f"pipeline.{name}={getattr(self, name)}: at least 1 is needed")
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise LoaderError(f"pipeline.{name}={value}: at least 1 is needed")
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    x_BSLT: (
-        torch.Tensor
-    )  # float32 millivolts on the device; on a CPU (not dali) in a buffer that the batch after next uses again
+    x_BSLT: torch.Tensor  # float32 millivolts on the device; on a CPU (not dali) in a buffer that later batches use again
     places: Places  # dataset, row and epoch of each crop
     skipped: tuple[tuple[int, int, str], ...] = ()  # crops left out as unreadable: (dataset, row, reason)
 
@@ -148,8 +148,8 @@ class Loader:
         self.augmenter = Augmenter(config.augment, config.views, config.seed, device)
         self.stagings = self._stagings(datasets)
         staged: dict[int, Hold] = {d: staging.hold for d, staging in self.stagings.items()}
-        pin = device.type == "cuda"
-        self.gather = Gather(datasets, config.check, config.on_corrupt, config.threads, pin, config.source, staged)
+        self.threads, pin = config.threads or THREADS.get(device.type, 2), device.type == "cuda"
+        self.gather = Gather(datasets, config.check, config.on_corrupt, self.threads, pin, config.source, staged)
         self.meter = Meter()
 
     @property
@@ -196,7 +196,11 @@ class Loader:
         return Planned(places, self._parameters(places))
 
     def _torch(self) -> Iterator[tuple[Batch, None]]:
-        filled, outs = self._filled(), cycle(self._outs())
+        if self.device.type == "cpu" and self.augmenter.only_scales and self.config.views == "halves":
+            yield from self._scaled()
+            return
+        filled = self._filled()
+        outs = cycle(self._outs(2 if self.device.type == "cpu" else 0))  # a GPU's allocator keeps its own
         copied = torch.cuda.Event() if self.device.type == "cuda" else None
         try:
             while True:
@@ -219,13 +223,47 @@ class Loader:
         finally:
             filled.close()  # type: ignore[attr-defined]
 
-    def _outs(self) -> list[torch.Tensor]:
-        """Two buffers in turn for a CPU; a GPU's allocator keeps its own."""
+    def _scaled(self) -> Iterator[tuple[Batch, None]]:
+        """Crops that are only scaled and masked, by the thread that reads them, out of its core's cache."""
+
+        def make(planned: Planned, x_BSLT: torch.Tensor) -> Batch:
+            report = self.gather.read(planned.dataset, planned.row, partial(self._desk, planned, x_BSLT))
+            return Batch(x_BSLT, self._as_read(planned, report).places, report.skipped)
+
+        keep_freed_memory()
+        batches = made_ahead(self._planned(), make, self._outs(self.config.read_ahead + 1))
+        try:
+            for batch in batches:
+                yield batch, None
+        finally:
+            batches.close()
+
+    def _desk(self, planned: Planned, x_BSLT: torch.Tensor) -> Desk:
+        alone()
+        crop = torch.empty(CROP_SHAPE, dtype=torch.int16)
+        halves_SLT = self.augmenter.split(crop[None])[0]
+        rows, places, factors = planned.row.tolist(), x_BSLT.unbind(), self._factors(planned)
+
+        def done(position: int, row: int) -> None:
+            mine = factors[position]
+            if row != rows[position]:  # it came in the place of another, and has a mask of its own
+                at = dataclasses.replace(planned.places[position : position + 1], row=np.array([row]))
+                (mine,) = self._factors(Planned(at, self._parameters(at)))
+            torch.mul(halves_SLT, mine, out=places[position])
+
+        read = crop.numpy()
+        return Desk(lambda position: read, done)
+
+    def _factors(self, planned: Planned) -> tuple[torch.Tensor, ...]:
+        return factor(self.augmenter.to_device(planned.p)).expand(len(planned.row), 2, CROP_SHAPE[0], 1).unbind()
+
+    def _outs(self, count: int) -> list[torch.Tensor]:
         shape = (self.config.batch_crops // self.world, 2, len(self.config.augment.output_leads), HALF)
-        return [torch.empty(shape) for _ in range(2 if self.device.type == "cpu" else 0)]
+        return [torch.empty(shape) for _ in range(count)]
 
     def _resident(self) -> Iterator[tuple[Batch, None]]:
-        resident, outs = Resident(self.order, self.gather, self.augmenter), cycle(self._outs() or [None])
+        resident = Resident(self.order, self.gather, self.augmenter)
+        outs = cycle(self._outs(2) if self.device.type == "cpu" else [None])
         for places, p in self._planned():
             yield Batch(resident.batch(places, self.augmenter.to_device(p), next(outs)), places), None
 
@@ -245,7 +283,7 @@ class Loader:
         seed = self.config.seed * 65_537 + self.rank
         fed = feed()
         pipeline = dali.Pipeline(
-            self.config.augment, self.config.views, seed, fed, each, example, self.device, self.config.threads, self._blob
+            self.config.augment, self.config.views, seed, fed, each, example, self.device, self.threads, self._blob
         )
         try:
             while True:

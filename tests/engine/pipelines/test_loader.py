@@ -1,5 +1,6 @@
 """The loader as the training loop meets it: right tensors, one order for all worlds, and a state that survives anything."""
 
+import ctypes
 import dataclasses
 import hashlib
 import json
@@ -17,8 +18,9 @@ import pytest
 import torch
 
 from data_tools.dataset import Dataset
+from engine.pipelines import loader as pipelines_loader
 from engine.pipelines.augment import AugmentConfig, ThreeKG
-from engine.pipelines.batched import Augmenter, parameters
+from engine.pipelines.batched import Augmenter, alone, parameters
 from engine.pipelines.loader import Batch, Loader, LoaderConfig, LoaderError, State
 
 CPU = torch.device("cpu")
@@ -76,14 +78,16 @@ def test_backends_agree(backend: str, views: str, augment: AugmentConfig, datase
         assert torch.equal(a.x_BSLT == 0, b.x_BSLT == 0) or augment.threekg
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_restored_loader_goes_on_bit_for_bit_twice_and_over_an_epochs_end(backend: str, dataset: Dataset) -> None:
+@pytest.mark.parametrize(("backend", "augment"), [*((backend, NOISY) for backend in BACKENDS), ("torch", AugmentConfig())])
+def test_a_restored_loader_goes_on_bit_for_bit_twice_and_over_an_epochs_end(
+    backend: str, augment: AugmentConfig, dataset: Dataset
+) -> None:
     per_epoch = loader(dataset).steps_per_epoch
     assert 4 <= per_epoch <= 14
-    whole = some(loader(dataset, backend), per_epoch + 4)
-    first = some(loader(dataset, backend), per_epoch - 2)  # prefetch is in flight when it is left
-    second = some(loader(dataset, backend, state=first[-1][1]), 3)  # over the end of the epoch
-    third = some(loader(dataset, backend, state=second[-1][1]), 3)
+    whole = some(loader(dataset, backend, augment=augment), per_epoch + 4)
+    first = some(loader(dataset, backend, augment=augment), per_epoch - 2)  # prefetch is in flight when it is left
+    second = some(loader(dataset, backend, first[-1][1], augment=augment), 3)  # over the end of the epoch
+    third = some(loader(dataset, backend, second[-1][1], augment=augment), 3)
     assert same(whole, first + second + third)
     assert whole[0][1]["crops_seen"] == 16
 
@@ -190,7 +194,11 @@ def test_the_window_lies_within_the_crop_and_differs_between_epochs(dataset: Dat
     assert len(starts) > 8
 
 
-def test_a_crop_in_the_place_of_another_has_its_own_parameters(dataset: Dataset, tmp_path: Path) -> None:
+@pytest.mark.parametrize("augment", [NOISY, AugmentConfig(), AugmentConfig(rlm=0)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_crop_in_the_place_of_another_has_its_own_parameters(
+    augment: AugmentConfig, threads: int, dataset: Dataset, tmp_path: Path
+) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(dataset.root.url, copy)
     damaged = Dataset.open(str(copy))
@@ -199,11 +207,11 @@ def test_a_crop_in_the_place_of_another_has_its_own_parameters(dataset: Dataset,
     with open(copy / "shards" / damaged.shards[shard[rows[5]]]["name"], "r+b") as file:
         file.seek(offset[rows[5]])
         file.write(bytes(200))
-    batch = some(loader(damaged, on_corrupt="skip"), 1)[0][0]
+    batch = some(loader(damaged, on_corrupt="skip", augment=augment, threads=threads), 1)[0][0]
     assert [(d, row) for d, row, _ in batch.skipped] == [(0, rows[5])]
     assert batch.places.row.tolist() == [*rows[:5], (rows[5] + 1) % len(dataset), *rows[6:]]
-    p = parameters(NOISY, "halves", 0, batch.places)
-    augmenter = Augmenter(NOISY, "halves", 0, CPU)
+    p = parameters(augment, "halves", 0, batch.places)
+    augmenter = Augmenter(augment, "halves", 0, CPU)
     crops = torch.from_numpy(np.stack([dataset.read(int(row)) for row in batch.places.row]))
     assert torch.equal(batch.x_BSLT, augmenter(crops, augmenter.to_device(p)))
 
@@ -211,6 +219,21 @@ def test_a_crop_in_the_place_of_another_has_its_own_parameters(dataset: Dataset,
 @pytest.mark.parametrize("source", ["tar", "zarr"])
 def test_both_twins_give_the_same_tensors(source: str, dataset: Dataset) -> None:
     assert same(some(loader(dataset), 2), some(loader(dataset, source=source), 2))
+
+
+def test_reading_threads_compute_alone(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A team of OpenMP threads for each of them would take the cores of the training step."""
+    if not hasattr(ctypes.CDLL(None), "omp_set_num_threads"):
+        pytest.skip("this torch does not show its OpenMP")
+    seen: list[int] = []
+    before = torch.get_num_threads()
+    monkeypatch.setattr(pipelines_loader, "alone", lambda: (alone(), seen.append(torch.get_num_threads())))
+    torch.set_num_threads(2)
+    try:
+        some(loader(dataset, augment=AugmentConfig(), threads=2), 2)
+        assert set(seen) == {1} and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_auto_says_what_it_chose(dataset: Dataset, caplog: pytest.LogCaptureFixture) -> None:
