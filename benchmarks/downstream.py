@@ -1,6 +1,7 @@
 """What pre-training is worth: tables of engine.reproduce -> one record, with every score behind them.
 
     python -m benchmarks.downstream synthetic=DIR synthetic=DIR2 real=DIR3 [--out F.json]
+    python -m benchmarks.downstream --methods real=DIR                a record of its own for all methods of a table
 
 DIR is one that `python -m engine.reproduce --table 1 --out DIR` has filled. A result is one row, task and set of leads on one
 archive, over the seeds of fine-tuning.
@@ -24,9 +25,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.downstream", description=__doc__.split("\n")[0])
     parser.add_argument("archives", nargs="+", metavar="NAME=DIR", help="what to call it, and where engine.reproduce wrote")
     parser.add_argument("--table", type=int, default=1)
+    parser.add_argument("--methods", action="store_true", help="a record beside that one: all rows of a table")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     record = environment() | gather([text.partition("=")[::2] for text in options.archives], options.table)
+    record["benchmark"] = "methods" if options.methods else "downstream"
     out = options.out or RESULTS / file_name(record)
     out.write_text(json.dumps(record, indent=1) + "\n")
     print(f"{out}: {len(record['results'])} results")
@@ -49,7 +52,6 @@ def gather(archives: list[tuple[str, str]], number: int) -> dict[str, Any]:
                 results[f"{name}: {cell['row']}, {cell['task']}, {cell['column']}"] = result(cell, Path(place))
                 seeds = max(seeds, cell["seeds_done"])
     return {
-        "benchmark": "downstream",
         "config": {"device": "cpu", "table": number, "repeats": seeds},
         "input": {"archive": " and ".join(inputs), "archives": inputs},
         "results": results,

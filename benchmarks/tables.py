@@ -165,6 +165,7 @@ def downstream(part: Part) -> Iterator[str]:
 
 TABLES: dict[str, tuple[str, Callable[[Part], Iterator[str]]]] = {
     "downstream": ("Does pre-training help? A model of a million parameters, fine-tuned for minutes", downstream),
+    "methods": ("Every method of the paper's table 1 at `--scale small`", downstream),
     "ingest": ("Archive to dataset: records (read, ingest, plan, synth) or GB (verify)", rates),
     "loader": ("Dataset to batches: crops of 10 s as float32 millivolts in torch", rates),
     "step": ("One training step: crops of 10 s", step),
@@ -206,7 +207,7 @@ def note(part: Part) -> str:
         (f"{given[name]:,} {name} ({given['archive']}) in the page cache" for name in ("records", "crops") if name in given), ""
     )
     amount = given["archive"] if part["benchmark"] in ("step", "cost", "autotune") or not amount else amount
-    if part["benchmark"] == "downstream":
+    if part["benchmark"] in ("downstream", "methods"):
         how = f"up to {part['config']['repeats']} seeds of fine-tuning, ± half of the 95 % interval"
         return f"{given['archive']}; {how}; [{part['file']}](benchmarks/results/{part['file']})."
     versions = ", ".join(f"{name} {version}" for name, version in part["versions"].items())

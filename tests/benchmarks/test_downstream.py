@@ -24,10 +24,12 @@ def filled(place: Path) -> Path:
     return place
 
 
-def test_a_record_holds_what_the_cells_were_made_of(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("more", "name"), [([], "downstream"), (["--methods"], "methods")])
+def test_a_record_holds_what_the_cells_were_made_of(tmp_path: Path, more: list[str], name: str) -> None:
     out = tmp_path / "downstream.json"
-    assert downstream.main([f"real={filled(tmp_path / 'tables')}", "--table", "3", "--out", str(out)]) == 0
+    assert downstream.main([f"real={filled(tmp_path / 'tables')}", "--table", "3", "--out", str(out), *more]) == 0
     (part,) = report.load(out)  # complete
+    assert part["benchmark"] == name
     assert list(part["results"]) == ["real: W2V+RLM, Id, P-1-lead"]
     result = part["results"]["real: W2V+RLM, Id, P-1-lead"]
     assert result["score"]["each"] == [0.2, 0.4] and result["score"]["mean"] == pytest.approx(0.3)
