@@ -37,6 +37,7 @@ from tqdm import tqdm
 from data_tools.dataset import META, Dataset
 from data_tools.sources import DataError, Prepared, ReadError, open_sources, prepared
 from engine.model.trained import CONFIG, PREPROCESSING, WEIGHTS, Trained, load, model_folder
+from engine.pipelines.batched import keep_freed_memory
 from engine.pipelines.gather import Gather
 from engine.pipelines.leads import LEADS, ConfigError, in_order
 from engine.pipelines.signals import Input, SignalError, crops
@@ -132,6 +133,7 @@ def prepare_model(args: argparse.Namespace) -> tuple[Trained, Input, str]:
         raise ConfigError(f"--device {args.device}: {error}".splitlines()[0][:200]) from None
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
+    keep_freed_memory()
     with model_folder(args.model) as folder:
         digest = hashlib.sha256()
         model = load(folder)
@@ -206,7 +208,7 @@ def arrays(args: argparse.Namespace, path: Path, wanted: Input) -> Iterator[Reco
     leads = [LEADS[i] for i in in_order(args.leads or "12")]
 
     def load_one(member: str | None, index: int | None) -> Loaded:
-        values = np.load(path, mmap_mode="r") if member is None else np.load(path)[member]
+        values = whole if whole is not None else np.load(path)[member]
         found = crops(values if index is None else values[index], args.fs, leads, args.unit, wanted)
         name = member or path.stem + ("" if index is None else f"[{index}]")
         return Loaded("array", name, None, *found)
