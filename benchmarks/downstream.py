@@ -1,7 +1,6 @@
 """What pre-training is worth: tables of engine.reproduce -> one record, with every score behind them.
 
     python -m benchmarks.downstream synthetic=DIR synthetic=DIR2 real=DIR3 [--out F.json]
-    python -m benchmarks.downstream --methods real=DIR                a record of its own for all methods of a table
 
 DIR is one that `python -m engine.reproduce --table 1 --out DIR` has filled. A result is one row, task and set of leads on one
 archive, over the seeds of fine-tuning.
@@ -25,11 +24,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.downstream", description=__doc__.split("\n")[0])
     parser.add_argument("archives", nargs="+", metavar="NAME=DIR", help="what to call it, and where engine.reproduce wrote")
     parser.add_argument("--table", type=int, default=1)
-    parser.add_argument("--methods", action="store_true", help="a record beside that one: all rows of a table")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     record = environment() | gather([text.partition("=")[::2] for text in options.archives], options.table)
-    record["benchmark"] = "methods" if options.methods else "downstream"
     out = options.out or RESULTS / file_name(record)
     out.write_text(json.dumps(record, indent=1) + "\n")
     print(f"{out}: {len(record['results'])} results")
@@ -52,6 +49,7 @@ def gather(archives: list[tuple[str, str]], number: int) -> dict[str, Any]:
                 results[f"{name}: {cell['row']}, {cell['task']}, {cell['column']}"] = result(cell, Path(place))
                 seeds = max(seeds, cell["seeds_done"])
     return {
+        "benchmark": "downstream",
         "config": {"device": "cpu", "table": number, "repeats": seeds},
         "input": {"archive": " and ".join(inputs), "archives": inputs},
         "results": results,
@@ -60,18 +58,19 @@ def gather(archives: list[tuple[str, str]], number: int) -> dict[str, Any]:
 
 def result(cell: dict[str, Any], place: Path) -> dict[str, Any]:
     """The score's spread, and the means of all metrics over the same evaluations."""
-    mean, interval = over_seeds(cell["scores"])
     told = [json.loads(path.read_text()) for path in evaluations(cell, place)]
-    metrics = {
-        name: dict(zip(("mean", "interval"), over_seeds([one["metrics"][name] for one in told]), strict=True))
-        for name in METRICS[cell["task"]]
-    }
+    metrics = {name: over([one["metrics"][name] for one in told]) for name in METRICS[cell["task"]]}
     spread = {"median": statistics.median(cell["scores"]), "low": min(cell["scores"]), "high": max(cell["scores"])}
     return {
-        "score": spread | {"mean": mean, "interval": interval, "each": cell["scores"]},
+        "score": spread | over(cell["scores"]) | {"each": cell["scores"]},
         "metrics": metrics,
         "n": told[0]["n"],
     }
+
+
+def over(seeds: list[float]) -> dict[str, float | None]:
+    mean, interval = over_seeds(seeds)
+    return {"mean": mean, "interval": interval if len(seeds) > 1 else None}
 
 
 def evaluations(cell: dict[str, Any], place: Path) -> list[Path]:
@@ -80,7 +79,8 @@ def evaluations(cell: dict[str, Any], place: Path) -> list[Path]:
     row = table.rows[cell["row"]]
     model = f"{'random' if row.random else row.pretrain}-{12 if table.padded else cell['leads']}"
     leads = cell["column"].removesuffix("-lead")
-    return sorted((place / "scores" / model).glob(f"{TASKS[cell['task']]}-{leads}-seed[0-9].json"))
+    found = sorted((place / "scores" / model).glob(f"{TASKS[cell['task']]}-{leads}-seed[0-9].json"))
+    return found[: len(cell["scores"])]  # there may be more than this table asked for
 
 
 def settings_of(place: Path) -> dict[str, Any]:

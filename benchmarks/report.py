@@ -30,7 +30,7 @@ FIGURES: dict[str, tuple[str, ...]] = {  # with a spread, of each result
     "e2e": (*RATES, "bare_per_s", "overhead_pct", "stall_pct"),
     "embed": (*RATES, "bare_per_s", "bare_per_cpu_s", "share_pct"),
     "start": ("seconds", "cpu_seconds"),
-    **dict.fromkeys(("downstream", "methods"), ("score",)),
+    "downstream": ("score",),
 }
 
 

@@ -159,13 +159,19 @@ def downstream(part: Part) -> Iterator[str]:
             told = [cells[row]["metrics"][metric] if row in cells else None for row in methods]
             n = next(iter(cells.values()))["n"]
             what = f"{archive}: {'diagnosis' if task == 'Dx' else 'identification'}, {column}, {label} (n = {n:,})"
-            lines.append([what, *(f"{m['mean']:.3f} ± {m['interval']:.3f}" if m else "" for m in told)])
+            lines.append([what, *map(mean, told)])
     yield rows(f"| | {' | '.join(methods)} |", lines)
+
+
+def mean(told: Part | None) -> str:
+    """Over seeds, with half of the interval if there are several."""
+    if told is None:
+        return ""
+    return f"{told['mean']:.3f}" + (f" ± {told['interval']:.3f}" if told["interval"] is not None else "")
 
 
 TABLES: dict[str, tuple[str, Callable[[Part], Iterator[str]]]] = {
     "downstream": ("Does pre-training help? A model of a million parameters, fine-tuned for minutes", downstream),
-    "methods": ("Every method of the paper's table 1 at `--scale small`", downstream),
     "ingest": ("Archive to dataset: records (read, ingest, plan, synth) or GB (verify)", rates),
     "loader": ("Dataset to batches: crops of 10 s as float32 millivolts in torch", rates),
     "step": ("One training step: crops of 10 s", step),
@@ -207,8 +213,9 @@ def note(part: Part) -> str:
         (f"{given[name]:,} {name} ({given['archive']}) in the page cache" for name in ("records", "crops") if name in given), ""
     )
     amount = given["archive"] if part["benchmark"] in ("step", "cost", "autotune") or not amount else amount
-    if part["benchmark"] in ("downstream", "methods"):
-        how = f"up to {part['config']['repeats']} seeds of fine-tuning, ± half of the 95 % interval"
+    if part["benchmark"] == "downstream":
+        seeds = part["config"]["repeats"]
+        how = f"up to {seeds} seeds of fine-tuning, ± half of the 95 % interval" if seeds > 1 else "one seed of fine-tuning"
         return f"{given['archive']}; {how}; [{part['file']}](benchmarks/results/{part['file']})."
     versions = ", ".join(f"{name} {version}" for name, version in part["versions"].items())
     left_out = "".join(f" Left out: {name}: {reason}." for name, reason in part.get("left_out", {}).items())

@@ -80,7 +80,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--fs", type=float, metavar="HZ", help="of .npy and .npz")
     add("--unit", default="mV", help="of .npy and .npz: V, mV, uV")
     add("--batch", type=int, metavar="N", help="crops encoded at a time; 16, on a GPU 256")
-    add("--workers", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="threads that read")
+    add("--workers", type=int, metavar="N", help="threads that read; a quarter of the cores, beside a GPU all of them")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="of the encoder; embeddings are float32")
     add(
@@ -97,9 +97,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> None:
     if bool(args.out) == args.probe:
         raise ConfigError("give --out F.parquet, or --probe")
-    if args.workers < 1 or (args.batch is not None and args.batch < 1):
+    if any(given is not None and given < 1 for given in (args.workers, args.batch)):
         raise ConfigError(f"--batch {args.batch}, --workers {args.workers}: at least 1")
-    args.batch = args.batch or (256 if args.device.startswith("cuda") else 16)
+    on_gpu, cores = args.device.startswith("cuda"), len(os.sched_getaffinity(0))
+    args.batch = args.batch or (256 if on_gpu else 16)
+    args.workers = args.workers or (cores if on_gpu else max(1, cores // 4))
     model, wanted, digest = prepare_model(args)
     with_meta = [url for url in args.data if is_dataset(url)]
     if with_meta and len(args.data) > 1:

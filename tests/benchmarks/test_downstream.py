@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import downstream, report
+from benchmarks import downstream, report, tables
 
 
 def filled(place: Path) -> Path:
@@ -24,17 +24,27 @@ def filled(place: Path) -> Path:
     return place
 
 
-@pytest.mark.parametrize(("more", "name"), [([], "downstream"), (["--methods"], "methods")])
-def test_a_record_holds_what_the_cells_were_made_of(tmp_path: Path, more: list[str], name: str) -> None:
+def test_a_record_holds_what_the_cells_were_made_of(tmp_path: Path) -> None:
     out = tmp_path / "downstream.json"
-    assert downstream.main([f"real={filled(tmp_path / 'tables')}", "--table", "3", "--out", str(out), *more]) == 0
+    assert downstream.main([f"real={filled(tmp_path / 'tables')}", "--table", "3", "--out", str(out)]) == 0
     (part,) = report.load(out)  # complete
-    assert part["benchmark"] == name
     assert list(part["results"]) == ["real: W2V+RLM, Id, P-1-lead"]
     result = part["results"]["real: W2V+RLM, Id, P-1-lead"]
     assert result["score"]["each"] == [0.2, 0.4] and result["score"]["mean"] == pytest.approx(0.3)
     assert result["metrics"]["top5"] == {"mean": 0.5, "interval": 0.0} and result["n"] == 7
     assert part["input"]["archives"]["real"][0]["runs"] == {"identification": {"train.steps": 9}}
+
+
+def test_one_seed_has_no_interval(tmp_path: Path) -> None:
+    place = filled(tmp_path / "tables")
+    table = json.loads((place / "table-3.json").read_text())
+    table["cells"][0]["scores"] = [0.2]  # of the two that were evaluated
+    (place / "table-3.json").write_text(json.dumps(table))
+    downstream.main([f"real={place}", "--table", "3", "--out", str(tmp_path / "one.json")])
+    (part,) = report.load(tmp_path / "one.json")
+    (result,) = part["results"].values()
+    assert result["score"]["interval"] is None and result["metrics"]["accuracy"] == {"mean": 0.2, "interval": None}
+    assert "| 0.200 |" in "\n".join(tables.downstream(part)) and "one seed" in tables.note(part)
 
 
 def test_a_place_without_the_table_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

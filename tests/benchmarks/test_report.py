@@ -42,10 +42,6 @@ RATES = {"per_s": spread(100.0), "per_cpu_s": spread(50.0), "peak_mb": 2048.0}
 COST = {"ms": spread(10.0), "predicted_ms": 4.0, "gap_ms": 6.0, "bound": "compute", "gflop": 100.0, "gb": 2.0}
 BARE = {"bare_per_s": spread(101.0), "bare_per_cpu_s": spread(51.0)}
 LOOP = {"backend": "dali", "checkpoint_s": 0.5} | dict.fromkeys(("overhead_pct", "loader_pct", "stall_pct"), spread(1.5))
-SCORES = {
-    f"real: {row}, Id, P-1-lead": {"score": spread(0.4), "metrics": {"accuracy": {"mean": 0.4, "interval": 0.1}}, "n": 20}
-    for row in ("Random Init.", "W2V")
-}
 RESULTS: dict[str, dict[str, Any]] = {
     "ingest": {"read: omnilead": RATES, "read: wfdb.rdrecord": RATES},
     "loader": {"RLM: torch, batch 256": RATES},
@@ -56,8 +52,10 @@ RESULTS: dict[str, dict[str, Any]] = {
     "embed": {"tar: small, 16 crops": RATES | BARE | {"share_pct": spread(96.0)}},
     "start": {"first step: deepspeed engine/pretrain.py": {"seconds": spread(9.0), "cpu_seconds": spread(6.0)}},
     "scaling": {"open to first batch": RATES},
-    "downstream": SCORES,
-    "methods": SCORES,
+    "downstream": {
+        f"real: {row}, Id, P-1-lead": {"score": spread(0.4), "metrics": {"accuracy": {"mean": 0.4, "interval": 0.1}}, "n": 20}
+        for row in ("Random Init.", "W2V")
+    },
 }
 MORE: dict[str, dict[str, Any]] = {
     "step": {"bars": {"bf16": {"found": 2.5, "bar": 3.0, "met": False}}},
