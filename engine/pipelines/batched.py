@@ -127,6 +127,6 @@ class Augmenter:
         return crops_BLT.gather(2, index.expand(-1, crops_BLT.shape[1], -1))[:, None]
 
 
-def factor(p: dict[str, torch.Tensor]) -> torch.Tensor:
+def factor(p: dict[str, torch.Tensor]) -> torch.Tensor | float:
     """To millivolts, and a masked lead to zero: [B, S, L, 1], or one number."""
-    return p["keep"] * MV_PER_UV if "keep" in p else torch.tensor(MV_PER_UV)
+    return p["keep"] * MV_PER_UV if "keep" in p else MV_PER_UV

@@ -255,7 +255,8 @@ class Loader:
         return Desk(lambda position: read, done)
 
     def _factors(self, planned: Planned) -> tuple[torch.Tensor, ...]:
-        return factor(self.augmenter.to_device(planned.p)).expand(len(planned.row), 2, CROP_SHAPE[0], 1).unbind()
+        factors = torch.as_tensor(factor(self.augmenter.to_device(planned.p)))
+        return factors.expand(len(planned.row), 2, CROP_SHAPE[0], 1).unbind()
 
     def _outs(self, count: int) -> list[torch.Tensor]:
         shape = (self.config.batch_crops // self.world, 2, len(self.config.augment.output_leads), HALF)
