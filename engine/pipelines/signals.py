@@ -114,12 +114,12 @@ def crops(signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str, want
     given = in_order(leads)
     wanted.require(given)
     record = EcgRecord("", _values(signal, len(given)), _rate(fs_hz), tuple(LEADS[lead] for lead in given), _unit(unit))
-    _plausible(record, unit)
     samples = record.signal.shape[1]
     count = crop_count(samples, record.fs_hz)
     if not count:
         seconds = samples_at_500(samples, record.fs_hz) / FS_HZ
         raise SignalError(f"{seconds:g} s of signal: the model takes 5 s at a time: give at least that")
+    _plausible(record, unit)
     uv_BLT = np.empty((count, len(LEADS), CROP), np.int16)
     told: list[tuple[float, int]] = []
     for index in range(count):

@@ -288,6 +288,7 @@ def test_models_of_fewer_leads(saved_model: Saved) -> None:
         ({"signal": ecg() > 0}, "bool"),
         ({"signal": ecg()[0]}, "for 12 leads"),
         ({"signal": ecg(4.9)}, "4.9 s"),
+        ({"signal": np.zeros((12, 0))}, "0 s of signal"),
         ({"signal": np.full((12, 5000), np.nan)}, "nothing was measured"),
         ({"signal": np.stack([ecg(), ecg() * np.nan])}, r"signal\[1\]: nothing"),
     ],
