@@ -84,11 +84,20 @@ def room(dataset: Dataset, shards: int) -> int:
 
 
 def cached(cache: Path) -> int:
-    size = 0
+    """Bytes at a moment when nothing was renamed or evicted: two looks in a row see the same files."""
+    before, now = None, seen(cache)
+    while now != before:
+        before, now = now, seen(cache)
+    return sum(now.values())
+
+
+def seen(cache: Path) -> dict[int, int]:
+    found = {}
     for path in cache.glob("*.*"):
-        with suppress(FileNotFoundError):  # renamed or evicted meanwhile
-            size += path.stat().st_size
-    return size
+        with suppress(FileNotFoundError):
+            state = path.stat()
+            found[state.st_ino] = state.st_size
+    return found
 
 
 def right(path: str, dataset: Dataset, shard: int) -> bool:
