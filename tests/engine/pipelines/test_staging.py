@@ -84,11 +84,14 @@ def room(dataset: Dataset, shards: int) -> int:
 
 
 def cached(cache: Path) -> int:
-    """Bytes at a moment when nothing was renamed or evicted: two looks in a row see the same files."""
-    before, now = None, seen(cache)
-    while now != before:
-        before, now = now, seen(cache)
-    return sum(now.values())
+    """Bytes at a moment when nothing was renamed or evicted: two looks in a row see the same files. 0: there was none."""
+    before = seen(cache)
+    for _ in range(20):
+        now = seen(cache)
+        if now == before:
+            return sum(now.values())
+        before = now
+    return 0
 
 
 def seen(cache: Path) -> dict[int, int]:
@@ -458,9 +461,10 @@ def test_two_processes_in_a_tight_cache(ten: Dataset, tmp_path: Path) -> None:
     cache, rng = tmp_path / "cache", np.random.default_rng(1)
     cache.mkdir()
     processes = [start(ten, cache, tmp_path / "notes", rng.integers(0, 10, 25).tolist(), 3) for _ in range(2)]
-    most = 0
-    while any(process.poll() is None for process in processes):
+    most, end = 0, time.monotonic() + 120
+    while any(process.poll() is None for process in processes) and time.monotonic() < end:
         most = max(most, cached(cache))
+        time.sleep(0.001)
     assert [process.returncode for process in processes] == [0, 0]
     assert room(ten, 2) < most <= room(ten, 3)
 
