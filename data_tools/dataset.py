@@ -99,12 +99,20 @@ class Dataset:
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Rows in shard order. On a local disk the file is mapped, and only the columns asked for are decoded."""
         if self.root.remote:
-            data = self.root.read(SAMPLES, self.meta["samples"]["bytes"])
-            return pq.read_table(io.BytesIO(data), columns=columns, schema=COLUMNS)
+            file: Any = io.BytesIO(self.root.read(SAMPLES, self.meta["samples"]["bytes"]))
+        else:
+            file = f"{self.root.url}/{SAMPLES}"
         try:
-            return pq.read_table(f"{self.root.url}/{SAMPLES}", columns=columns, memory_map=True, schema=COLUMNS)
+            table = pq.read_table(file, columns=columns, memory_map=True, schema=COLUMNS)
+        except FileNotFoundError:
+            raise DatasetError(f"{self.root.url}/{SAMPLES}: missing: restore the file") from None
         except (OSError, pa.ArrowInvalid) as error:
             raise DatasetError(f"{self.root.url}/{SAMPLES}: {error}"[:300]) from None
+        if table.num_rows != len(self):
+            raise DatasetError(
+                f"{self.root.url}: {SAMPLES} has {table.num_rows} rows, {META} says {len(self)}: restore the file"
+            )
+        return table
 
     def column(self, name: str) -> np.ndarray:
         values: np.ndarray = self.table([name])[name].to_numpy()

@@ -246,6 +246,8 @@ def save(figure: Figure, path: str | os.PathLike[str], dpi: float = DPI) -> None
     """Write the file whole or not at all, in the format of its suffix; the same figure gives the same bytes."""
     path = Path(path)
     kind = path.suffix[1:].lower() or "png"
+    if kind not in figure.canvas.get_supported_filetypes():
+        raise OSError(f"{path}: no picture can be written as .{kind}: use .png, .svg or .pdf")
     undated = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

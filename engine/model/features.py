@@ -11,6 +11,8 @@ modules/conv_feature_extraction.py:21-60 (no bias, one group norm of as many gro
 models/wav2vec2/wav2vec2.py:254 (GradMultiply). Where they differ: ModelConfig.conv_norm.
 """
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,6 +38,52 @@ class ScaleGradient(torch.autograd.Function):
         return grads[0] * ctx.factor, None
 
 
+class NormGelu(torch.autograd.Function):
+    """GELU of the group norm over time, for a CPU: a few rows at a time while they are in its cache, which is ten times as fast
+    as autograd's passes over all of them. `keep`: how many steps are wanted; the statistics are those of all."""
+
+    @staticmethod
+    def forward(ctx: Any, y_RTC: Tensor, weight_C: Tensor, bias_C: Tensor, keep: int, eps: float) -> Tensor:
+        rows, _, width = y_RTC.shape
+        out_RTC = y_RTC.new_empty(rows, keep, width)
+        mean_R1C, rstd_R1C = torch.empty(2, rows, 1, width)
+        for part in in_cache(y_RTC):
+            y = y_RTC[part].float()
+            mean_R1C[part] = y.mean(1, keepdim=True)
+            x = y - mean_R1C[part]
+            rstd_R1C[part] = torch.rsqrt(x.square().mean(1, keepdim=True) + eps)
+            normed = torch.addcmul(bias_C.float(), x[:, :keep], rstd_R1C[part] * weight_C.float())
+            out_RTC[part] = F.gelu(normed.to(y_RTC.dtype))
+        ctx.save_for_backward(y_RTC, weight_C, bias_C, mean_R1C, rstd_R1C)
+        ctx.keep = keep
+        return out_RTC
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        (grad_RTC,), keep = grads, ctx.keep
+        y_RTC, weight_C, bias_C, mean_R1C, rstd_R1C = ctx.saved_tensors
+        grad_y_RTC, steps = torch.empty_like(y_RTC), y_RTC.shape[1]
+        grad_weight_R1C, grad_bias_R1C = torch.empty_like(mean_R1C), torch.empty_like(mean_R1C)
+        for part in in_cache(y_RTC):
+            x = (y_RTC[part].float() - mean_R1C[part]).mul_(rstd_R1C[part])
+            normed = torch.addcmul(bias_C.float(), x[:, :keep], weight_C.float()).to(y_RTC.dtype)
+            grad = torch.ops.aten.gelu_backward(grad_RTC[part], normed).float()
+            grad_bias_R1C[part] = grad.sum(1, keepdim=True)
+            grad_weight_R1C[part] = (grad * x[:, :keep]).sum(1, keepdim=True)
+            scale_R1C = rstd_R1C[part] * weight_C.float()
+            x.mul_(grad_weight_R1C[part] * scale_R1C / -steps).sub_(grad_bias_R1C[part] * scale_R1C / steps)
+            x[:, :keep].addcmul_(grad, scale_R1C)
+            grad_y_RTC[part] = x
+        grad_weight_C, grad_bias_C = grad_weight_R1C.sum((0, 1)), grad_bias_R1C.sum((0, 1))
+        return grad_y_RTC, grad_weight_C.to(weight_C.dtype), grad_bias_C.to(bias_C.dtype), None, None
+
+
+def in_cache(y_RTC: Tensor) -> Iterator[slice]:
+    """As many rows as are two megabytes of float32 for each thread, at least one: less is lost in waking threads."""
+    rows = max(1, torch.get_num_threads() * 2**19 // math.prod(y_RTC.shape[1:]))
+    return (slice(start, start + rows) for start in range(0, len(y_RTC), rows))
+
+
 class PatchBlock(nn.Module):
     """x [R, T, C] -> [R, T // kernel, out]: product, norm or none, GELU."""
 
@@ -51,8 +99,13 @@ class PatchBlock(nn.Module):
         steps = length // self.kernel if self.norm_kind == "group" else keep
         patches = x_RTC[:, : steps * self.kernel].reshape(rows, steps, self.kernel * width)
         y_RTC = F.linear(patches, self.weight)
-        if self.norm is not None:
-            y_RTC = self._over_time(y_RTC, keep) if self.norm_kind == "group" else self.norm(y_RTC)
+        if self.norm is not None and self.norm_kind == "group":
+            if y_RTC.device.type == "cpu" and not torch.compiler.is_compiling():
+                done: Tensor = NormGelu.apply(y_RTC, self.norm.weight, self.norm.bias, keep, self.norm.eps)
+                return done
+            y_RTC = self._over_time(y_RTC, keep)
+        elif self.norm is not None:
+            y_RTC = self.norm(y_RTC)
         return F.gelu(y_RTC)
 
     def _over_time(self, y_RTC: Tensor, keep: int) -> Tensor:

@@ -29,9 +29,9 @@ class PositionalConvolution(nn.Module):
         self.bias = nn.Parameter(torch.empty(width))
 
     def weight(self) -> Tensor:
-        direction = self.direction.float()  # its norm is a sum of thousands of squares
+        direction = exactly(self.direction)  # its norm is a sum of thousands of squares
         norm = direction.square().sum((0, 1), keepdim=True).sqrt()
-        return (direction * (self.gain.float() / norm)).to(self.direction.dtype)
+        return (direction * (self.gain.to(norm.dtype) / norm)).to(self.direction.dtype)
 
     def forward(self, x_RND: Tensor) -> Tensor:
         form = self.form
@@ -62,15 +62,16 @@ def in_blocks(x_RND: Tensor, weight_DcK: Tensor, groups: int) -> Tensor:
 
 
 def by_dft(x_RND: Tensor, weight_DcK: Tensor, groups: int) -> Tensor:
-    """The convolution theorem, in float32. A period of tokens + kernel / 2 is enough: what wraps around meets no output.
+    """The convolution theorem, in float32 or better. A period of tokens + kernel / 2 is enough: what wraps meets no output.
 
     The transforms are matrix products: at some hundred tokens these beat an FFT, and every device has them."""
     rows, tokens, width = x_RND.shape
     kernel, each = weight_DcK.shape[2], width // groups
     period = tokens + kernel // 2
     period += period % 2
-    cos_QN, sin_QN = waves(torch.arange(tokens, device=x_RND.device), period)
-    cos_QK, sin_QK = waves(torch.arange(kernel, device=x_RND.device) - kernel // 2, period)
+    x_NX = exactly(x_RND.transpose(0, 1).reshape(tokens, rows * width))
+    cos_QN, sin_QN = waves(torch.arange(tokens, device=x_RND.device), period, x_NX.dtype)
+    cos_QK, sin_QK = waves(torch.arange(kernel, device=x_RND.device) - kernel // 2, period, x_NX.dtype)
 
     def split(x: Tensor) -> Tensor:
         return x.view(-1, rows, groups, each).transpose(1, 2).reshape(-1, rows, each)  # [Q * G, R, c]
@@ -79,20 +80,25 @@ def by_dft(x_RND: Tensor, weight_DcK: Tensor, groups: int) -> Tensor:
         return x.view(-1, groups, rows, each).transpose(1, 2).reshape(-1, rows * width)  # [Q, R * D]
 
     with torch.autocast(x_RND.device.type, enabled=False):
-        x_NX = x_RND.transpose(0, 1).reshape(tokens, rows * width).float()
-        taps_WK = weight_DcK.view(groups, each, each, kernel).transpose(1, 2).reshape(-1, kernel).float()
+        taps_WK = exactly(weight_DcK.view(groups, each, each, kernel).transpose(1, 2).reshape(-1, kernel))
         x_re, x_im = split(cos_QN @ x_NX), split(sin_QN @ x_NX)  # im: of the conjugate
         w_re, w_im = ((wave_QK @ taps_WK.t()).view(-1, each, each) for wave_QK in (cos_QK, sin_QK))
         y_re = torch.baddbmm(torch.bmm(x_re, w_re), x_im, w_im)
         y_im = torch.baddbmm(torch.bmm(x_im, w_re), x_re, w_im, alpha=-1)
-        twice_Q1 = torch.full((len(cos_QN), 1), 2 / period, device=x_RND.device)  # a frequency and its mirror image
+        twice_Q1 = torch.full(
+            (len(cos_QN), 1), 2 / period, dtype=x_NX.dtype, device=x_RND.device
+        )  # a frequency and its mirror image
         twice_Q1[0] = twice_Q1[-1] = 1 / period
         y_NX = torch.addmm((cos_QN * twice_Q1).t() @ joined(y_re), (sin_QN * twice_Q1).t(), joined(y_im))
     return y_NX.view(tokens, rows, width).transpose(0, 1).to(x_RND.dtype)
 
 
-def waves(step_T: Tensor, period: int) -> tuple[Tensor, Tensor]:
+def exactly(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def waves(step_T: Tensor, period: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and sine [Q, T] of every frequency of an even period. Exact angles: whole numbers modulo the period."""
     frequency_Q1 = torch.arange(period // 2 + 1, device=step_T.device)[:, None]
     angle_QT = (frequency_Q1 * step_T).remainder(period).double() * (2 * math.pi / period)
-    return angle_QT.cos().float(), angle_QT.sin().float()
+    return angle_QT.cos().to(dtype), angle_QT.sin().to(dtype)

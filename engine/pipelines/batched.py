@@ -8,7 +8,7 @@ everything that is drawn comes in as parameters (augment_draws), so the same bat
 
 import ctypes
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Literal, cast
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from engine.pipelines import counter
-from engine.pipelines.augment import AugmentConfig, Axis, augment, axis, torch_ops
+from engine.pipelines.augment import AugmentConfig, Axis, Ops, augment, axis, torch_ops
 from engine.pipelines.augment_draws import Params, draws, white, white_bank
 from engine.pipelines.counter import Stream
 from engine.pipelines.leads import ALL
@@ -67,10 +67,11 @@ class Augmenter:
     views: Views  # the two adjacent halves (CMSC), or one random window that is augmented twice (SimCLR, 3KG)
     seed: int
     device: torch.device
+    ops: Ops = field(default_factory=torch_ops)
 
     @cached_property
     def time(self) -> Axis:
-        return Axis(*(values.to(self.device) for values in axis(HALF, FS_HZ, torch_ops())))
+        return Axis(*(values.to(self.device) for values in axis(HALF, FS_HZ, self.ops)))
 
     @cached_property
     def bank(self) -> torch.Tensor:
@@ -95,7 +96,7 @@ class Augmenter:
             return x.mul_(factor(p))  # one pass instead of two
         if "emg_amplitude" in p:
             p = p | {"white": white(self.bank, p["white_start"], HALF)}
-        x = cast(torch.Tensor, augment(x.mul_(MV_PER_UV), p, self.config, self.time, torch_ops()))
+        x = cast(torch.Tensor, augment(x.mul_(MV_PER_UV), p, self.config, self.time, self.ops))
         return x if x.shape[1] == 2 else x.repeat(1, 2, 1, 1)  # a window that nothing was done to is still two views
 
     def into(

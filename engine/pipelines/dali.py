@@ -9,6 +9,7 @@ magnitude slower than torch's: there it is for correctness.
 
 import base64
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from engine.pipelines.augment_draws import Params
 from engine.pipelines.batched import FS_HZ, HALF, MV_PER_UV, Views
 
 PREFETCH = 2
+IN_USE = PREFETCH + 1  # batches that DALI may still read after they were given to it: it takes no copy of them
 ON_HOST = "start"  # where a slice begins is read by the host
 
 
@@ -31,12 +33,38 @@ def version() -> str:
     try:
         from nvidia import dali
     except ImportError:
-        raise DaliError("pipeline.backend=dali needs the extra cu13 or cu12: pip install 'omnilead[cu13]'") from None
+        raise DaliError(
+            "pipeline.backend=dali, which auto takes on a GPU, needs the extra cu13 or cu12: pip install 'omnilead[cu13]', "
+            "or set pipeline.backend=torch"
+        ) from None
     return str(dali.__version__)
 
 
+class InFlight:
+    """Batches that a GPU may still be reading: DALI may write into their memory when nobody holds them any longer, and does not
+    know of torch's queue."""
+
+    def __init__(self, event: Callable[[], Any]) -> None:
+        self.event = event
+        self.current: Any = None
+        self.queued: deque[tuple[Any, Any]] = deque()
+
+    def hold(self, batch: Any) -> None:
+        self.current = batch
+
+    def release(self) -> None:
+        """When the next one is asked for, all that reads the current one is in the queue. At most two wait there."""
+        if self.current is not None:
+            event = self.event()
+            event.record()
+            self.queued.append((event, self.current))
+        while self.queued and (len(self.queued) > 2 or self.queued[0][0].query()):
+            self.queued.popleft()[0].synchronize()
+
+
 class Pipeline:
-    """`feed` gives (position, crops int16 [B, 12, 5000], parameters) and is asked ahead of time."""
+    """`feed` gives (position, crops int16 [B, 12, 5000], parameters) and is asked ahead of time. Crops stay as they are until
+    IN_USE more were given."""
 
     def __init__(
         self,
@@ -53,6 +81,8 @@ class Pipeline:
         version()
         self.feed, self.names = feed, sorted(name for name in example if name != "white_start")
         self.device = device
+        self.given: deque[list[np.ndarray]] = deque(maxlen=IN_USE)
+        self.taken = InFlight(torch.cuda.Event) if device.type == "cuda" else None
         build = _definition(config, views, self._next, self.names, batch, seed, device, threads)
         checkpoint = base64.b64decode(blob).decode("latin-1") if blob else None
         with warnings.catch_warnings():  # that an external source is ours to set to its place: it is, by `feed`
@@ -63,13 +93,22 @@ class Pipeline:
     def _next(self) -> list[np.ndarray]:
         position, crops, p = next(self.feed)
         stamp = np.full((len(crops), 1), position, np.int64)
-        return [stamp, crops, *(_fed(name, p[name]) for name in self.names)]
+        self.given.append([stamp, crops, *(_fed(name, p[name]) for name in self.names)])
+        return self.given[-1]
 
     def run(self) -> tuple[int, torch.Tensor]:
         """-> (position of the batch, x_BSLT), shared with DALI's memory, not copied."""
+        if self.taken:
+            self.taken.release()
         stamp, x = self.pipeline.run()
         tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(x.as_tensor())
+        if self.taken:
+            self.taken.hold(tensor)
         return int(np.asarray(stamp.as_cpu().at(0))[0]), tensor
+
+    def close(self) -> None:
+        """Now, and not when it is collected: until then it may read the crops that it was given."""
+        self.pipeline._shutdown()
 
     def checkpoint(self) -> str:
         """DALI's generator after the last batch that `run` gave, whatever runs ahead."""
@@ -112,7 +151,7 @@ def _definition(
         enable_checkpointing=True,
     )
     def definition() -> Any:
-        stamp, crops, *given = fn.external_source(source=source, num_outputs=2 + len(names), batch=True)
+        stamp, crops, *given = fn.external_source(source=source, num_outputs=2 + len(names), batch=True, no_copy=True)
         if gpu:
             crops = crops.gpu()
             given = [values if name == ON_HOST else values.gpu() for name, values in zip(names, given, strict=True)]

@@ -24,6 +24,7 @@ import errno
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -38,6 +39,7 @@ import numpy as np
 
 from data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset, DatasetError
 from engine.pipelines.chunks import ChunkError, Chunks
+from engine.pipelines.order import Rows
 from engine.pipelines.staging import StagingError
 
 MAX_DESCRIPTORS = 256
@@ -109,8 +111,8 @@ class _Source:
         self.dataset, self.url, self.hold, self.crops = dataset, dataset.root.url, hold, len(dataset)
         self.names = [f"shards/{shard['name']}" for shard in dataset.shards]
         self.shard, self.offset, self.crc = dataset.addresses
-        if not self.crops or {len(column) for column in dataset.addresses} != {self.crops}:
-            raise DatasetError(f"{self.url}: samples.parquet has {len(self.crc)} rows, dataset.json says {self.crops}")
+        if not self.crops:
+            raise DatasetError(f"{self.url}: it has no crops")
         if self.source == "tar" and not (self.shard.min() >= 0 and self.shard.max() < len(self.names)):
             raise DatasetError(f"{self.url}: samples.parquet names shards that dataset.json does not")
         self.checked = np.zeros(-(-self.crops // 8), np.uint8)
@@ -147,12 +149,15 @@ class Gather:
         pin: bool = False,
         source: Literal["tar", "zarr"] | None = None,
         staged: Mapping[int, Hold] | None = None,
+        rows: Sequence[Rows] | None = None,
     ) -> None:
-        """`source`: which twin to read, tar if it is there. `staged`: for datasets (by index) that are far away."""
+        """`source`: which twin to read, tar if it is there. `staged`: for datasets (by index) that are far away. `rows`: which
+        crops of each dataset may come in the place of a bad one; None: any."""
         self.check, self.on_corrupt, self.threads, self.pin = check, on_corrupt, threads, pin
         self._sources = [_Source(dataset, source, (staged or {}).get(i)) for i, dataset in enumerate(datasets)]
         self._file = lru_cache(MAX_DESCRIPTORS - threads)(_File)  # each thread may hold one that was just evicted
         self._pool = ThreadPoolExecutor(max(1, threads - 1), "gather")  # the caller reads a share too
+        self._rows = rows or [Rows.among(dataset.root.url, [len(dataset)]) for dataset in datasets]
         self._met: set[tuple[int, int]] = set()
 
     @property
@@ -179,16 +184,16 @@ class Gather:
         return Report(rows, tuple(skipped))
 
     def _substitute(self, bad: Bad, rows: np.ndarray, out: Desks) -> Iterator[tuple[int, int, str]]:
-        """The next row that reads well comes instead: the same one on every rank and after every restart."""
-        p, d, crops = bad.position, bad.dataset, self._sources[bad.dataset].crops
+        """The next row that takes part and reads well comes instead: the same one on every rank and after every restart."""
+        p, d, those = bad.position, bad.dataset, self._rows[bad.dataset]
         for step in count(1):
             if (d, bad.row) not in self._met:
                 self._met.add((d, bad.row))
                 log.warning("skipped: %s", bad.reason)
             yield d, bad.row, bad.reason
-            if step == crops:
-                raise DatasetError(f"{self._sources[d].url}: not one of its {crops} crops reads well")
-            rows[p] = (rows[p] + 1) % crops
+            if step == len(those):
+                raise DatasetError(f"{self._sources[d].url}: not one of its {len(those)} crops that take part reads well")
+            rows[p] = those.after(int(rows[p]))
             again = self._fill(np.array([d]), rows[p : p + 1], out, p)
             if not again:
                 return
@@ -317,9 +322,9 @@ class Filled(NamedTuple, Generic[R]):
 
 
 def read_ahead(
-    requests: Iterable[R], gather: Gather, shape: tuple[int, ...], depth: int = 2
+    requests: Iterable[R], gather: Gather, shape: tuple[int, ...], depth: int = 2, in_use: int = 1
 ) -> Generator[Filled[R], None, None]:
-    """Batches in the order of their requests, at most `depth` of them ready beside the one in use, in depth + 1 buffers of
+    """Batches in the order of their requests, at most `depth` of them ready beside those in use, in depth + in_use buffers of
     `shape` (a request may be shorter) that are allocated once.
 
     Who copies a batch to a device asynchronously waits for that copy before asking for the next batch.
@@ -329,14 +334,14 @@ def read_ahead(
         crops = buffer[: len(request.row)]
         return Filled(request, crops, gather.read(request.dataset, request.row, crops))
 
-    return made_ahead(requests, fill, [_buffer(shape, gather.pin) for _ in range(depth + 1)])
+    return made_ahead(requests, fill, [_buffer(shape, gather.pin) for _ in range(depth + in_use)], in_use)
 
 
 def made_ahead(
-    requests: Iterable[R], make: Callable[[R, Buffer], Made], buffers: Sequence[Buffer]
+    requests: Iterable[R], make: Callable[[R, Buffer], Made], buffers: Sequence[Buffer], in_use: int = 1
 ) -> Generator[Made, None, None]:
-    """make(request, buffer) in a thread of its own, in the order of the requests; the buffer is free when the next one is asked
-    for. A request's error is raised when its turn comes."""
+    """make(request, buffer) in a thread of its own, in the order of the requests. The last `in_use` batches stand; an older
+    one's buffer is free when the next is asked for. A request's error is raised when its turn comes."""
     free: SimpleQueue[Buffer | None] = SimpleQueue()
     ready: SimpleQueue[tuple[Buffer, Made] | BaseException | None] = SimpleQueue()
     for buffer in buffers:
@@ -353,12 +358,15 @@ def made_ahead(
     # A daemon that is in numpy's C++ when the interpreter ends takes the whole process down with SIGABRT (3 exits in 10).
     atexit.register(stop)
     thread.start()
+    used: deque[Buffer] = deque()
     try:
         while (item := ready.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
+            used.append(item[0])
             yield item[1]
-            free.put(item[0])
+            if len(used) == in_use:
+                free.put(used.popleft())
     finally:
         item = None  # an error holds its frames, and they the buffers
         atexit.unregister(stop)

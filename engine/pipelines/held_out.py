@@ -19,13 +19,19 @@ KEY = b"omnilead data.hold_out"
 
 
 def sides(dataset: Dataset, share: float) -> tuple[np.ndarray, np.ndarray]:
-    table = dataset.table(["source", "patient", "record", "waveform"])
-    known = pc.if_else(pc.equal(table["patient"], ""), pa.scalar(None, pa.string()), table["patient"])
-    owner = pc.binary_join_element_wise(table["source"], pc.coalesce(known, table["record"]), "/").combine_chunks()
-    names = pc.dictionary_encode(owner)
+    names, _ = owners(dataset)
     held = (uniforms(names.dictionary) < share)[names.indices.to_numpy()]
-    waveform = table["waveform"].to_numpy()
+    waveform = dataset.table(["waveform"])["waveform"].to_numpy()
     return ~held & ~np.isin(waveform, waveform[held]), held
+
+
+def owners(dataset: Dataset) -> tuple[pa.DictionaryArray, np.ndarray]:
+    """Whose each crop is: source/patient, or source/record where patients are not known; and whether they are."""
+    table = dataset.table(["source", "patient", "record"])
+    known = pc.fill_null(pc.not_equal(table["patient"], ""), False)
+    name = pc.if_else(known, table["patient"], table["record"])
+    joined = pc.binary_join_element_wise(table["source"], name, "/").combine_chunks()
+    return pc.dictionary_encode(joined), known.combine_chunks().to_numpy(zero_copy_only=False)
 
 
 def uniforms(names: pa.Array) -> np.ndarray:

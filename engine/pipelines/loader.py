@@ -14,7 +14,7 @@ DALI where there is a GPU and torch where there is none.
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, cycle
@@ -123,6 +123,26 @@ def resolve(backend: str, device: torch.device) -> str:
     return chosen
 
 
+class Upload:
+    """To a GPU beside what it computes: a copy on the training's own stream would begin after the step that is under way, and
+    who waits for the copy would wait for that step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream, self.copied = device, torch.cuda.Stream(device), torch.cuda.Event()
+
+    def __call__(self, pinned: torch.Tensor) -> torch.Tensor:
+        with torch.cuda.stream(self.stream):
+            there = pinned.to(self.device, non_blocking=True)
+            self.copied.record()
+        using = torch.cuda.current_stream(self.device)
+        using.wait_event(self.copied)
+        there.record_stream(using)  # its memory is not given to the next copy while it is read
+        return there
+
+    def wait(self) -> None:
+        self.copied.synchronize()
+
+
 class Loader:
     """One rank's share of every global batch."""
 
@@ -149,7 +169,7 @@ class Loader:
         self.stagings = self._stagings(datasets)
         staged: dict[int, Hold] = {d: staging.hold for d, staging in self.stagings.items()}
         self.threads, pin = config.threads or THREADS.get(device.type, 2), device.type == "cuda"
-        self.gather = Gather(datasets, config.check, config.on_corrupt, self.threads, pin, config.source, staged)
+        self.gather = Gather(datasets, config.check, config.on_corrupt, self.threads, pin, config.source, staged, rows)
         self.meter = Meter()
 
     @property
@@ -181,9 +201,9 @@ class Loader:
             for part in (slice(at, at + each) for at in range(0, len(places), each)):
                 yield Planned(places[part], {name: values[part] for name, values in p.items()})
 
-    def _filled(self) -> Iterator[Filled[Planned]]:
+    def _filled(self, in_use: int = 1) -> Iterator[Filled[Planned]]:
         shape = (self.config.batch_crops // self.world, *CROP_SHAPE)
-        return read_ahead(self._planned(), self.gather, shape, self.config.read_ahead)
+        return read_ahead(self._planned(), self.gather, shape, self.config.read_ahead, in_use)
 
     def _parameters(self, places: Places) -> Params:
         return parameters(self.config.augment, self.config.views, self.config.seed, places)
@@ -201,21 +221,19 @@ class Loader:
             return
         filled = self._filled()
         outs = cycle(self._outs(2 if self.device.type == "cpu" else 0))  # a GPU's allocator keeps its own
-        copied = torch.cuda.Event() if self.device.type == "cuda" else None
+        upload = Upload(self.device) if self.device.type == "cuda" else None
         try:
             while True:
                 now = time.perf_counter()
-                if copied:
-                    copied.synchronize()  # asking for the next batch gives the last one's buffer back
+                if upload:
+                    upload.wait()  # asking for the next batch gives the last one's buffer back
                 planned, crops, report = next(filled)
                 now = self.meter.add("gather_wait", now)
                 places, drawn = self._as_read(planned, report)
                 p = self.augmenter.to_device(drawn)
                 now = self.meter.add("draws", now)
-                if copied:
-                    on_device = torch.from_numpy(crops).to(self.device, non_blocking=True)
-                    copied.record()
-                    x = self.augmenter(on_device, p)
+                if upload:
+                    x = self.augmenter(upload(torch.from_numpy(crops)), p)
                 else:
                     x = self.augmenter.into(torch.from_numpy(crops), p, next(outs))
                 self.meter.add("augment", now)
@@ -230,10 +248,17 @@ class Loader:
             report = self.gather.read(planned.dataset, planned.row, partial(self._desk, planned, x_BSLT))
             return Batch(x_BSLT, self._as_read(planned, report).places, report.skipped)
 
+        return self._made(make)
+
+    def _made(self, make: Callable[[Planned, torch.Tensor], Batch]) -> Iterator[tuple[Batch, None]]:
+        """Ahead, in a thread beside the training."""
         keep_freed_memory()
         batches = made_ahead(self._planned(), make, self._outs(self.config.read_ahead + 1))
         try:
-            for batch in batches:
+            while True:
+                now = time.perf_counter()
+                batch = next(batches)
+                self.meter.add("gather_wait", now)
                 yield batch, None
         finally:
             batches.close()
@@ -264,19 +289,29 @@ class Loader:
 
     def _resident(self) -> Iterator[tuple[Batch, None]]:
         resident = Resident(self.order, self.gather, self.augmenter)
-        outs = cycle(self._outs(2) if self.device.type == "cpu" else [None])
-        for places, p in self._planned():
-            yield Batch(resident.batch(places, self.augmenter.to_device(p), next(outs)), places), None
+
+        def make(planned: Planned, out: torch.Tensor | None) -> Batch:
+            report = resident.report(planned.places)
+            places, drawn = self._as_read(planned, report)
+            if out is not None:
+                alone()
+            return Batch(resident.batch(places, self.augmenter.to_device(drawn), out), places, report.skipped)
+
+        return self._made(make) if self.device.type == "cpu" else ((make(planned, None), None) for planned in self._planned())
 
     def _dali(self) -> Iterator[tuple[Batch, str]]:
         """DALI asks ahead; what it was given is kept until its batch comes out."""
         ahead: dict[int, tuple[Places, Any]] = {}
-        filled = self._filled()
+        filled = self._filled(in_use=dali.IN_USE)
 
         def feed() -> Iterator[tuple[int, np.ndarray, Params]]:
-            for step, (planned, crops, report) in zip(count(self.step), filled, strict=False):
+            for step in count(self.step):
+                now = time.perf_counter()
+                planned, crops, report = next(filled)
+                now = self.meter.add("gather_wait", now)
                 places, p = self._as_read(planned, report)
                 ahead[step] = places, report.skipped
+                self.meter.add("draws", now)
                 yield step, crops, p
 
         each = self.config.batch_crops // self.world
@@ -290,8 +325,10 @@ class Loader:
             while True:
                 step, x = pipeline.run()
                 places, skipped = ahead.pop(step)
-                yield Batch(x, places, skipped), pipeline.checkpoint()
+                self._blob = pipeline.checkpoint()
+                yield Batch(x, places, skipped), self._blob
         finally:
+            pipeline.close()
             fed.close()  # type: ignore[attr-defined]
             filled.close()  # type: ignore[attr-defined]
 

@@ -120,6 +120,12 @@ class Rows:
         """Row numbers of the index-th that take part."""
         return index if self.numbers is None else self.numbers[index].astype(np.int64)
 
+    def after(self, row: int) -> int:
+        """The next one that takes part; after the last the first."""
+        if self.numbers is None:
+            return (row + 1) % len(self)
+        return int(self.numbers[np.searchsorted(self.numbers, row, side="right") % len(self)])
+
     def shard(self, row: np.ndarray) -> np.ndarray:
         return np.asarray(np.searchsorted(self.shard_first, row, side="right") - 1)
 
@@ -150,22 +156,22 @@ class Order:
     def __post_init__(self) -> None:
         if not self.rows:
             raise OrderError("no dataset: give at least one")
-        for name, least in (("batch_crops", 1), ("seed", 0), ("block_shards", 0)):
-            if getattr(self, name) < least:
-                raise OrderError(f"{name} {getattr(self, name)}: {least} or more is needed")
+        for key, least in (("train.batch_crops", 1), ("train.seed", 0), ("pipeline.block_shards", 0)):
+            if (value := getattr(self, key.split(".")[1])) < least:
+                raise OrderError(f"{key}={value}: {least} or more is needed")
         if self.weights is not None:
             if len(self.weights) != len(self.rows):
-                raise OrderError(f"{len(self.weights)} weights for {len(self.rows)} datasets: give one for each, or none")
+                raise OrderError(f"pipeline.weights={self.weights}: {len(self.rows)} datasets: give one for each, or none")
             if not all(0 < weight < math.inf for weight in self.weights):
-                raise OrderError(f"weights {self.weights}: each must be positive; leave out a dataset that is not wanted")
+                raise OrderError(f"pipeline.weights={self.weights}: each must be positive: leave out what is not wanted")
         for rows in self.rows:
             if not 0 < len(rows) <= MAX_SIZE:
                 raise OrderError(f"{rows.name}: {len(rows)} crops selected, 1 to 2**40 can be ordered: select other rows")
         if not self.crops_per_epoch:
             total = sum(map(len, self.rows))
-            raise OrderError(f"batch {self.batch_crops} is larger than the {total} crops selected: lower it to {total} or less")
+            raise OrderError(f"train.batch_crops={self.batch_crops}: {total} crops are selected: lower it to {total} or less")
         if not all(self._quotas):
-            raise OrderError(f"weights {self.weights}: the smallest share is below 2**-30: raise it, or leave the dataset out")
+            raise OrderError(f"pipeline.weights={self.weights}: one share is below 2**-30: raise it, or leave the dataset out")
 
     @property
     def crops_per_epoch(self) -> int:
@@ -215,7 +221,7 @@ class Order:
         """Crops rank * n to (rank + 1) * n of the global batch, n = batch / world; of so many `steps`, one after the other."""
         if world < 1 or self.batch_crops % world:
             raise OrderError(
-                f"batch {self.batch_crops} cannot be shared equally by {world} ranks: make it a multiple of {world}"
+                f"train.batch_crops={self.batch_crops} cannot be shared equally by {world} ranks: make it a multiple of {world}"
             )
         if step < 0 or not 0 <= rank < world:
             raise OrderError(f"step {step}, rank {rank} of {world}: steps and ranks count from 0")

@@ -195,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ecg = stored_ecg(given.data, given.row) if given.data else drawn_ecg()
         page = figure(ecg, f"Augmentations of {of}", LEADS.index(given.lead), given.seed)
         page.savefig(given.out, metadata={"Software": None})
-    except (ConfigError, OSError) as error:
+    except (ConfigError, OSError, ValueError) as error:  # ValueError: matplotlib's, of a suffix that it does not know
         print(error, file=sys.stderr)
         return 2
     return 0

@@ -4,12 +4,14 @@ A batch is an index into the resident crops; gathering, scaling, noise and maski
 bytes a crop: 139 GiB hold a million ECGs beside a model.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
 from data_tools.dataset import CROP_SHAPE
 from engine.pipelines.batched import Augmenter
-from engine.pipelines.gather import Gather
+from engine.pipelines.gather import Gather, Report
 from engine.pipelines.order import Order, Places
 
 CHUNK = 1024
@@ -23,7 +25,7 @@ class Resident:
     """All rows that an order may ask for, each read and checked once."""
 
     def __init__(self, order: Order, gather: Gather, augmenter: Augmenter) -> None:
-        self.augmenter = augmenter
+        self.order, self.augmenter = order, augmenter
         self.numbers = [rows.row(np.arange(len(rows))) for rows in order.rows]
         self.offset = np.cumsum([0, *map(len, self.numbers)])
         needed = int(self.offset[-1]) * 2 * int(np.prod(CROP_SHAPE))
@@ -33,15 +35,26 @@ class Resident:
                 f"pipeline.backend=resident: {needed / 1e9:.1f} GB do not fit into {free / 1e9:.1f} GB: use dali"
             )
         self.crops = torch.empty((int(self.offset[-1]), *CROP_SHAPE), dtype=torch.int16, device=augmenter.device)
+        self.reasons: dict[tuple[int, int], str] = {}  # of crops that could not be read
         buffer = np.empty((CHUNK, *CROP_SHAPE), np.int16)
         for d, numbers in enumerate(self.numbers):
             for start in range(0, len(numbers), CHUNK):
                 rows = numbers[start : start + CHUNK]
-                gather.read(np.full(len(rows), d), rows, buffer[: len(rows)])
+                report = gather.read(np.full(len(rows), d), rows, buffer[: len(rows)])
+                self.reasons |= {(dataset, row): reason for dataset, row, reason in report.skipped}
                 at = int(self.offset[d]) + start
                 self.crops[at : at + len(rows)] = torch.from_numpy(buffer[: len(rows)])
-        compiled = augmenter.device.type == "cuda"
-        self._make = torch.compile(self._eager, fullgraph=True) if compiled else self._eager
+        self._make = self._compiled() if augmenter.device.type == "cuda" else self._eager
+
+    def report(self, places: Places) -> Report:
+        """Which crops come in the place of those that could not be read."""
+        rows, skipped = places.row.copy(), []
+        if self.reasons:
+            for i, d in enumerate(places.dataset.tolist()):
+                while reason := self.reasons.get((d, int(rows[i]))):
+                    skipped.append((d, int(rows[i]), reason))
+                    rows[i] = self.order.rows[d].after(int(rows[i]))
+        return Report(rows, tuple(skipped))
 
     def batch(self, places: Places, p: dict[str, torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
         """`out` is for a CPU."""
@@ -53,6 +66,12 @@ class Resident:
         if self.crops.is_cuda:
             index = index.pin_memory().to(self.crops.device, non_blocking=True)
         return self._make(index, p) if out is None else self.augmenter.into(self.crops, p, out, index)
+
+    def _compiled(self, backend: str = "inductor") -> Callable[..., torch.Tensor]:
+        _ = self.augmenter.time  # made here: the compiler cannot look into what makes it
+        if self.augmenter.config.kinds:
+            _ = self.augmenter.bank
+        return torch.compile(self._eager, fullgraph=True, backend=backend)
 
     def _eager(self, index: torch.Tensor, p: dict[str, torch.Tensor]) -> torch.Tensor:
         return self.augmenter(self.crops.index_select(0, index), p)

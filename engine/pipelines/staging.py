@@ -27,6 +27,7 @@ from data_tools.dataset import Dataset, DatasetError
 
 PART_BYTES = 8 * 2**20
 DOWNLOADS = 4  # at once: their parts are all the memory this takes
+MORE = "allow more (pipeline.cache_bytes)"
 TRIES, FIRST_WAIT_S = 5, 0.5  # of a part, each of which the storage has already tried several times
 POLL_S = 0.05  # for what other processes do
 _CACHED = re.compile(r"[0-9a-f]{64}\.(?:tar|partial)", re.ASCII)
@@ -53,7 +54,7 @@ class Staging:
         self.ahead, self.together, self.timeout_s = ahead, together, timeout_s
         largest = max((self._bytes(shard) for shard in range(len(self.shards))), default=0)
         if max_bytes < largest:
-            raise StagingError(f"{self.cache}: a cache of {max_bytes} bytes cannot hold one shard of {largest}: allow more")
+            raise StagingError(f"{self.cache}: a cache of {max_bytes} bytes cannot hold one shard of {largest}: {MORE}")
         try:
             self.cache.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -87,7 +88,7 @@ class Staging:
             if sum(map(self._bytes, held)) > self.max_bytes:
                 raise StagingError(
                     f"{self.cache}: {self.max_bytes} bytes do not hold the {len(held)} shards of one batch: "
-                    "allow more, or lower order.block_shards"
+                    f"{MORE}, or lower pipeline.block_shards"
                 )
             self._held[shard] += 1
         try:
@@ -186,7 +187,7 @@ class Staging:
             if not room and shard not in self._asked:
                 return False
             if not room and time.monotonic() > patience:
-                raise StagingError(f"{self.cache}: no room for {self._name(shard)}: others hold all of it: allow more bytes")
+                raise StagingError(f"{self.cache}: no room for {self._name(shard)}: others hold all of it: {MORE}")
             self._closing.wait(POLL_S)  # another process downloads it, or holds the room
         return True
 
@@ -236,7 +237,8 @@ class Staging:
                         raise OSError("the disk took only a part")
                 if sha256.hexdigest() == self.shards[shard]["sha256"]:
                     os.fsync(lock)
-                    os.rename(partial, self._file(shard))
+                    with self._alone():  # a listing meanwhile might see neither name, or both
+                        os.rename(partial, self._file(shard))
                     self._verified.add(shard)
                     return
             raise DatasetError(f"{self._name(shard)}: its bytes fail their sha256, twice: restore the file")
@@ -317,7 +319,7 @@ class Staging:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """One thread of one process at a time counts, evicts and claims."""
+        """One thread of one process at a time counts, evicts, claims and renames."""
         with open(self.cache / "lock", "wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield

@@ -1,6 +1,7 @@
 """The pictures are to scale, name what they show, and say what they could not show."""
 
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -302,10 +303,16 @@ def test_save_is_deterministic_and_leaves_nothing_else(tmp_path: Path, suffix: s
     assert sorted(tmp_path.iterdir()) == paths
 
 
-def test_failed_save_keeps_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "a.nonsense"
+@pytest.mark.parametrize("name, error", [("a.nonsense", "as .nonsense: use .png, .svg or .pdf"), ("a.png", "no room")])
+def test_failed_save_keeps_the_old_file(name: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Figure, file: IO[bytes], **_: Any) -> None:
+        file.write(b"half")
+        raise OSError("no room")
+
+    path = tmp_path / name
     path.write_bytes(b"old")
-    with pytest.raises(ValueError):
+    monkeypatch.setattr(Figure, "savefig", full)
+    with pytest.raises(OSError, match=error):
         save(Figure(), path)
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 

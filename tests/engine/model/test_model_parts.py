@@ -11,7 +11,7 @@ from torch import nn
 from engine.model.config import ModelConfig, flops_per_crop, flops_per_segment, masked_share
 from engine.model.dropout import dropout
 from engine.model.encoder import Encoder, manual_attention
-from engine.model.features import ConvStack
+from engine.model.features import ConvStack, NormGelu
 from engine.model.initial import initialise
 from engine.model.position import PositionalConvolution
 from engine.model.pretrainer import Pretrainer
@@ -64,6 +64,24 @@ def test_patches_are_convolutions(norm: str, samples: int) -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype, far", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("keep", [2500, 1999])
+def test_norm_and_gelu_a_few_rows_at_a_time(keep: int, dtype: torch.dtype, far: float) -> None:
+    """Rows of 10 numbers' mean, not of 0: variance must not be lost in it. 100 rows of 2,500 are several parts on 8 threads."""
+    torch.manual_seed(0)
+    y, weight, bias = 10 + torch.randn(100, 2500, 32).cumsum(1) / 50, torch.rand(32), torch.randn(32)
+    grad = torch.randn(100, keep, 32)
+    leaves = [a.to(dtype).requires_grad_() for a in (y, weight, bias)]
+    exact = [a.detach().double().requires_grad_() for a in leaves]
+    wanted = F.gelu(F.group_norm(exact[0].transpose(1, 2), 32, *exact[1:], 1e-5).transpose(1, 2)[:, :keep])
+    got = NormGelu.apply(*leaves, keep, 1e-5)
+    wanted.backward(grad.to(dtype).double())
+    got.backward(grad.to(dtype))
+    for mine, theirs in [(got, wanted), *((a.grad, b.grad) for a, b in zip(leaves, exact, strict=True))]:
+        assert mine.dtype == dtype
+        assert (mine - theirs).abs().max() <= far * theirs.abs().max()
+
+
 def test_the_features_gradient_is_scaled_or_stopped() -> None:
     x, grads = torch.randn(2, 12, 320), {}
     for factor in (1.0, 0.1, 0.0):
@@ -93,6 +111,23 @@ def test_positional_convolution_is_torch_s_with_weight_norm(kernel: int, form: s
     wanted.square().sum().backward()
     torch.testing.assert_close(ours.gain.grad, theirs.parametrizations.weight.original0.grad, rtol=1e-4, atol=5e-5)
     torch.testing.assert_close(ours.direction.grad, theirs.parametrizations.weight.original1.grad, rtol=1e-4, atol=5e-5)
+
+
+@pytest.mark.parametrize("form", ["blocks", "dft"])
+def test_positions_are_exact(form: str) -> None:
+    """The paper's length, kernel and groups; in float64, so that nothing but rounding could differ."""
+    made = PositionalConvolution(64, 128, 16).double()
+    initialise(nn.ModuleList([made]), torch.Generator().manual_seed(0))
+    x, results = torch.randn(2, 156, 64, dtype=torch.float64), []
+    for made.form in ("conv", form):
+        leaf = x.clone().requires_grad_()
+        made.zero_grad()
+        y = made(leaf)
+        (y * x.cos()).sum().backward()
+        results.append([y.detach(), leaf.grad, *(p.grad.clone() for p in made.parameters())])
+    for wanted, got in zip(*results, strict=True):
+        assert got.dtype == torch.float64
+        assert (got - wanted).abs().max() <= 1e-12 * max(1, wanted.abs().max())
 
 
 @pytest.mark.parametrize("tokens, kernel", [(156, 128), (7, 16), (1, 5), (31, 1)])

@@ -459,19 +459,21 @@ def readers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "read-ahead"]
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2, 4])
-def test_read_ahead_order_depth_and_buffers(small: Dataset, depth: int) -> None:
+@pytest.mark.parametrize("depth, in_use", [(0, 1), (1, 1), (2, 1), (4, 1), (2, 3)])
+def test_read_ahead_order_depth_and_buffers(small: Dataset, depth: int, in_use: int) -> None:
     rows = [[i % 20, (3 * i) % 20, (7 * i) % 20] for i in range(12)] + [[4]]
-    noted, buffers = Noted(batches(*rows)), set()
-    ahead = read_ahead(noted, Gather([small]), (3, *CROP_SHAPE), depth=depth)
+    noted, buffers, seen = Noted(batches(*rows)), set(), []
+    ahead = read_ahead(noted, Gather([small]), (3, *CROP_SHAPE), depth, in_use)
     for i, (request, crops, report) in enumerate(ahead):
         assert request.row.tolist() == rows[i] == report.row.tolist()
         if i < 3:  # long enough for every other buffer to be filled: this one must not change meanwhile
-            assert settle(noted) == i + 1 + depth
+            assert settle(noted) == depth + max(in_use, i + 1)
         assert crops.shape == (len(rows[i]), *CROP_SHAPE)
-        assert all(np.array_equal(crop, small.read(row)) for crop, row in zip(crops, rows[i], strict=True))
+        seen.append((rows[i], crops))
+        for those, still in seen[-in_use:]:
+            assert all(np.array_equal(crop, small.read(row)) for crop, row in zip(still, those, strict=True))
         buffers.add(crops.ctypes.data)
-    assert i == len(rows) - 1 and len(buffers) <= depth + 1
+    assert i == len(rows) - 1 and len(buffers) <= depth + in_use
     assert not readers()
 
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from data_tools.dataset import Dataset
 from engine.pipelines import loader as pipelines_loader
 from engine.pipelines.augment import AugmentConfig, ThreeKG
 from engine.pipelines.batched import Augmenter, alone, parameters
+from engine.pipelines.dali import InFlight
 from engine.pipelines.loader import Batch, Loader, LoaderConfig, LoaderError, State
+from engine.pipelines.resident import Resident
 
 CPU = torch.device("cpu")
 BACKENDS = ("torch", "dali", "resident")
@@ -31,9 +34,9 @@ NOISY = AugmentConfig(noise="physio4")
 def loader(dataset: Dataset, backend: str = "torch", state: State | None = None, **changes: Any) -> Loader:
     if backend == "dali":
         pytest.importorskip("nvidia.dali", reason="the extra cu13 or cu12 is not installed")
-    world = {name: changes.pop(name) for name in ("rank", "world") if name in changes}
+    others = {name: changes.pop(name) for name in ("rank", "world", "pretrain", "identity") if name in changes}
     config = LoaderConfig(**({"backend": backend, "batch_crops": 16, "augment": NOISY} | changes))  # type: ignore[arg-type]
-    return Loader(config, (dataset,), CPU, state=state, halves=2, **world)
+    return Loader(config, (dataset,), CPU, state=state, halves=2, **others)
 
 
 def some(source: Loader, count: int) -> list[tuple[Batch, State]]:
@@ -151,7 +154,7 @@ import sys, json, hashlib, torch
 from data_tools.dataset import Dataset
 from engine.pipelines.augment import AugmentConfig
 from engine.pipelines.loader import Loader, LoaderConfig
-config = LoaderConfig(backend=sys.argv[2], batch_crops=16, augment=AugmentConfig(noise="physio4"))
+config = LoaderConfig(backend=sys.argv[2], batch_crops=32, augment=AugmentConfig(noise="physio4"))
 state = json.loads(sys.argv[3]) if sys.argv[3] else None
 for batch, state in Loader(config, (Dataset.open(sys.argv[1]),), torch.device("cpu"), state=state, halves=2):
     print(json.dumps([hashlib.sha256(batch.x_BSLT.numpy().tobytes()).hexdigest(), state]), flush=True)
@@ -159,8 +162,10 @@ for batch, state in Loader(config, (Dataset.open(sys.argv[1]),), torch.device("c
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_kill_minus_9_twice_with_prefetch_in_flight(backend: str, dataset: Dataset) -> None:
-    whole = [(batch, state) for batch, state in some(loader(dataset, backend), 9)]
+def test_kill_minus_9_twice_with_prefetch_in_flight_over_an_epochs_end(backend: str, dataset: Dataset) -> None:
+    source = loader(dataset, backend, batch_crops=32)
+    assert source.steps_per_epoch < 8  # of nine that are compared
+    whole = some(source, 9)
     digests = [hashlib.sha256(batch.x_BSLT.numpy().tobytes()).hexdigest() for batch, _ in whole]
     seen: list[str] = []
     state = ""
@@ -199,21 +204,81 @@ def test_the_window_lies_within_the_crop_and_differs_between_epochs(dataset: Dat
 def test_a_crop_in_the_place_of_another_has_its_own_parameters(
     augment: AugmentConfig, threads: int, dataset: Dataset, tmp_path: Path
 ) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(dataset.root.url, copy)
-    damaged = Dataset.open(str(copy))
-    shard, offset, _ = damaged.addresses
-    rows = some(loader(dataset), 1)[0][0].places.row
-    with open(copy / "shards" / damaged.shards[shard[rows[5]]]["name"], "r+b") as file:
-        file.seek(offset[rows[5]])
-        file.write(bytes(200))
+    source = loader(dataset)
+    rows = some(source, 1)[0][0].places.row
+    damaged = damage(dataset, tmp_path / "copy", [rows[5]])
     batch = some(loader(damaged, on_corrupt="skip", augment=augment, threads=threads), 1)[0][0]
     assert [(d, row) for d, row, _ in batch.skipped] == [(0, rows[5])]
-    assert batch.places.row.tolist() == [*rows[:5], (rows[5] + 1) % len(dataset), *rows[6:]]
+    assert batch.places.row.tolist() == [*rows[:5], source.order.rows[0].after(rows[5]), *rows[6:]]
     p = parameters(augment, "halves", 0, batch.places)
     augmenter = Augmenter(augment, "halves", 0, CPU)
     crops = torch.from_numpy(np.stack([dataset.read(int(row)) for row in batch.places.row]))
     assert torch.equal(batch.x_BSLT, augmenter(crops, augmenter.to_device(p)))
+
+
+def damage(dataset: Dataset, copy: Path, rows: Iterable[int]) -> Dataset:
+    """A copy in which these crops do not read well."""
+    shutil.copytree(dataset.root.url, copy)
+    damaged = Dataset.open(str(copy))
+    shard, offset, _ = damaged.addresses
+    for row in rows:
+        with open(copy / "shards" / damaged.shards[shard[row]]["name"], "r+b") as file:
+            file.seek(offset[row])
+            file.write(bytes(200))
+    return damaged
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_comes_in_the_place_of_another_takes_part_too(backend: str, dataset: Dataset, tmp_path: Path) -> None:
+    """Nobody who is kept for tests is trained on because a neighbour is bad, and each signal is whose it says it is."""
+    source = loader(dataset, pretrain=True)
+    taking_part = source.order.rows[0].row(np.arange(len(source.order.rows[0])))
+    source.close()
+    bad = taking_part[np.append(np.diff(taking_part) > 1, True)]  # others follow in the dataset
+    bad = {*bad.tolist(), int(taking_part[0])}  # the last one's substitute is bad as well
+    assert 3 < len(bad) < len(taking_part) - 8
+    damaged = damage(dataset, tmp_path / "copy", bad)
+    changes = {"pretrain": True, "on_corrupt": "skip", "augment": AugmentConfig(rlm=0), "batch_crops": 8}
+    steps = source.order.crops_per_epoch // 8
+    skipped = set()
+    for batch, _ in some(loader(damaged, backend, **changes), steps):
+        assert set(batch.places.row.tolist()) <= {*taking_part.tolist()} - bad
+        for x_SLT, row in zip(batch.x_BSLT, batch.places.row.tolist(), strict=True):
+            halves = dataset.read(row).reshape(12, 2, 2500).transpose(1, 0, 2)
+            np.testing.assert_allclose(x_SLT.numpy(), halves / 1000.0, rtol=1e-6)
+        assert all(reason.endswith("it fails its crc32c: restore the file") for *_, reason in batch.skipped)
+        skipped |= {row for _, row, _ in batch.skipped}
+    assert len(bad) - 8 <= len(skipped) and skipped <= bad  # an epoch leaves out less than a batch
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_loader_that_is_gone_through_again_goes_on(backend: str, dataset: Dataset) -> None:
+    whole, source = some(loader(dataset, backend), 6), loader(dataset, backend)
+    parts = [(batch.x_BSLT.clone(), batch.places.row) for _ in range(2) for batch, _ in islice(source, 3)]
+    source.close()
+    for (batch, _), (x, row) in zip(whole, parts, strict=True):
+        assert torch.equal(batch.x_BSLT, x) and np.array_equal(batch.places.row, row)
+
+
+@pytest.mark.parametrize(
+    ("views", "augment"),
+    [
+        ("halves", AugmentConfig()),
+        ("halves", NOISY),
+        ("halves", AugmentConfig(noise="authors_physio4")),
+        ("window", AugmentConfig(rlm=0.3)),
+        ("window", AugmentConfig(rlm=0, threekg=ThreeKG())),
+    ],
+)
+def test_what_a_gpu_compiles_is_one_graph_and_the_same(views: str, augment: AugmentConfig, dataset: Dataset) -> None:
+    source = loader(dataset, "resident", views=views, augment=augment)
+    resident = Resident(source.order, source.gather, source.augmenter)
+    resident._make = resident._compiled("aot_eager")
+    for planned in islice(source._planned(), 2):
+        p = source.augmenter.to_device(planned.p)
+        plain = resident.batch(planned.places, p, torch.empty(16, 2, 12, 2500))
+        torch.testing.assert_close(resident.batch(planned.places, p), plain, rtol=0, atol=1e-5)
+    source.close()
 
 
 @pytest.mark.parametrize("source", ["tar", "zarr"])
@@ -242,12 +307,20 @@ def test_auto_says_what_it_chose(dataset: Dataset, caplog: pytest.LogCaptureFixt
     assert "auto: torch, because the device is cpu" in caplog.text
 
 
-def test_the_meter_says_where_time_went(dataset: Dataset) -> None:
-    source = loader(dataset)
+@pytest.mark.parametrize(
+    ("backend", "stages"),
+    [
+        ("torch", ("gather_wait_pct", "draws_pct", "augment_pct")),
+        ("dali", ("gather_wait_pct", "draws_pct")),
+        ("resident", ("gather_wait_pct",)),
+    ],
+)
+def test_the_meter_says_where_time_went(backend: str, stages: tuple[str, ...], dataset: Dataset) -> None:
+    source = loader(dataset, backend)
     some(source, 3)
     facts = source.meter.snapshot()
     assert facts["crops_per_s"] > 0
-    assert {"data_wait_pct", "gather_wait_pct", "draws_pct", "augment_pct", "bytes_per_s"} <= set(facts)
+    assert {"data_wait_pct", *stages, "bytes_per_s"} <= set(facts)
     assert source.meter.snapshot()["crops_per_s"] == 0
 
 
@@ -271,3 +344,61 @@ def test_on_a_gpu_the_tensors_are_those_of_the_cpu(backend: str, dataset: Datase
     on_cpu = Loader(dataclasses.replace(config, backend="torch"), (dataset,), CPU, halves=2)
     for (a, _), (b, _) in zip(some(on_gpu, 5), some(on_cpu, 5), strict=True):
         np.testing.assert_allclose(a.x_BSLT.cpu().numpy(), b.x_BSLT.numpy(), atol=1e-4)
+
+
+def test_a_batch_stays_while_a_gpu_may_read_it() -> None:
+    class Event:
+        def __init__(self) -> None:
+            self.done = False
+            events.append(self)
+
+        def record(self) -> None: ...
+
+        def query(self) -> bool:
+            return self.done
+
+        def synchronize(self) -> None:
+            self.done = True
+
+    events: list[Event] = []
+    flight = InFlight(Event)
+    flight.release()
+    for batch in "abc":
+        flight.hold(batch)
+        flight.release()
+    assert [batch for _, batch in flight.queued] == ["b", "c"] and events[0].done and not events[1].done
+    events[1].done = True
+    flight.hold("d")
+    flight.release()
+    assert [batch for _, batch in flight.queued] == ["c", "d"]
+
+
+def test_memory_is_flat_over_ten_thousand_batches(dataset: Dataset) -> None:
+    for augment in (AugmentConfig(), AugmentConfig(noise="powerline")):
+        source = loader(dataset, batch_crops=2, augment=augment)
+        batches = iter(source)
+        for _ in islice(batches, 2_000):
+            pass
+        before = resident_mb()
+        for _ in islice(batches, 10_000):
+            pass
+        assert resident_mb() - before < 8
+        source.close()
+
+
+def resident_mb() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def test_dali_draws_white_noise_of_its_own_for_each_rank_and_batch(dataset: Dataset) -> None:
+    emg = AugmentConfig(noise="emg", rlm=0)
+    noise = []
+    for rank in (0, 1):
+        loud = some(loader(dataset, "dali", augment=emg, rank=rank, world=2), 2)
+        still = some(loader(dataset, "dali", augment=AugmentConfig(rlm=0), rank=rank, world=2), 2)
+        for (a, _), (b, _) in zip(loud, still, strict=True):
+            amplitude = torch.from_numpy(parameters(emg, "halves", 0, a.places)["emg_amplitude"])
+            noise.append((a.x_BSLT - b.x_BSLT) / amplitude)
+    for one in noise:
+        assert abs(one.mean()) < 0.01 and abs(one.std() - 1) < 0.02 and abs(one.pow(4).mean() - 3) < 0.2
+    assert abs(torch.corrcoef(torch.stack([one.flatten() for one in noise])) - torch.eye(4)).max() < 0.01

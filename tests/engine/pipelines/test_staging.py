@@ -1,6 +1,7 @@
 """Shards from far away: in time, in bounds, once for all processes, and never a wrong byte."""
 
 import errno
+import fcntl
 import logging
 import os
 import re
@@ -11,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -84,23 +85,10 @@ def room(dataset: Dataset, shards: int) -> int:
 
 
 def cached(cache: Path) -> int:
-    """Bytes at a moment when nothing was renamed or evicted: two looks in a row see the same files. 0: there was none."""
-    before = seen(cache)
-    for _ in range(20):
-        now = seen(cache)
-        if now == before:
-            return sum(now.values())
-        before = now
-    return 0
-
-
-def seen(cache: Path) -> dict[int, int]:
-    found = {}
-    for path in cache.glob("*.*"):
-        with suppress(FileNotFoundError):
-            state = path.stat()
-            found[state.st_ino] = state.st_size
-    return found
+    """Bytes at one moment: whoever claims, evicts or renames does so under this lock."""
+    with open(cache / "lock", "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return sum(path.stat().st_size for path in cache.glob("*.*"))
 
 
 def right(path: str, dataset: Dataset, shard: int) -> bool:
@@ -304,7 +292,7 @@ def test_what_is_held_stays(ten: Dataset, tmp_path: Path, stagings: list[Staging
         assert right(first, ten, 0)
         with (
             staging.hold(1),
-            pytest.raises(StagingError, match=r"do not hold the 3 shards of one batch.*lower order\.block_shards"),
+            pytest.raises(StagingError, match=r"do not hold the 3 shards of one batch.*lower pipeline\.block_shards"),
             staging.hold(2),
         ):
             pass

@@ -47,6 +47,12 @@ def test_the_share_of_patients_is_held_out_whole(share: float) -> None:
     assert not (held & ~sides(data, share + 0.1)[1]).any()  # a larger share keeps who was held out
 
 
+def test_a_patient_and_a_record_of_one_name_are_two() -> None:
+    data = table(source=["s", "s", "s", "t"], patient=["7", None, "", "7"], record=["1", "7", "7", "2"])
+    assert len(set(Patients([data]).of_dataset[0].tolist())) == 3
+    assert Patients([data, data]).of_dataset[1].min() > Patients([data]).of_dataset[0].max()
+
+
 def test_more_data_moves_nobody() -> None:
     before, after = sides(many(500), 0.3)[1], sides(many(900), 0.3)[1]
     assert (after[: len(before)] == before).all()
