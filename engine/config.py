@@ -74,7 +74,7 @@ class PipelineConfig(Section):
 
 class TrainConfig(Section):
     steps: int | None = Field(default=None, ge=1)  # this or epochs
-    epochs: float | None = Field(default=None, gt=0)
+    epochs: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     batch_crops: int = Field(default=512, ge=1)  # of all ranks together, whatever their number
     # Crops of a rank at a time; None: all. With fewer, gradients are accumulated, but contrasted crops meet only within a part
     # (of all ranks): the candidates of CMSC, SimCLR and 3KG are then micro_batch x ranks crops, not batch_crops.
@@ -93,8 +93,9 @@ class TrainConfig(Section):
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = Field(default=1e-6, gt=0)
     clip_norm: float = Field(default=0.0, ge=0)  # 0: gradients are not clipped
-    max_nonfinite: int = Field(default=10, ge=1)  # skipped steps in a row that end the run
-    seed: int = Field(default=0, ge=0)
+    max_nonfinite: int = Field(default=10, ge=1)  # skipped steps in a row that end the run, looked for when it logs
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    deterministic: bool = False  # on a GPU: kernels that add up in the same order each time, or an error that names the one
     track: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)  # beside metrics.jsonl
     log_every: int = Field(default=10, ge=1)
     validate_every: int = Field(default=0, ge=0)  # steps; 0: never
@@ -303,6 +304,7 @@ def deepspeed_json(config: Settings, world: int, universal: bool = False) -> dic
         "gradient_clipping": 0.0,  # DeepSpeed's default is 1; the optimizer clips, by train.clip_norm
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 2**62,
+        "timers": {"throughput": {"enabled": False}},  # it waits for the device, twice a step
         "checkpoint": {"load_universal": universal},
     }
 
@@ -355,11 +357,15 @@ def micro_batch(config: Settings, world: int) -> tuple[int, int]:
 def check(config: Settings, world: int) -> None:
     """What no section can see by itself."""
     t = config.train
+    if not config.run or "://" in config.run:
+        raise ConfigError(f"run={config.run!r}: must be a local folder, for example --set run=runs/first")
     if not config.data.datasets:
         raise ConfigError("data.datasets=[]: name a dataset, for example --set data.datasets=[DATASET]")
     if (t.steps is None) == (t.epochs is None):
         raise ConfigError(f"train.steps={t.steps}, train.epochs={t.epochs}: give one of the two")
     micro_batch(config, world)
+    if zero_stage(config) == 3 and t.compile not in (None, "eager"):
+        raise ConfigError(f"train.compile={t.compile} with ZeRO stage 3, which gathers weights layer by layer: use eager")
     if zero_stage(config) == 0 and t.precision == "bf16":
         raise ConfigError("train.zero_stage=0 with train.precision=bf16: DeepSpeed's Adam is one step off there: use stage 1")
     if t.schedule == "tri_stage" and t.warmup + t.hold > 1:
@@ -370,12 +376,12 @@ def check(config: Settings, world: int) -> None:
         raise ConfigError(f"pipeline.weights={list(config.pipeline.weights)}: must be one for each of data.datasets")
     _ = config.loader  # its own checks
     if isinstance(config, Config):
-        _check_pretraining(config)
+        _check_pretraining(config, world)
     elif isinstance(config, FinetuneConfig):
         _check_finetuning(config)
 
 
-def _check_pretraining(config: Config) -> None:
+def _check_pretraining(config: Config, world: int) -> None:
     objective, augment = config.objective, config.augment
     seen = len(augment.output_leads)
     if config.model.leads != seen:
@@ -388,6 +394,16 @@ def _check_pretraining(config: Config) -> None:
         raise ConfigError(f"pipeline.views={config.pipeline.views!r}: objective.method={objective.method} needs {right}")
     if objective.contrast > 0 and window and not (augment.rlm or augment.kinds or augment.threekg):
         raise ConfigError("pipeline.views='window' without augmentation: both views are the same: set augment.rlm or noise")
+    if objective.contrast > 0 and candidates(config, world) < 2:
+        raise ConfigError(
+            f"train.batch_crops={config.train.batch_crops}, train.micro_batch={config.train.micro_batch}: a crop is contrasted "
+            "with the others of its micro-batch, and there is none: use 2 or more, or objective.contrast=0"
+        )
+
+
+def candidates(config: Config, world: int) -> int:
+    """Crops among which each is to find its other half, or view."""
+    return micro_batch(config, world)[0] * (world if config.objective.gathered else 1)
 
 
 def _check_finetuning(config: FinetuneConfig) -> None:

@@ -18,7 +18,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -151,7 +151,7 @@ here. The licence is that of the original.
 """
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="engine.convert", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     into = commands.add_parser("from-fairseq", help="a checkpoint of fairseq-signals or ECG-FM to a model of ours")
@@ -164,7 +164,11 @@ def main(arguments: list[str] | None = None) -> int:
     onnx = commands.add_parser("to-onnx", help="a model of ours to ONNX, checked with onnxruntime")
     onnx.add_argument("run", type=Path, metavar="RUN")
     onnx.add_argument("out", type=Path, metavar="OUT.onnx")
-    args = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse(arguments)
     try:
         if args.command == "from-fairseq":
             from_fairseq(args.checkpoint, args.out, args.input)

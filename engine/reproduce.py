@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from data_tools.dataset import Dataset, DatasetError
+from data_tools.dataset import DataError, Dataset
 from engine.pipelines.leads import ConfigError
 from engine.reproduction import claims, cost, launch, results
 from engine.reproduction.paper import LEADS, TASKS, Scale, Table, tables
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         return run(options)
-    except (ConfigError, DatasetError) as error:
+    except (ConfigError, DataError) as error:
         return say(error, 2)
     except OSError as error:
         return say(f"{error.filename or options.out}: {error.strerror or error}: choose another --out, or make room", 2)

@@ -8,6 +8,7 @@ A run's directory that holds a checkpoint is gone on from, if its data and setti
 
 import argparse
 import errno
+import gc
 import math
 import os
 import sys
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from data_tools.dataset import Dataset, DatasetError
+from data_tools.dataset import DataError, Dataset
 from engine.config import Settings, build, check, deepspeed_json, load, schema, zero_stage
 from engine.pipelines.dali import DaliError
 from engine.pipelines.leads import ConfigError
@@ -43,7 +44,7 @@ FREE = {"run", "data.datasets", "data.anonymous"} | {
         ("pipeline", ("source", "check", "on_corrupt", "threads", "read_ahead", "cache_dir", "cache_bytes")),
         ("train", ("log_every", "validate_every", "valid_batches", "probe_patients", "save_every_steps", "save_every_minutes")),
         ("train", ("keep", "peak_tflops", "timeout_s", "max_nonfinite", "deepspeed", "compile", "micro_batch", "zero_stage")),
-        ("train", ("track",)),
+        ("train", ("track", "deterministic")),
     )
     for name in names
 }
@@ -77,10 +78,13 @@ class Door:
                     "--config is missing: give one of configs/, for example --config configs/finetune/diagnosis.yaml"
                 )
             return train(load(config, args.set, self.kind), self)
-        except (ConfigError, LoaderError, OrderError, DatasetError, CheckpointError, DaliError, ResidentError) as error:
+        except (ConfigError, LoaderError, OrderError, DataError, CheckpointError, DaliError, ResidentError) as error:
             return self.say(error, 2)
         except (TrainError, WriteError) as error:
             return self.say(error, 1)
+        except torch.OutOfMemoryError as error:
+            mend = "lower train.micro_batch (an eighth is a start), or set pipeline.backend=dali if it was resident"
+            return self.say(TrainError(f"{str(error).split('. ')[0]}: {mend}"), 1)
         except OSError as error:  # a bad place to write to; later, a disk that is full
             hint = "choose another with --set run=RUN" if error.errno in NO_PLACE else "the last checkpoint is good"
             code = 2 if error.errno in NO_PLACE else 1
@@ -114,9 +118,12 @@ def train(config: Settings, door: Door) -> int:
     boards.check(config)
     datasets = open_datasets(config)
     run = Path(config.run)
-    run.mkdir(parents=True, exist_ok=True)
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{config.run}: {error.strerror}: choose another with --set run=RUN") from None
 
-    ranks = distributed.start(config.train.timeout_s)
+    ranks = distributed.start(config.train.timeout_s, config.train.deterministic)
     try:
         task = door.task(config, datasets, ranks)
         found, saved = resume_from(config, run, ranks, datasets, task)
@@ -137,9 +144,12 @@ def train(config: Settings, door: Door) -> int:
             for line in (heading(config, loader, ranks, progress, engine), *task.remarks):
                 tracker.note(line)
         loop = Loop(task, config, run, ranks, engine, adam, loader, datasets, progress, total, tracker)
+        gc.collect()
+        gc.freeze()  # or a collection would go through all that has been imported, in the middle of a step
         try:
             done = loop.train()
         finally:
+            gc.unfreeze()
             loader.close()
             if tracker:
                 tracker.close()
@@ -232,7 +242,7 @@ def make_engine(config: Settings, ranks: Ranks, task: Task, universal: bool) -> 
     adam = GuardedAdamW(learning, t.clip_norm, partitioned=zero_stage(config) > 0, **options)
     settings = deepspeed_json(config, ranks.world, universal)
     engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=settings)
-    compile_model(model, t.compile or COMPILED[ranks.device.type])
+    compile_model(model, t.compile or ("eager" if zero_stage(config) == 3 else COMPILED[ranks.device.type]))
     return engine, adam
 
 

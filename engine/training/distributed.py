@@ -49,13 +49,18 @@ def environment() -> tuple[int, int, int]:
     return rank, world, local
 
 
-def start(timeout_s: float) -> Ranks:
+def start(timeout_s: float, deterministic: bool = False) -> Ranks:
     rank, world, local = environment()
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local)})  # DeepSpeed reads them
     _set_threads(world)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
     if cuda:
+        if local >= torch.cuda.device_count():
+            raise ConfigError(f"LOCAL_RANK={local}: this machine has {torch.cuda.device_count()} GPUs: start one rank for each")
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_s)
     backend = "nccl" if cuda else "gloo"
@@ -72,9 +77,8 @@ def start(timeout_s: float) -> Ranks:
 
 def quiet_deepspeed() -> Any:
     """DeepSpeed, without its JIT build of a gloo replacement (80 s; needs a compiler), and silent."""
-    warnings.filterwarnings(
-        "ignore", category=FutureWarning, message=r".*_all_gather_base|.*all_gather_into_tensor|.*reduce_scatter"
-    )
+    deprecated = r".*_all_gather_base|.*all_gather_into_tensor|.*reduce_scatter|torch.distributed.nn.functional"
+    warnings.filterwarnings("ignore", category=FutureWarning, message=deprecated)
     import deepspeed  # type: ignore[import-untyped]
 
     deepspeed.ops.__compatible_ops__ = {}

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_tools.dataset import Dataset
+from data_tools.dataset import DataError, Dataset
 from engine.config import Settings, micro_batch, zero_stage
 from engine.objectives.gather import total as sum_over_ranks
 from engine.pipelines.counter import bits
@@ -84,7 +84,12 @@ class Loop:
         batches, batch = iter(self.loader), None
         try:
             while self.progress.step < self.total:
-                batch, self.state = next(batches)
+                try:
+                    batch, self.state = next(batches)
+                except DataError as error:  # of this rank alone: the others would only hear that it is gone
+                    if self.ranks.world == 1:
+                        self._save()
+                    raise TrainError(f"rank {self.ranks.rank}: {error}" if self.ranks.world > 1 else str(error)) from None
                 losses = self._step(batch)
                 self._after_step(losses, batch)
                 wish = agree({"stop": self.terminated, "save": self.ranks.first and self._save_is_due()})
@@ -134,8 +139,9 @@ class Loop:
         last = step == self.total
         if step % t.log_every == 0 or step == 1 or last:
             self._log(losses, batch)
-        if step % min(t.log_every, t.max_nonfinite) == 0 and float(self.adam.in_a_row) >= t.max_nonfinite:
-            raise TrainError(self._unfit())
+            if float(self.adam.in_a_row) >= t.max_nonfinite:
+                self._save()  # the weights are those of the last good step
+                raise TrainError(self._unfit())
         if t.validate_every and (step % t.validate_every == 0 or last):
             self._validate()
 

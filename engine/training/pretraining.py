@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from data_tools.dataset import Dataset
-from engine.config import Config, micro_batch
+from engine.config import Config, candidates, micro_batch
 from engine.model.config import flops_per_crop
 from engine.model.pretrainer import Pretrainer
 from engine.model.quantizer import temperature
@@ -43,6 +43,11 @@ class Pretraining(Task):
             self.remarks = [nothing_held_out(config)]
         self.flops_per_crop = flops_per_crop(config.model, HALF, local=config.objective.local > 0)
         self.low_logs = 0
+
+    def facts(self) -> dict[str, Any]:
+        """Among how many crops each is contrasted is part of the objective."""
+        contrasted = self.config.objective.contrast > 0
+        return {"train.micro_batch x ranks": candidates(self.config, self.ranks.world)} if contrasted else {}
 
     def model(self, generator: torch.Generator) -> nn.Module:
         return Pretrainer(self.config.model, self.config.objective, generator=generator)

@@ -16,7 +16,7 @@ import torch
 
 from engine.config import TrainConfig
 
-PRODUCTS = 12  # the fastest counts
+PRODUCTS = 60  # the fastest counts: a machine may be busy for a moment
 COMPILED = {"cpu": "eager", "cuda": "layers"}  # unless train.compile says
 
 
@@ -25,7 +25,7 @@ def peak_tflops(config: TrainConfig, device: torch.device) -> float:
         return config.peak_tflops
     size = 8192 if device.type == "cuda" else 768
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    a = torch.ones(size, size, dtype=dtype, device=device)
+    a = torch.randn(size, size, dtype=dtype, device=device)  # zeros and ones cost a GPU less power
     best_s = float("inf")
     for _ in range(PRODUCTS):
         started = _now(device)
@@ -43,7 +43,8 @@ def _now(device: torch.device) -> float:
 def compile_model(model: Any, how: str, **options: Any) -> None:
     """`layers` are alike, so they are compiled once: nine tenths of the work. `step`: forward and loss as one graph."""
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch._inductor")  # about itself
-    for part in model.encoder.layers if how == "layers" else (model,) if how == "step" else ():
+    layers = getattr(model.encoder, "layers", ())  # another encoder may have none
+    for part in layers if how == "layers" else (model,) if how == "step" else ():
         part.compile(**options)
 
 

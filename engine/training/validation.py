@@ -24,6 +24,7 @@ from engine.model.draws import row_keys
 from engine.model.heads import pool
 from engine.objectives.gather import gather_constant, total
 from engine.pipelines.batched import crop_key
+from engine.pipelines.held_out import owners
 from engine.pipelines.loader import Batch, Loader
 from engine.pipelines.order import OrderError, Rows
 from engine.pipelines.plain import views
@@ -55,11 +56,8 @@ class Patients:
     def __init__(self, datasets: Sequence[Dataset]) -> None:
         self.of_dataset: list[np.ndarray] = []
         for number, dataset in enumerate(datasets):
-            table = dataset.table(["source", "patient", "record"]).to_pydict()
-            known: dict[tuple[str, ...], int] = {}
-            names = zip(table["source"], table["patient"], table["record"], strict=True)
-            named = [(s, "patient", p) if p else (s, "record", r) for s, p, r in names]
-            self.of_dataset.append(np.array([number << 40 | known.setdefault(name, len(known)) for name in named], np.int64))
+            names, known = owners(dataset)
+            self.of_dataset.append(number << 40 | names.indices.to_numpy().astype(np.int64) << 1 | known)
 
     def of(self, dataset: np.ndarray, row: np.ndarray) -> np.ndarray:
         return np.array([self.of_dataset[d][r] for d, r in zip(dataset.tolist(), row.tolist(), strict=True)], np.int64)
@@ -81,19 +79,19 @@ class HeldOut:
         held = sum(count_of(dataset, self.roles) for dataset in self.datasets)
         most = micro_batch(config, ranks.world)[0] * ranks.world
         self.crops = min(most, held // ranks.world * ranks.world)
+        self.ids = Patients(self.datasets) if self.crops and config.objective.needs_ids else None
 
     def losses(self, engine: Any) -> dict[str, float]:
         """Means over the batches; one pass, at most train.valid_batches."""
         settings = replace(self.config.loader, backend="torch", batch_crops=self.crops, weights=None)
         loader = Loader(settings, self.datasets, self.ranks.device, self.ranks.rank, self.ranks.world, **self.roles)
-        ids = Patients(self.datasets) if self.config.objective.needs_ids else None
         engine.eval()
         sums: dict[str, Tensor] = {}
         batches = min(self.config.train.valid_batches, loader.steps_per_epoch)
         try:
             with torch.no_grad():
                 for batch, _ in islice(loader, batches):
-                    for name, value in engine(*arguments(batch, self.config, ids)).items():
+                    for name, value in engine(*arguments(batch, self.config, self.ids)).items():
                         sums[name] = sums.get(name, 0) + value.detach().float()
         finally:
             loader.close()
@@ -110,6 +108,12 @@ def count_of(dataset: Dataset, roles: dict[str, Any]) -> int:
         return 0
 
 
+def by_patient(dataset: Dataset, rows: np.ndarray) -> dict[str, int]:
+    """The last of each patient's."""
+    names = dataset.table(["patient"])["patient"].take(rows).to_pylist()
+    return dict(zip(names, rows.tolist(), strict=True))
+
+
 class Probe:
     """Gallery and probe crops of the first patients that have both."""
 
@@ -117,9 +121,7 @@ class Probe:
         self.config, self.ranks = config, ranks
         self.pairs: list[tuple[Dataset, tuple[int, int]]] = []
         for dataset in datasets:
-            patient = dataset.column("patient")
-            gallery = {patient[row]: int(row) for row in dataset.select(identity="gallery")}
-            probes = {patient[row]: int(row) for row in dataset.select(identity="probe")}
+            gallery, probes = (by_patient(dataset, dataset.select(identity=role)) for role in ("gallery", "probe"))
             self.pairs += [(dataset, (gallery[name], probes[name])) for name in gallery if name in probes]
         self.pairs = self.pairs[: config.train.probe_patients]
 

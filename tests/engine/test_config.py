@@ -104,6 +104,11 @@ def test_precision_auto_is_what_the_hardware_has(
         (["pipeline.threads=0"], 1, "pipeline.threads=0"),
         (["train.schedule=tri_stage", "train.warmup=0.9"], 1, "train.warmup=0.9, train.hold=0.2"),
         (["train.betas=[0.9, 1.0]"], 1, "train.betas=[0.9, 1.0]"),
+        (["train.batch_crops=1"], 1, "train.batch_crops=1, train.micro_batch=None: a crop is contrasted"),
+        (["train.micro_batch=1", "objective.gathered=false"], 2, "train.micro_batch=1: a crop is contrasted"),
+        (["train.deepspeed=null", "train.zero_stage=3", "train.compile=layers"], 1, "train.compile=layers with ZeRO stage 3"),
+        (["run=''"], 1, "run='': must be a local folder"),
+        (["run=s3://bucket/run"], 1, "run='s3://bucket/run': must be a local folder"),
     ],
 )
 def test_an_impossible_combination_is_said_before_any_work(overrides: list[str], world: int, says: str) -> None:

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,7 @@ def test_other_data_settings_or_batch_are_refused_by_name(dataset: Dataset, tmp_
         ({"train__batch_crops": 4}, "train.batch_crops was 8 and is 4"),
         ({"augment__rlm": 0.1}, "augment.rlm was 0.5 and is 0.1"),
         ({"train__zero_stage": 2}, "train.zero_stage was 1 and is 2"),
+        ({"train__micro_batch": 4}, "train.micro_batch x ranks was 8 and is 4"),
     ):
         assert says in one_line(pretrain(tmp_path, dataset.root.url, **change))
     path = next((tmp_path / "run" / "checkpoints").glob("step-*")) / "state.json"
@@ -151,10 +153,11 @@ def test_other_data_settings_or_batch_are_refused_by_name(dataset: Dataset, tmp_
 def test_wrong_input_is_one_line(dataset: Dataset, tmp_path: Path) -> None:
     assert "no dataset.json" in one_line(pretrain(tmp_path, str(tmp_path / "nowhere")))
     assert "did you mean train.steps" in one_line(run(tmp_path, "--set", "train.stesp=1"))
-    assert "batch 200 is larger than" in one_line(pretrain(tmp_path, dataset.root.url, train__batch_crops=200))
+    assert "train.batch_crops=200: " in one_line(pretrain(tmp_path, dataset.root.url, train__batch_crops=200))
     (tmp_path / "file").write_text("")
     arguments = settings(tmp_path, dataset.root.url)
-    assert "file" in one_line(run(tmp_path, *arguments, "--set", f"run={tmp_path}/file/run"))
+    for place in ("file", "file/run"):
+        assert f"{place}: " in one_line(run(tmp_path, *arguments, "--set", f"run={tmp_path}/{place}"))
     assert "WORLD_SIZE" in one_line(run(tmp_path, *arguments, WORLD_SIZE="0"))
 
 
@@ -214,3 +217,10 @@ def test_the_authors_model_has_their_size() -> None:
     with torch.device("meta"):
         model = Pretrainer(ModelConfig(), build({}).objective)
     assert sum(p.numel() for p in model.parameters()) == 90_883_072
+
+
+def test_a_collapse_is_said_once_and_early() -> None:
+    task = SimpleNamespace(config=build({"model": {"codes": 320, "codebooks": 2}}), low_logs=0)
+    said = [Pretraining.concern(task, {"code_perplexity": codes}) for codes in (600.0, 3.0, 3.0, 600.0, 3.0, 3.0, 3.0, 3.0)]
+    assert [bool(one) for one in said] == [False] * 6 + [True, False]
+    assert "3.0 of 640 codes" in said[6] and "Raise objective.diversity" in said[6]

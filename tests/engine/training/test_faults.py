@@ -2,7 +2,9 @@
 
 import os
 import random
+import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +17,12 @@ import torch
 from ranks import curve, free_port, pretrain, rows, settings, start, tuning, wait
 
 from data_tools.dataset import Dataset
-from engine.training import checkpoint
+from data_tools.errors import StorageError
+from engine.config import Config, load
+from engine.pipelines.order import Order, Rows
+from engine.pretrain import main as pretrain_main
+from engine.training import checkpoint, course
+from engine.training.validation import taught
 
 ROOT = Path(__file__).parents[3]
 KILLS = 4
@@ -112,6 +119,66 @@ def test_a_step_that_is_not_finite_is_skipped_and_too_many_end_the_run(stage: in
     assert all(loss == loss for loss in losses[4:7])
     assert ended.codes == [1] and "not finite in 5 steps in a row (train.max_nonfinite)" in ended.output
     assert "rows" in ended.output and "Traceback" not in ended.output
+    assert progress(tmp_path / "run") == 12  # the good steps are not lost
+
+
+def forbid_waiting() -> None:
+    """DeepSpeed's way to wait for the device."""
+    from deepspeed.accelerator import get_accelerator
+
+    def synchronize(*_: object) -> None:
+        print("the device was waited for")
+
+    get_accelerator().synchronize = synchronize
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_deepspeed_does_not_wait_for_the_device(stage: int, dataset: Dataset, tmp_path: Path) -> None:
+    how = {"train__steps": 3, "train__micro_batch": 4, "train__zero_stage": stage, "train__save_every_steps": 100}
+    ended = pretrain(tmp_path, dataset.root.url, before=forbid_waiting, **how)
+    assert ended.ok and ended.output.count("the device was waited for") == 0, ended.output
+
+
+def test_a_rank_whose_crops_are_bad_says_which(dataset: Dataset, tmp_path: Path) -> None:
+    """Alone, what was trained before is kept."""
+    shutil.copytree(dataset.root.url, tmp_path / "damaged")
+    damaged = Dataset.open(str(tmp_path / "damaged"))
+    config = load(tmp_path / "tiny.yaml", settings(tmp_path, damaged.root.url)[3::2], Config)
+    order = Order((Rows.of(damaged, **taught(config)),), 8)
+    row = int(order.slice(3, 1, 2).row[0])  # of rank 1, in the fourth step
+    shard, offset, _ = damaged.addresses
+    with open(tmp_path / "damaged" / "shards" / damaged.shards[shard[row]]["name"], "r+b") as file:
+        file.seek(offset[row])
+        file.write(bytes(200))
+    for run, world, said in (("two", 2, f"rank 1: .*crop {row} at byte"), ("one", 1, f"pretrain.py: /.*crop {row} at byte")):
+        ended = pretrain(tmp_path, damaged.root.url, run, world)
+        assert ended.codes == [1] * world and re.search(said, ended.output), ended.output
+        assert "Traceback" not in ended.output
+    assert progress(tmp_path / "one") == 3
+
+
+def test_checkpoints_by_time(dataset: Dataset, tmp_path: Path) -> None:
+    assert pretrain(tmp_path, dataset.root.url, train__steps=4, train__save_every_minutes=1e-6, train__keep=9).ok
+    assert {path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")} >= {"step-1", "step-2", "step-3"}
+
+
+def test_deterministic_kernels_are_asked_for(dataset: Dataset, tmp_path: Path) -> None:
+    for run, how in (("plain", False), ("strict", True)):
+        ended = pretrain(tmp_path, dataset.root.url, run, before=show_determinism, train__deterministic=how)
+        assert ended.ok and f"deterministic: {how}" in ended.output, ended.output
+    assert curve(tmp_path / "plain") == curve(tmp_path / "strict")
+
+
+def show_determinism() -> None:
+    from engine.training.loop import Loop
+
+    train = Loop.train
+
+    def shown(self: Loop) -> bool:
+        print("deterministic:", torch.are_deterministic_algorithms_enabled())
+        return train(self)
+
+    Loop.train = shown  # type: ignore[method-assign]
 
 
 def die() -> None:
@@ -211,3 +278,26 @@ def test_deepspeed_starts_it(dataset: Dataset, tmp_path: Path) -> None:
     ended = launched(tmp_path, sys.executable, "-m", "deepspeed.launcher.runner", "-q", "--num_gpus", "1", *port, *script)
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    "error, code, says",
+    [
+        (
+            StorageError("s3://ecgs/dataset.json: the server does not answer"),
+            2,
+            "pretrain.py: s3://ecgs/dataset.json: the serv",
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. GPU 0"), 1, "memory: lower train.micro_batch"),
+    ],
+)
+def test_errors_from_elsewhere_are_one_line(
+    error: Exception, code: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(course, "train", fail)
+    assert pretrain_main([]) == code
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1

@@ -43,3 +43,12 @@ def test_a_run_goes_on_with_another_number_of_processes(stage: int, dataset: Dat
             ended = pretrain(tmp_path, dataset.root.url, run, world, **how, train__steps=steps)
             assert ended.ok, ended.output
     np.testing.assert_allclose(losses(tmp_path / "moved"), losses(tmp_path / "alone"), rtol=1e-4)
+
+
+def test_two_processes_in_bf16(dataset: Dataset, tmp_path: Path) -> None:
+    """1 -> 2 at the precision that is the default; to its rounding."""
+    for run, plan in (("alone", [(1, 4)]), ("moved", [(1, 2), (2, 4)])):
+        for world, steps in plan:
+            ended = pretrain(tmp_path, dataset.root.url, run, world, **STILL, train__precision="bf16", train__steps=steps)
+            assert ended.ok, ended.output
+    np.testing.assert_allclose(*(losses(tmp_path / run, ("loss", "grad_norm")) for run in ("moved", "alone")), rtol=0.01)
