@@ -1,6 +1,6 @@
 """Crops to weights through the real loop, beside the bare step: what loader, DeepSpeed, optimiser and log add.
 
-    python -m benchmarks.run e2e [--device cpu|cuda] [--model small] [--batch 32] [--steps 10]
+    python -m benchmarks.run e2e [--device cpu|cuda] [--model small] [--batch 64] [--steps 10]
 
 For each source of data a process of its own begins `engine/pretrain.py` and takes over where its loop would begin: turns of
 so many steps, again and again,
@@ -39,10 +39,8 @@ from data_tools.dataset import Dataset
 from data_tools.sources import open_sources
 
 MODEL = {"cpu": "small", "cuda": "paper"}
-BATCH = {"cpu": 32, "cuda": 256}
+BATCH = {"cpu": 64, "cuda": 256}  # on a CPU the model's own
 STEPS = {"cpu": 10, "cuda": 20}  # a log line ends each turn: train.log_every is 10
-PRECISION = {"cpu": "fp32", "cuda": "bf16"}
-BARS = {"overhead_pct": 3.0, "stall_pct": 1.0}
 KINDS = ("bare", "held", "loaded")
 MINUTES_BETWEEN_CHECKPOINTS = 30
 
@@ -53,7 +51,7 @@ class Setup:
     run: str
     device: str = "cpu"
     model: str = "small"
-    batch: int = 32  # of one rank
+    batch: int = 64  # of one rank
     steps: int = 10
     turns: int = 3
     threads: int = 2
@@ -117,8 +115,8 @@ def measure(work: Path, options: argparse.Namespace, progress: Progress) -> dict
         "crops": len(Dataset.open(str(dataset))),
         "dataset": Dataset.open(str(dataset)).fingerprint,
     }
-    given |= {"device": options.device, "model": base.model, "batch": base.batch, "steps": base.steps}
-    return {"input": given, "results": results, "bars": BARS, "left_out": left_out}
+    given |= {"device": options.device, "model": base.model, "batch": base.batch, "steps": base.steps, "precision": precision()}
+    return {"input": given, "results": results, "left_out": left_out}
 
 
 def missing(source: str) -> str:
@@ -148,7 +146,7 @@ def turns(setup: Setup, rank: int = 0) -> dict[str, Any]:
     original, Loop.train = Loop.train, instead  # type: ignore[method-assign]
     settings = (f"run={setup.run}", f"data.datasets={json.dumps([setup.dataset])}", "augment.rlm=0.5", "train.epochs=null")
     settings += (f"train.batch_crops={setup.batch * setup.world}", "train.steps=1000000", "train.validate_every=0")
-    settings += ("train.log_every=1000000", "train.schedule=fixed", f"train.precision={PRECISION[setup.device]}")
+    settings += ("train.log_every=1000000", "train.schedule=fixed", f"train.precision={precision()}")
     arguments = [
         "--config",
         config_file(setup.model),
@@ -217,12 +215,19 @@ class Kept:
         self.loader.close()
 
 
+def precision() -> str:
+    """What `train.precision: auto` is here."""
+    from engine.config import has_bf16
+
+    return "bf16" if has_bf16() else "fp32"
+
+
 def bare_step(setup: Setup) -> Callable[[], None]:
     from benchmarks import step
     from engine.training.throughput import COMPILED
 
     how = COMPILED[setup.device]
-    run = step.Run(step.OURS, PRECISION[setup.device], setup.batch, setup.model, compiled=how, device=setup.device)
+    run = step.Run(step.OURS, precision(), setup.batch, setup.model, compiled=how, device=setup.device)
     return step.ours(run)
 
 
@@ -242,6 +247,7 @@ def told(found: dict[str, Any], setup: Setup) -> dict[str, Any]:
         "bare_per_s": spread(crops / row["wall_s"] for row in rows["bare"]),
         "bare_per_cpu_s": spread(crops / row["cpu_s"] for row in rows["bare"]),
         "overhead_pct": above("loaded", "bare"),
+        "loop_pct": above("held", "bare"),
         "loader_pct": above("loaded", "held"),
         "stall_pct": spread(100 * row["waited_s"] / row["wall_s"] for row in rows["loaded"]),
         "checkpoint_s": found["checkpoint_s"],

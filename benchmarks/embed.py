@@ -27,7 +27,6 @@ from data_tools.dataset import Dataset
 from data_tools.sources import open_sources
 
 BATCH = {"cpu": 16, "cuda": 256}  # the command's own
-BARS = {"share_pct": 90.0}
 INPUTS = {
     "tar": ("dataset",),
     "WFDB": ("archive",),
@@ -68,7 +67,7 @@ def measure(work: Path, options: argparse.Namespace, progress: Progress) -> dict
     print("\n".join(lines(results)))
     given = {"archive": "synthetic", "crops": len(dataset), "dataset": dataset.fingerprint}
     given |= {"device": options.device, "model": name}
-    return {"input": given, "results": results, "bars": BARS, "left_out": left_out}
+    return {"input": given, "results": results, "left_out": left_out}
 
 
 def prepare(work: Path, records: int) -> Dataset:

@@ -16,7 +16,6 @@ from data_tools.dataset import Dataset
 
 BATCHES = (64, 256, 1024)
 COUNTED, WARM_UP = 40, 4  # batches
-BARS = {"tar": 27_000.0, "resident": 500_000.0}  # crops a second on one H200
 
 
 def cases(dataset: Path, device: str, threads: int, batches: Sequence[int] = BATCHES) -> dict[str, Case]:

@@ -25,6 +25,10 @@ Case = tuple[Callable[..., Any], tuple[Any, ...]]
 Progress = Callable[[str], None]
 
 
+OVER = "stopped: its time was over"
+end: float | None = None  # by time.monotonic: a suite's; nothing is measured beyond it
+
+
 class CaseError(Exception):
     """A case that could not be measured: one line."""
 
@@ -71,13 +75,21 @@ def call_fresh(function: Callable[..., Any], *arguments: Any) -> Any:
     process.start()
     theirs.close()
     try:
-        answer, error = ours.recv()
+        if ours.poll(left_s()):
+            answer, error = ours.recv()
+        else:
+            answer, error = None, OVER
+            process.kill()
     except EOFError:
         answer, error = None, "its process died"
     process.join()
     if error:
         raise CaseError(error)
     return answer
+
+
+def left_s() -> float | None:
+    return None if end is None else max(0.0, end - time.monotonic())
 
 
 def _child(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

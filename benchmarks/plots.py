@@ -11,13 +11,14 @@ from benchmarks.tables import Part, is_peer, number
 
 OURS, OTHERS, INK = "#2f6690", "#b5b5bd", "#333333"
 NAMES = {"cost": "a step by its stages", "step": "one training step"}
+UNITS = {"ingest": "records (plan: headers)", "loader": "crops of 10 s", "step": "crops of 10 s"}
 WAY = {  # case -> what a crop passes through, in this order; the first case that was measured counts
     ("ingest", "read: omnilead"): "read a WFDB record",
     ("ingest", "ingest: omnilead, tar"): "archive to verified shards",
-    ("loader", "gather: tar, batch 256, 1 threads"): "shards to memory, checked",
+    ("loader", "gather: tar, batch 256, 1 threads"): "shards to memory",
     ("loader", "RLM: torch, batch 256"): "to a batch, with lead masking",
     ("loader", "physio3+RLM: torch, batch 256"): "to a batch, with noise too",
-    ("e2e", "tar: small, 32 crops"): "train the small model, whole loop",
+    ("e2e", "tar: small, 64 crops"): "train the small model, whole loop",
     ("step", "omnilead: bf16, 4 crops"): "a step of the paper's model, bf16",
 }
 
@@ -60,7 +61,11 @@ def rates(part: Part) -> Figure:
     ours = [not is_peer(name) and not any(peer in name for peer in ("loadmat", "webdataset", "streaming")) for name in names]
     bars(axes, names, [results[name][figure] for name in names], [OURS if own else OTHERS for own in ours])
     unit = "second" if figure == "per_s" else "CPU-second"
-    axes.set_xlabel(f"per {unit}, lowest to highest of {part['config']['repeats']} runs; grey: others", fontsize=9)
+    scale = ", logarithmic" if axes.get_xscale() == "log" else ""
+    axes.set_xlabel(
+        f"{UNITS[part['benchmark']]} a {unit}{scale}; lowest to highest of {part['config']['repeats']} runs; grey: others",
+        fontsize=9,
+    )
     return drawn
 
 
@@ -149,7 +154,7 @@ def whole_way(found: dict[str, dict[str, Any]]) -> Figure:
     drawn, axes = blank(9, 0.34 * len(found) + 1.2, "From archive to weights: crops of 10 s a CPU-second, each stage by itself")
     names = list(reversed(found))
     bars(axes, names, [found[name]["per_cpu_s"] for name in names], [OURS] * len(names))
-    axes.set_xlabel("per CPU-second, lowest to highest", fontsize=9)
+    axes.set_xlabel("crops (first two: records) of 10 s a CPU-second, logarithmic; lowest to highest", fontsize=9)
     return drawn
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import fleet, tables
+from benchmarks import bars, fleet, tables
 from benchmarks.tables import Part
 
 ROOT = Path(__file__).parents[1]
@@ -27,10 +27,16 @@ RATES = ("per_s", "per_cpu_s")
 FIGURES: dict[str, tuple[str, ...]] = {  # with a spread, of each result
     **dict.fromkeys(("ingest", "loader", "step", "scaling", "autotune"), RATES),
     "cost": ("ms",),
-    "e2e": (*RATES, "bare_per_s", "overhead_pct", "stall_pct"),
+    "e2e": (*RATES, "bare_per_s", "bare_per_cpu_s", "overhead_pct", "loop_pct", "loader_pct", "stall_pct"),
     "embed": (*RATES, "bare_per_s", "bare_per_cpu_s", "share_pct"),
     "start": ("seconds", "cpu_seconds"),
     "downstream": ("score",),
+}
+
+
+INPUT = {  # what was measured on
+    **dict.fromkeys(("ingest", "loader", "e2e", "embed", "start", "scaling"), ("archive", "dataset")),
+    **dict.fromkeys(("step", "cost", "autotune"), ("archive", "model", "device")),
 }
 
 
@@ -40,14 +46,22 @@ class RecordError(Exception):
 
 def load(path: Path) -> list[Part]:
     """The record's parts, each with what holds for all of them."""
-    record: dict[str, Any] = json.loads(path.read_text())
+    try:
+        record: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise RecordError(f"{path.name}: no JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise RecordError(f"{path.name}: no record")
     shared = {name: record[name] for name in OF_RECORD if name in record}
     whole = "parts" not in record
     found = [shared | {"file": path.name, "alone": whole} | part for part in ([record] if whole else record["parts"])]
     if not found:
         raise RecordError(f"{path.name}: has no part")
     for part in found:
-        check(path.name, part)
+        try:
+            check(path.name, part)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise RecordError(f"{path.name}: no record of this form: {type(error).__name__}: {error}") from None
     return found
 
 
@@ -56,6 +70,14 @@ def check(name: str, part: Part) -> None:
     lacking += [f"{key}.{inner}" for key, inners in INSIDE.items() for inner in inners if inner not in part.get(key, {})]
     if lacking:
         raise RecordError(f"{name}: incomplete, it lacks {', '.join(lacking)}")
+    if part["format"] != 1:
+        raise RecordError(f"{name}: format {part['format']}, this program reads 1")
+    lacking = [key for key in ("git.commit", "versions.python") if not part[key.split(".")[0]].get(key.split(".")[1])]
+    lacking += [f"input.{key}" for key in INPUT.get(part["benchmark"], ()) if key not in part["input"]]
+    if lacking:
+        raise RecordError(f"{name}: incomplete, it lacks {', '.join(lacking)}")
+    if part["benchmark"] != "downstream" and int(part["config"].get("repeats", 0)) < 3:
+        raise RecordError(f"{name}: {part['config'].get('repeats')} repeats show no spread: 3 are the least")
     if part["benchmark"] not in FIGURES:
         raise RecordError(f"{name}: there is no benchmark {part['benchmark']!r}")
     if part["config"].get("device") == "cuda" and not part["hardware"].get("gpus"):
@@ -98,6 +120,8 @@ def blocks_of(parts: dict[tuple[str, str], Part]) -> Iterator[str]:
                 where = f", on {part['hardware']['gpus'][0]['name']}" if device == "cuda" else ""
                 yield f"**{heading}{where}**"
                 yield from make(part)
+                if told := bars.line(part):
+                    yield told
                 yield tables.note(part)
     if parts:
         yield from tables.cluster(*rate_of(parts))

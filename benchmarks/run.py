@@ -90,30 +90,48 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         made[name] = command = commands.add_parser(name, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         command.add_argument("--out", type=Path, help="the record; None: benchmarks/results/<benchmark>_<machine>_<date>.json")
         command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-        command.add_argument("--repeats", type=int, default=3 if name in ("step", "e2e", "embed", "start", "suite") else 5)
-        command.add_argument("--only", metavar="REGEX", default="", help="cases whose name matches")
+        repeats = 3 if name in ("step", "e2e", "embed", "start", "suite") else 5
+        command.add_argument("--repeats", type=positive, default=repeats)
+    for name in ("ingest", "loader", "e2e", "embed", "start"):
+        made[name].add_argument("--only", type=regex, metavar="REGEX", default="", help="cases whose name matches")
     for name, records in {"ingest": 2000, "loader": 2000, "e2e": 600, "embed": 600, "suite": 1000}.items():
-        made[name].add_argument("--records", type=int, default=records, help="size of the synthetic archive")
-    made["ingest"].add_argument("--headers", type=int, default=1_000_000, help="of the large plan")
+        made[name].add_argument("--records", type=positive, default=records, help="size of the synthetic archive")
+    made["ingest"].add_argument("--headers", type=positive, default=1_000_000, help="of the large plan")
     made["loader"].add_argument("--seconds", type=float, default=3, help="of one run, warm-up aside")
     made["loader"].add_argument("--alone", action="store_true", help="our backends, without peers; always so on a GPU")
-    made["scaling"].add_argument("--huge", type=int, default=10_000_000, help="crops of the dataset")
-    made["start"].add_argument("--steps", type=int, default=90, help="of the whole quick start: as `make demo` has it")
+    made["scaling"].add_argument("--huge", type=positive, default=10_000_000, help="crops of the dataset")
+    made["start"].add_argument("--steps", type=positive, default=150, help="of the whole quick start")
     made["suite"].add_argument("--minutes", type=float, default=15, help="what has not begun by then is left out")
     made["suite"].add_argument("--model", default="paper", help=MODEL)
     made["suite"].add_argument("--kind", choices=("cpu", "gpu"), help="which parts (None: by --device)")
     of_step(made["step"])
     for name in ("e2e", "scaling", "embed"):
-        few = 16 if name == "embed" else 32
+        few = 16 if name == "embed" else 64
         made[name].add_argument("--model", help=f"{MODEL} (None: small on a CPU, paper on a GPU)")
-        made[name].add_argument("--batch", type=int, help=f"crops at a time on one device (None: {few} on a CPU, 256 on a GPU)")
-        made[name].add_argument("--threads", type=int, default=2, help="of torch on a CPU")
+        made[name].add_argument(
+            "--batch", type=positive, help=f"crops at a time on one device (None: {few} on a CPU, 256 on a GPU)"
+        )
+        made[name].add_argument("--threads", type=positive, default=2, help="of torch on a CPU")
     for name in ("e2e", "scaling"):
-        made[name].add_argument("--steps", type=int, help="of one turn (None: 10 on a CPU, 20 on a GPU)")
+        made[name].add_argument("--steps", type=positive, help="of one turn (None: 10 on a CPU, 20 on a GPU)")
     options = parser.parse_args(arguments)
     if options.repeats < 3:
         refuse(f"--repeats {options.repeats}: fewer than 3 show no spread")
     return options
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number, 1 or more")
+    return int(text)
+
+
+def regex(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: no regular expression: {error}") from None
+    return text
 
 
 def of_step(command: argparse.ArgumentParser) -> None:
@@ -140,8 +158,9 @@ def run_ingest(work: Path, options: argparse.Namespace) -> Part:
     archive = ingest.prepare(work, options.records)
     results = run_cases(only(ingest.cases(archive, work), options.only), options.repeats, say)
     if re.search(options.only, "plan: headers in memory"):
-        say(f"a plan of {options.headers:,} headers")
-        results["plan: headers in memory"] = summary([in_fresh_process(ingest.plan_in_memory, options.headers, warm_up=False)])
+        say(f"a plan of {options.headers:,} headers, {options.repeats} times")
+        plans = [in_fresh_process(ingest.plan_in_memory, options.headers, warm_up=False) for _ in range(options.repeats)]
+        results["plan: headers in memory"] = summary(plans)
     return {"input": ingest.facts(archive, work), "results": results}
 
 

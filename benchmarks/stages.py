@@ -187,8 +187,6 @@ def times_ms(once: Callable[[], None], device: str) -> list[float]:
 
 def both_ways(function: Callable[..., Any], inputs: tuple[Tensor, ...], run: Run) -> Callable[[], None]:
     """Forward, and backward if it has a gradient, from gradients of ones."""
-    if run.compiled != "eager":
-        function = torch.compile(function)
 
     def once() -> None:
         for x in inputs:
@@ -229,8 +227,10 @@ def measured(run: Run) -> dict[str, list[float]]:
     model = Pretrainer(run.config, ObjectiveConfig()).to(run.device).train()
     if run.precision == "bf16":
         model.bfloat16()
-    found = {}
+    found, in_layers = {}, {one.name for one in cost.stages(run.config, run.batch, run.precision) if one.times > 1}
     for name, (function, inputs) in timed(model, run.batch, run.precision, run.device).items():
+        if run.compiled == "step" or (run.compiled == "layers" and name in in_layers):
+            function = torch.compile(function)
         found[name] = times_ms(both_ways(function, inputs, run), run.device)
         model.zero_grad()
     found["gradient norm, AdamW"] = times_ms(optimiser(model, run.precision), run.device)

@@ -4,8 +4,9 @@
     python -m benchmarks.run suite --device cuda --minutes 10      and the tests that need a GPU
     python -m benchmarks.run suite --kind gpu --model quickstart   the same, tried on a CPU
 
-Each part is a benchmark of its own with fewer cases than when it is run alone, in the order of what is worth most; a part that
-would begin after --minutes is left out, and the record says so. What needs a package that is not there is left out by name.
+Each part is a benchmark of its own with fewer cases than when it is run alone, in the order of what is worth most. A part that
+would begin after --minutes is left out, and one that is not done a minute and a half later is stopped: the record says so. What
+needs a package that is not there is left out by name.
 """
 
 import argparse
@@ -16,10 +17,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks import measure as measuring
 from benchmarks import run
-from benchmarks.measure import Progress
+from benchmarks.measure import CaseError, Progress
 
 ROOT = Path(__file__).parents[1]
+GRACE_MINUTES = 1.5  # after --minutes a case that has begun may end; then it is stopped
 NEEDED = {"DALI": ("nvidia.dali", "the loader's dali backend"), "DeepSpeed": ("deepspeed", "e2e, start, the ranks of scaling")}
 INGEST = r"^read|^ingest: omnilead, tar$|^ingest: re-creation|^verify$"
 LOADER = r"^gather: tar, batch 256, 1|: (torch|resident), batch 256|^RLM: dali|loader, 0 workers|DataLoader, 0 workers"
@@ -47,8 +50,8 @@ def parts(kind: str, options: argparse.Namespace) -> list[list[str]]:
         ["loader", *device, *records, *repeats, "--alone"],
         ["embed", *device, *loop, *repeats, *records],
         ["step", *device, *model, *repeats, "--explain"],
+        ["start", *device, *repeats, "--only", "deepspeed"],
         ["step", *device, *model, *repeats, "--autotune"],
-        ["start", *device, *repeats, "--steps", "90", "--only", "deepspeed"],
     ]
 
 
@@ -60,6 +63,7 @@ def measure(work: Path, options: argparse.Namespace, progress: Progress) -> dict
             left_out[package] = f"not installed: without it there is no {what}"
             progress(f"{package} is {left_out[package]}")
     tests = gpu_tests(progress) if kind == "gpu" else None
+    measuring.end = began + 60 * (options.minutes + GRACE_MINUTES)
     for number, words in enumerate(parts(kind, options)):
         name, minutes = " ".join(words), (time.monotonic() - began) / 60
         if minutes >= options.minutes:
@@ -69,10 +73,16 @@ def measure(work: Path, options: argparse.Namespace, progress: Progress) -> dict
         place = work / str(number)
         place.mkdir()
         try:
-            done.append(run.measured(place, run.parse(words)) | {"took_s": round(time.monotonic() - began - 60 * minutes)})
+            part = run.measured(place, run.parse(words)) | {"took_s": round(time.monotonic() - began - 60 * minutes)}
+            if not part["results"]:
+                raise CaseError("; ".join(part.get("left_out", {}).values()) or "it has no results")
+            done.append(part)
         except (Exception, SystemExit) as error:  # the others may still tell something
             left_out[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             progress(f"left out: {name}: {left_out[name]}")
+    measuring.end = None
+    if not done:
+        raise SystemExit(f"benchmarks.run: nothing was measured: {'; '.join(left_out.values())[:300]}")
     return {"parts": done, "left_out": left_out, "kind": kind} | ({"gpu_tests": tests} if tests else {})
 
 

@@ -36,7 +36,7 @@ def step(part: Part) -> Iterator[str]:
     lines = []
     for name, r in part["results"].items():
         unit = " GFLOP" if "mfu" not in r else ""
-        cells = [name, number(r["per_s"]["median"]) + unit, number(per_cpu(r)) + unit, reach(r["per_cpu_s"])]
+        cells = [name, number(r["per_s"]["median"]) + unit, number(per_cpu(r)) + unit, reach(r[clock(part)])]
         cells += [
             f"{100 * r['mfu']:.0f} %" if "mfu" in r else "",
             f"{r['times_recreation']:.2f}x" if "times_recreation" in r else "",
@@ -72,7 +72,7 @@ def e2e(part: Part) -> Iterator[str]:
     lines = []
     for name, r in part["results"].items():
         shares = [f"{r[key]['median']:.1f} %" for key in ("overhead_pct", "loader_pct", "stall_pct")]
-        figures = [number(r[key]["median"]) for key in ("per_s", "per_cpu_s", "bare_per_cpu_s")]
+        figures = [number(r[key]["median"]) for key in ("per_s", "per_cpu_s", f"bare_{clock(part)}")]
         spread = f"{r['overhead_pct']['low']:.1f} to {r['overhead_pct']['high']:.1f} %"
         lines.append([name, r["backend"], *figures, shares[0], spread, *shares[1:], f"{r['checkpoint_s']:.2f} s"])
     head = ("", "backend", "crops a second", "a CPU-second", "bare step", "overhead", "lowest to highest", "the loader's")
@@ -106,11 +106,14 @@ def scaling(part: Part) -> Iterator[str]:
     ]
     yield rows("| order | correlation of position and row | shards a batch | rows a batch spans (95 %) |", shuffled)
     if worlds := part.get("ranks"):
-        alone = per_cpu(worlds["1"])
-        yield rows(
-            "| ranks on this machine | crops a CPU-second | lowest to highest | of one rank's |",
-            [[n, number(per_cpu(w)), reach(w["per_cpu_s"]), f"{100 * per_cpu(w) / alone:.0f} %"] for n, w in worlds.items()],
-        )
+        lines = []
+        for n, w in worlds.items():
+            kept = [w[key]["median"] / worlds["1"][key]["median"] for key in ("per_s", "per_cpu_s")]
+            rate = number(w["per_s"]["median"])
+            lines.append(
+                [n, rate, reach(w["per_s"]), f"{100 * kept[0] / int(n):.0f} %", number(per_cpu(w)), f"{100 * kept[1]:.0f} %"]
+            )
+        yield rows("| ranks on this machine | crops a second | lowest to highest | kept | a CPU-second | kept |", lines)
 
 
 def cluster(rate: float, basis: str) -> Iterator[str]:
@@ -173,7 +176,7 @@ def mean(told: Part | None) -> str:
 TABLES: dict[str, tuple[str, Callable[[Part], Iterator[str]]]] = {
     "downstream": ("Does pre-training help? A model of a million parameters, fine-tuned for minutes", downstream),
     "ingest": ("Archive to dataset: records (read, ingest, plan, synth) or GB (verify)", rates),
-    "loader": ("Dataset to batches: crops of 10 s as float32 millivolts in torch", rates),
+    "loader": ("Dataset to batches: crops of 10 s as float32 millivolts in torch (gather: as stored, int16)", rates),
     "step": ("One training step: crops of 10 s", step),
     "cost": ("Where a step's time goes, largest gap first", cost),
     "autotune": ("The fastest settings", autotune),
@@ -193,6 +196,11 @@ def kind(name: str) -> str:
 
 def is_peer(name: str) -> bool:
     return any(word in name for word in ("re-creation", "wfdb.rdrecord"))
+
+
+def clock(part: Part) -> str:
+    """A GPU is nobody else's, and its work no CPU's."""
+    return "per_s" if part["config"].get("device") == "cuda" else "per_cpu_s"
 
 
 def per_cpu(result: dict[str, Any]) -> float:
@@ -221,8 +229,10 @@ def note(part: Part) -> str:
     left_out = "".join(f" Left out: {name}: {reason}." for name, reason in part.get("left_out", {}).items())
     fresh = ", each in a fresh process" if part["benchmark"] in FRESH and part["config"].get("device") != "cuda" else ""
     gpu = f"{hardware['gpus'][0]['name']}, " if hardware.get("gpus") else ""
+    shared = "" if gpu else " shared with others"
+    dirty = ", uncommitted changes" if part["git"]["dirty"] else ""
     return (
-        f"{gpu}{hardware['cpu']}, {hardware['cores']} cores shared with others (load {hardware['load_before']:.1f} before), "
+        f"{gpu}{hardware['cpu']}, {hardware['cores']} cores{shared} (load {hardware['load_before']:.1f} before){dirty}, "
         f"{part['date'][:10]}; {amount}; median of {part['config']['repeats']} runs{fresh}; {versions}; "
         f"[{part['file']}](benchmarks/results/{part['file']}).{left_out}"
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import plots, report, tables
+from benchmarks import bars, plots, report, tables
 from benchmarks.measure import run_cases
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,9 @@ def spread(value: float) -> dict[str, float]:
 RATES = {"per_s": spread(100.0), "per_cpu_s": spread(50.0), "peak_mb": 2048.0}
 COST = {"ms": spread(10.0), "predicted_ms": 4.0, "gap_ms": 6.0, "bound": "compute", "gflop": 100.0, "gb": 2.0}
 BARE = {"bare_per_s": spread(101.0), "bare_per_cpu_s": spread(51.0)}
-LOOP = {"backend": "dali", "checkpoint_s": 0.5} | dict.fromkeys(("overhead_pct", "loader_pct", "stall_pct"), spread(1.5))
+LOOP = {"backend": "dali", "checkpoint_s": 0.5} | dict.fromkeys(
+    ("overhead_pct", "loop_pct", "loader_pct", "stall_pct"), spread(1.5)
+)
 RESULTS: dict[str, dict[str, Any]] = {
     "ingest": {"read: omnilead": RATES, "read: wfdb.rdrecord": RATES},
     "loader": {"RLM: torch, batch 256": RATES},
@@ -69,7 +71,7 @@ def suite(device: str) -> dict[str, Any]:
     record = json.loads(max(report.RESULTS.glob("ingest_*.json")).read_text())
     shared = {name: record[name] for name in report.OF_RECORD} | {"date": "2999-01-01T00:00:00"}
     shared["hardware"] = shared["hardware"] | {"gpus": [{"name": "NVIDIA H200"}] if device == "cuda" else []}
-    given = {"archive": "synthetic", "crops": 4, "precision": "bf16", "model": "paper", "device": device}
+    given = {"archive": "synthetic", "dataset": "0" * 64, "crops": 4, "precision": "bf16", "model": "paper", "device": device}
     parts = [
         {"benchmark": name, "config": {"device": device, "repeats": 3}, "input": given, "results": results} | MORE.get(name, {})
         for name, results in RESULTS.items()
@@ -91,6 +93,8 @@ def test_a_suites_record_becomes_tables_and_pictures(device: str, tmp_path: Path
         "| fc1 | 10 | 4 | 6 |",
         "--set train.micro_batch=4",
         "bar of 3 is missed",
+        "of the loop alone % at most 2: met, 1.5 (tar: small, 32 crops)",
+        "| 2 | 100 | 90 to 110 | 50 % | 50 | 100 % |",
         "1,024",
         "| 0.400 ± 0.100 | 0.400 ± 0.100 |",
     ):
@@ -130,6 +134,13 @@ def test_the_newest_record_of_each_device_counts(tmp_path: Path) -> None:
         (lambda r: r["parts"][5]["results"]["tar: small, 32 crops"].pop("stall_pct"), "no stall_pct"),
         (lambda r: r["parts"][2].pop("input"), "input"),
         (lambda r: r["parts"][2].update(benchmark="other"), "no benchmark 'other'"),
+        (lambda r: r["parts"][1]["input"].pop("dataset"), "input.dataset"),
+        (lambda r: r["parts"][1]["config"].update(repeats=1), "1 repeats show no spread"),
+        (lambda r: r["versions"].clear(), "versions.python"),
+        (lambda r: r["git"].update(commit=""), "git.commit"),
+        (lambda r: r.update(format=99), "format 99"),
+        (lambda r: r["parts"][1].update(results={"a": 3}), "no record of this form"),
+        (lambda r: r["parts"][1]["results"]["RLM: torch, batch 256"]["per_s"].update(median=None), "no record of this form"),
     ],
 )
 def test_what_a_suite_lacks_is_named(change: Any, told: str, tmp_path: Path) -> None:
@@ -138,6 +149,25 @@ def test_what_a_suite_lacks_is_named(change: Any, told: str, tmp_path: Path) -> 
     (tmp_path / "suite.json").write_text(json.dumps(record))
     with pytest.raises(report.RecordError, match=told):
         report.load(tmp_path / "suite.json")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "3"])
+def test_what_is_no_record_is_one_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text(text)
+    with pytest.raises(report.RecordError, match=r"\Ar.json: no (JSON|record)"):
+        report.load(tmp_path / "r.json")
+
+
+def test_the_worst_case_is_held_against_the_bar() -> None:
+    def of(rate: float) -> dict[str, Any]:
+        return {"per_cpu_s": spread(rate), "per_s": spread(rate)}
+
+    rates = {"RLM: torch, batch 64": 90.0, "RLM: torch, batch 256": 200.0, "RLM: re-creation, 0 workers": 10.0}
+    rates |= {"RLM: re-creation, 2 workers": 5.0, "physio3+RLM: torch, batch 256": 60.0}  # noise has no rival here
+    part = {"benchmark": "loader", "config": {}, "results": {name: of(rate) for name, rate in rates.items()}}
+    assert [(worst, found, bar.bar) for worst, found, bar in bars.judged(part)] == [("RLM: torch, batch 64", 9.0, 10)]
+    assert "at least 10: missed, 9 (RLM: torch, batch 64)" in bars.line(part)
+    assert bars.line({"benchmark": "cost", "config": {}, "results": {}}) == ""
 
 
 def busy(loops: int) -> float:
