@@ -21,9 +21,10 @@ if not __package__:
 
 from engine.config import FinetuneConfig
 from engine.training.course import Door
+from engine.training.distributed import leave
 from engine.training.finetuning import Finetuning
 
 main = Door("engine/finetune.py", __doc__, FinetuneConfig, Finetuning).main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -21,9 +21,10 @@ if not __package__:
 
 from engine.config import QUICKSTART, Config
 from engine.training.course import Door
+from engine.training.distributed import leave
 from engine.training.pretraining import Pretraining
 
 main = Door("engine/pretrain.py", __doc__, Config, Pretraining, QUICKSTART).main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

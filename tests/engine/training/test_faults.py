@@ -1,5 +1,6 @@
 """What a run survives, and what it says when it does not."""
 
+import json
 import os
 import random
 import re
@@ -207,6 +208,15 @@ def hang() -> None:
         return step(self, batch)  # type: ignore[arg-type]
 
     Loop._step = idle  # type: ignore[method-assign, assignment]
+
+
+@pytest.mark.parametrize("script", ["pretrain", "finetune"])
+def test_a_run_that_is_over_is_not_taken_down_by_what_is_left_of_it(script: str) -> None:
+    """Gloo's threads outlive their group, and the interpreter that goes down under one of them ends with SIGABRT."""
+    path = str(ROOT / "engine" / f"{script}.py")
+    code = f"import atexit, os, runpy; atexit.register(os.abort); runpy.run_path({path!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code, "--schema"], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stderr) == (0, "") and json.loads(done.stdout)["properties"]["train"]
 
 
 @pytest.mark.parametrize("fate", [die, hang])
