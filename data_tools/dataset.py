@@ -12,7 +12,8 @@
 import hashlib
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -85,6 +86,9 @@ class Dataset:
             raise DatasetError(f"{url}/{META}: its fingerprint is not that of its contents: it was changed by hand")
         return cls(root, meta)
 
+    def __hash__(self) -> int:
+        return hash((self.root.url, self.fingerprint))
+
     def __len__(self) -> int:
         return int(self.meta["crops"])
 
@@ -98,21 +102,30 @@ class Dataset:
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Rows in shard order. On a local disk the file is mapped, and only the columns asked for are decoded."""
-        if self.root.remote:
-            file: Any = io.BytesIO(self.root.read(SAMPLES, self.meta["samples"]["bytes"]))
-        else:
-            file = f"{self.root.url}/{SAMPLES}"
-        try:
-            table = pq.read_table(file, columns=columns, memory_map=True, schema=COLUMNS)
-        except FileNotFoundError:
-            raise DatasetError(f"{self.root.url}/{SAMPLES}: missing: restore the file") from None
-        except (OSError, pa.ArrowInvalid) as error:
-            raise DatasetError(f"{self.root.url}/{SAMPLES}: {error}"[:300]) from None
+        with self._samples() as samples:
+            table = samples.read(columns)
         if table.num_rows != len(self):
             raise DatasetError(
                 f"{self.root.url}: {SAMPLES} has {table.num_rows} rows, {META} says {len(self)}: restore the file"
             )
         return table
+
+    def parts(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """The same rows by and by, for what needs only some of them at a time."""
+        with self._samples() as samples:
+            for group in samples.fragments[0].split_by_row_group():
+                yield from group.to_table(COLUMNS, list(columns)).to_batches()
+
+    @contextmanager
+    def _samples(self) -> Iterator[pq.ParquetDataset]:
+        file = f"{self.root.url}/{SAMPLES}"
+        try:
+            source = io.BytesIO(self.root.read(SAMPLES, self.meta["samples"]["bytes"])) if self.root.remote else file
+            yield pq.ParquetDataset(source, memory_map=True, schema=COLUMNS)
+        except FileNotFoundError:
+            raise DatasetError(f"{file}: missing: restore the file") from None
+        except (OSError, pa.ArrowInvalid) as error:
+            raise DatasetError(f"{file}: {error}"[:300]) from None
 
     def column(self, name: str) -> np.ndarray:
         values: np.ndarray = self.table([name])[name].to_numpy()

@@ -7,6 +7,7 @@ every run holds the same ones out, and a larger share holds out those of a small
 has a copy is on neither side.
 """
 
+from functools import lru_cache
 from hashlib import blake2b
 
 import numpy as np
@@ -16,22 +17,30 @@ import pyarrow.compute as pc
 from data_tools.dataset import Dataset
 
 KEY = b"omnilead data.hold_out"
+OWNER = ("source", "patient", "record")
 
 
+@lru_cache(maxsize=4)  # each validation asks again
 def sides(dataset: Dataset, share: float) -> tuple[np.ndarray, np.ndarray]:
-    names, _ = owners(dataset)
-    held = (uniforms(names.dictionary) < share)[names.indices.to_numpy()]
-    waveform = dataset.table(["waveform"])["waveform"].to_numpy()
-    return ~held & ~np.isin(waveform, waveform[held]), held
+    held, waveforms = [], []
+    for part in dataset.parts([*OWNER, "waveform"]):
+        names, _ = owners(part)
+        held.append((uniforms(names.dictionary) < share)[names.indices.to_numpy()])
+        waveforms.append(part["waveform"].to_numpy()[held[-1]])
+    theirs = np.unique(np.concatenate(waveforms))
+    copies = []
+    for part in dataset.parts(["waveform"]):
+        first, after = (np.searchsorted(theirs, part["waveform"].to_numpy(), side) for side in ("left", "right"))
+        copies.append(first < after)
+    return ~np.concatenate(copies), np.concatenate(held)
 
 
-def owners(dataset: Dataset) -> tuple[pa.DictionaryArray, np.ndarray]:
+def owners(part: pa.RecordBatch) -> tuple[pa.DictionaryArray, np.ndarray]:
     """Whose each crop is: source/patient, or source/record where patients are not known; and whether they are."""
-    table = dataset.table(["source", "patient", "record"])
-    known = pc.fill_null(pc.not_equal(table["patient"], ""), False)
-    name = pc.if_else(known, table["patient"], table["record"])
-    joined = pc.binary_join_element_wise(table["source"], name, "/").combine_chunks()
-    return pc.dictionary_encode(joined), known.combine_chunks().to_numpy(zero_copy_only=False)
+    known = pc.fill_null(pc.not_equal(part["patient"], ""), False)
+    name = pc.if_else(known, part["patient"], part["record"])
+    joined = pc.binary_join_element_wise(part["source"], name, "/")
+    return pc.dictionary_encode(joined), known.to_numpy(zero_copy_only=False)
 
 
 def uniforms(names: pa.Array) -> np.ndarray:

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,7 +25,7 @@ from engine.model.draws import row_keys
 from engine.model.heads import pool
 from engine.objectives.gather import gather_constant, total
 from engine.pipelines.batched import crop_key
-from engine.pipelines.held_out import owners
+from engine.pipelines.held_out import OWNER, owners
 from engine.pipelines.loader import Batch, Loader
 from engine.pipelines.order import OrderError, Rows
 from engine.pipelines.plain import views
@@ -56,8 +57,9 @@ class Patients:
     def __init__(self, datasets: Sequence[Dataset]) -> None:
         self.of_dataset: list[np.ndarray] = []
         for number, dataset in enumerate(datasets):
-            names, known = owners(dataset)
-            self.of_dataset.append(number << 40 | names.indices.to_numpy().astype(np.int64) << 1 | known)
+            names, known = zip(*map(owners, dataset.parts(OWNER)), strict=True)
+            codes = [part.indices.to_numpy() for part in pa.chunked_array(names).unify_dictionaries().chunks]
+            self.of_dataset.append(number << 40 | np.concatenate(codes).astype(np.int64) << 1 | np.concatenate(known))
 
     def of(self, dataset: np.ndarray, row: np.ndarray) -> np.ndarray:
         return np.array([self.of_dataset[d][r] for d, r in zip(dataset.tolist(), row.tolist(), strict=True)], np.int64)

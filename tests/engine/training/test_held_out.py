@@ -1,7 +1,7 @@
 """data.hold_out: patients kept from training so that there is something to validate on."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,17 @@ from engine.training.validation import Patients, taught
 WORLDS = (1, 2, 4)
 
 
-def table(**columns: Any) -> Any:
-    """As much of a dataset as names take."""
-    return SimpleNamespace(table=lambda names: pa.table(columns).select(names))
+class Named:
+    """As much of a dataset as names take, in parts of a thousand rows."""
+
+    def __init__(self, **columns: Any) -> None:
+        self.rows = pa.table(columns)
+
+    def table(self, names: list[str]) -> pa.Table:
+        return self.rows.select(names)
+
+    def parts(self, names: Sequence[str]) -> list[pa.RecordBatch]:
+        return list(self.rows.select(names).to_batches(max_chunksize=1000))
 
 
 def many(patients: int, first: int = 0) -> Any:
@@ -32,7 +40,7 @@ def many(patients: int, first: int = 0) -> Any:
     numbers = np.repeat(np.arange(first, first + patients), 2)
     names = pa.array([None if n % 3 == 0 else f"p{n}" for n in numbers.tolist()], pa.string())
     records = [f"r{i}" for i in range(2 * first, 2 * (first + patients))]
-    return table(source=["s"] * len(records), patient=names, record=records, waveform=np.arange(len(records), dtype=np.uint64))
+    return Named(source=["s"] * len(records), patient=names, record=records, waveform=np.arange(len(records), dtype=np.uint64))
 
 
 @pytest.mark.parametrize("share", [0.02, 0.3])
@@ -48,7 +56,7 @@ def test_the_share_of_patients_is_held_out_whole(share: float) -> None:
 
 
 def test_a_patient_and_a_record_of_one_name_are_two() -> None:
-    data = table(source=["s", "s", "s", "t"], patient=["7", None, "", "7"], record=["1", "7", "7", "2"])
+    data: Any = Named(source=["s", "s", "s", "t"], patient=["7", None, "", "7"], record=["1", "7", "7", "2"])
     assert len(set(Patients([data]).of_dataset[0].tolist())) == 3
     assert Patients([data, data]).of_dataset[1].min() > Patients([data]).of_dataset[0].max()
 
@@ -59,11 +67,24 @@ def test_more_data_moves_nobody() -> None:
 
 
 def test_a_copy_of_what_is_held_out_is_not_trained_on() -> None:
-    names = [f"p{i}" for i in range(200)]
-    data = table(source=["s"] * 200, patient=names, record=names, waveform=np.arange(200, dtype=np.uint64) // 2)
+    """However far away it lies."""
+    names = [f"p{i}" for i in range(3000)]
+    data: Any = Named(source=["s"] * 3000, patient=names, record=names, waveform=np.arange(3000, dtype=np.uint64) % 1500)
     trained, held = sides(data, 0.3)
     assert held.any() and trained.any()
-    assert (trained == ~(held | held.reshape(-1, 2)[:, ::-1].ravel())).all()
+    assert (trained == ~(held | np.roll(held, 1500))).all()
+
+
+def test_nobody_held_out_and_everybody() -> None:
+    assert [side.tolist() for side in sides(many(3), 1e-9)] == [[True] * 6, [False] * 6]
+    assert [side.tolist() for side in sides(many(3), 1.0)] == [[False] * 6, [True] * 6]
+
+
+def test_a_patient_has_one_number_wherever_the_records_lie() -> None:
+    names = [f"p{i % 700}" for i in range(5000)]
+    data: Any = Named(source=["s"] * 5000, patient=names, record=[f"r{i}" for i in range(5000)])
+    (numbers,) = Patients([data]).of_dataset
+    assert len(set(numbers.tolist())) == 700 and (numbers == numbers[np.arange(5000) % 700]).all()
 
 
 def test_no_patient_held_out_is_trained_on_at_any_world_size_or_restart(dataset: Dataset) -> None:
