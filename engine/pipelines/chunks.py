@@ -44,6 +44,14 @@ class Chunks:
 
     def read(self, row: int, crop: np.ndarray) -> bool:
         """-> whether it is there; if not, it is zeros."""
+        try:
+            return self._read(row, crop)
+        except ChunkError:
+            if not self.root.remote:
+                raise
+            return self._read(row, crop)  # what a network did once it does not do twice
+
+    def _read(self, row: int, crop: np.ndarray) -> bool:
         block, slot = divmod(row, self.block)
         start, length = self._index(block)[slot].tolist()
         if start == ABSENT:

@@ -15,9 +15,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -25,12 +26,15 @@ import pytest
 from data_tools import plan, storage, store
 from data_tools.__main__ import main
 from data_tools.build import Settings, shard
-from data_tools.dataset import META, Dataset
-from data_tools.errors import DatasetError, StorageError
+from data_tools.dataset import CROP_SHAPE, META, Dataset
+from data_tools.errors import DataError, DatasetError, StorageError
 from data_tools.sources import open_sources, physionet2021, ptbxl
 from data_tools.storage import folder
 from data_tools.synth import synthesise
 from data_tools.verify import verify
+from engine.pipelines import staging as engine_staging
+from engine.pipelines.gather import Gather
+from engine.pipelines.staging import Staging
 
 s3fs = pytest.importorskip("s3fs")
 moto = pytest.importorskip("moto.server")
@@ -312,6 +316,35 @@ def test_bad_network(s3: Server, right: dict[str, dict[str, bytes]], how: str) -
     build(ARCHIVE, f"{BUCKET}/made", format="both")
     assert [fault for fault in s3.faults if fault.times] == []
     assert without_recipe(s3_files(f"{BUCKET}/made")) == without_recipe(right["both"])
+
+
+@pytest.mark.parametrize("how", ["500", "drop", "cut", "lie", "stall"])
+@pytest.mark.parametrize("source", ["tar", "zarr"])
+def test_training_over_a_bad_network(
+    s3: Server, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Literal["tar", "zarr"], how: str
+) -> None:
+    """Of either twin, every crop as it is on a disk, or one line."""
+    monkeypatch.setattr(engine_staging, "FIRST_WAIT_S", 0.01)
+    local = build(str(small), str(tmp_path / "made"), format="both")
+    build(str(small), f"{BUCKET}/made", format="both")
+    dataset, rows = Dataset.open(f"{BUCKET}/made"), np.arange(len(local))
+    path = {"tar": "0000[01].tar$", "zarr": "/c/[01]/0/0$"}[source]
+    s3.faults = [Fault(how, "GET", path, 1 if how == "lie" else 3)]
+    s3.faults += [Fault(how, "HEAD", path, 1)] if how == "500" and source == "zarr" else []
+    staging = Staging(dataset, str(tmp_path / "cache"), 2**30, order=range(len(dataset.shards)))
+    out = np.empty((len(rows), *CROP_SHAPE), np.int16)
+    with closing(staging), closing(Gather([dataset], source=source, staged={0: staging.hold})) as gather:
+        gather.read(np.zeros(len(rows), int), rows, out)
+    assert [fault for fault in s3.faults if fault.times] == []
+    assert all(np.array_equal(crop, local.read(row)) for crop, row in zip(out, rows.tolist(), strict=True))
+    if how != "lie":  # those that never end take their time
+        return
+    s3.faults = [Fault(how, "GET", path, float("inf"))]
+    monkeypatch.setattr(storage, "RETRIES", 2)
+    staging = Staging(dataset, str(tmp_path / "empty"), 2**30)
+    gather = Gather([dataset], source=source, staged={0: staging.hold})
+    with closing(staging), closing(gather), pytest.raises(DataError, match=rf"^{BUCKET}/made/[^\n]*$"):
+        gather.read(np.zeros(1, int), rows[:1], out[:1])
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "HR0000[0-9].mat$"), ("PUT", "00001.tar$"), ("PUT", "/c/0/0/0$")])
