@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from data_tools.errors import DataError as DataError  # the engine has both from here
 from data_tools.errors import DatasetError as DatasetError
-from data_tools.errors import ReadError
+from data_tools.errors import ReadError, one_line
 from data_tools.labels import ABBREVIATIONS
 from data_tools.record import LEADS
 from data_tools.storage import Folder, folder
@@ -86,6 +86,9 @@ class Dataset:
             raise DatasetError(f"{url}/{META}: its fingerprint is not that of its contents: it was changed by hand")
         return cls(root, meta)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Dataset, (self.root, self.meta)  # another process reads for itself
+
     def __hash__(self) -> int:
         return hash((self.root.url, self.fingerprint))
 
@@ -102,8 +105,8 @@ class Dataset:
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Rows in shard order. On a local disk the file is mapped, and only the columns asked for are decoded."""
-        with self._samples() as samples:
-            table = samples.read(columns)
+        with self._arrow_errors():
+            table = self._samples.read(columns)
         if table.num_rows != len(self):
             raise DatasetError(
                 f"{self.root.url}: {SAMPLES} has {table.num_rows} rows, {META} says {len(self)}: restore the file"
@@ -112,20 +115,35 @@ class Dataset:
 
     def parts(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """The same rows by and by, for what needs only some of them at a time."""
-        with self._samples() as samples:
-            for group in samples.fragments[0].split_by_row_group():
+        with self._arrow_errors():
+            for group in self._samples.fragments[0].split_by_row_group():
                 yield from group.to_table(COLUMNS, list(columns)).to_batches()
 
+    @cached_property
+    def _samples(self) -> pq.ParquetDataset:
+        """Its bytes are right: parquet's own checks do not see every flipped bit. Those from far away are kept, or each column
+        would fetch them again."""
+        told, file = self.meta["samples"], f"{self.root.url}/{SAMPLES}"
+        source: Any = file
+        if self.root.remote:
+            data = self.root.read(SAMPLES, told["bytes"])
+            source, digest = io.BytesIO(data), hashlib.sha256(data)
+        else:
+            with open(file, "rb") as opened:
+                digest = hashlib.file_digest(opened, "sha256")
+        if digest.hexdigest() != told["sha256"]:
+            raise DatasetError(f"{file}: fails its sha256: restore the file")
+        return pq.ParquetDataset(source, memory_map=True, schema=COLUMNS)
+
     @contextmanager
-    def _samples(self) -> Iterator[pq.ParquetDataset]:
+    def _arrow_errors(self) -> Iterator[None]:
         file = f"{self.root.url}/{SAMPLES}"
         try:
-            source = io.BytesIO(self.root.read(SAMPLES, self.meta["samples"]["bytes"])) if self.root.remote else file
-            yield pq.ParquetDataset(source, memory_map=True, schema=COLUMNS)
+            yield
         except FileNotFoundError:
             raise DatasetError(f"{file}: missing: restore the file") from None
-        except (OSError, pa.ArrowInvalid) as error:
-            raise DatasetError(f"{file}: {error}"[:300]) from None
+        except (OSError, pa.ArrowException, ReadError) as error:
+            raise DatasetError(one_line(f"{file}: {error}: restore the file")) from None
 
     def column(self, name: str) -> np.ndarray:
         values: np.ndarray = self.table([name])[name].to_numpy()
@@ -154,12 +172,14 @@ class Dataset:
     def read(self, row: int, check: bool = True) -> np.ndarray:
         """One crop, int16 [12, 5000] in microvolts."""
         shard, offset, crc = (int(column[row]) for column in self.addresses)
-        if shard < 0:
-            crop = np.ascontiguousarray(self.store[row], "<i2")
-            data, name = crop.tobytes(), f"{STORE}"
-        else:
-            name = f"shards/{self.shards[shard]['name']}"
-            data = self._range(name, offset)
+        name = STORE if shard < 0 else f"shards/{self.shards[shard]['name']}"
+        try:
+            if shard < 0:
+                data = np.ascontiguousarray(self.store[row], "<i2").tobytes()
+            else:
+                data = self.root.read_range(name, offset, CROP_BYTES)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise DatasetError(one_line(f"{self.root.url}/{name}: crop {row}: {error}: restore the file")) from None
         if check and google_crc32c.value(data) != crc:
             raise DatasetError(f"{self.root.url}/{name}: crop {row} at byte {offset} fails its crc32c: restore the file")
         return np.frombuffer(data, "<i2").reshape(CROP_SHAPE)
@@ -169,12 +189,6 @@ class Dataset:
         """The zarr twin."""
         return open_store(self.root, "r")
 
-    def _range(self, name: str, offset: int) -> bytes:
-        try:
-            return self.root.read_range(name, offset, CROP_BYTES)
-        except FileNotFoundError:
-            raise DatasetError(f"{self.root.url}/{name}: missing") from None
-
 
 def open_store(root: Folder, mode: str) -> Any:
     import zarr
@@ -183,7 +197,7 @@ def open_store(root: Folder, mode: str) -> Any:
         options = {"anon": True} if getattr(root, "anonymous", False) else None
         return zarr.open_array(f"{root.url}/{STORE}", mode=mode, storage_options=options)
     except (FileNotFoundError, KeyError, ValueError) as error:
-        raise DatasetError(f"{root.url}/{STORE}: {error}"[:300]) from None
+        raise DatasetError(one_line(f"{root.url}/{STORE}: {error}")) from None
 
 
 def fingerprint(meta: dict[str, Any]) -> str:

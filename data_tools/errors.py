@@ -22,3 +22,8 @@ class StorageError(DataError):
 
 class DatasetError(DataError):
     """A dataset that is not what it says: the message names the file, the crop and the check."""
+
+
+def one_line(text: str, most: int = 300) -> str:
+    """What a library says may be several."""
+    return " ".join(text.split())[:most]

@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import hashlib
 import json
 import logging
 import os
@@ -54,7 +55,8 @@ def make_dataset(
     if zarr:
         store.write(table, entries, folder(root), 1, None, True)
     meta = {"format_version": 1, "crops": len(rows), "formats": ["tar", "zarr"] if zarr else ["tar"], "shards": entries}
-    meta["samples"] = {"bytes": (root / "samples.parquet").stat().st_size}
+    samples = (root / "samples.parquet").read_bytes()
+    meta["samples"] = {"bytes": len(samples), "sha256": hashlib.sha256(samples).hexdigest()}
     folder(root).write("dataset.json", json.dumps(meta | {"fingerprint": fingerprint(meta)}).encode())
     return Dataset.open(str(root))
 
@@ -147,11 +149,13 @@ def test_refuses_a_source_that_is_not_there(small: Dataset) -> None:
 
 def test_refuses_a_table_of_another_dataset(small: Dataset, tmp_path: Path) -> None:
     other = make_dataset(tmp_path / "other", shards=6)
-    Path(other.root.url, "samples.parquet").replace(Path(small.root.url, "samples.parquet"))
     with pytest.raises(DatasetError, match=r"24 rows, dataset\.json says 20"):
-        Gather([Dataset.open(small.root.url)])
+        Gather([Dataset(other.root, other.meta | {"crops": 20})])
     with pytest.raises(DatasetError, match="names shards that"):
-        Gather([Dataset(small.root, small.meta | {"crops": 24})])
+        Gather([Dataset(other.root, other.meta | {"shards": small.shards})])
+    Path(other.root.url, "samples.parquet").replace(Path(small.root.url, "samples.parquet"))
+    with pytest.raises(DatasetError, match=r"^[^\n]*/small/samples\.parquet: fails its sha256[^\n]*$"):
+        Gather([Dataset.open(small.root.url)])
 
 
 # Checks
