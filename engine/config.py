@@ -74,7 +74,7 @@ class PipelineConfig(Section):
 
 class TrainConfig(Section):
     steps: int | None = Field(default=None, ge=1)  # this or epochs
-    epochs: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    epochs: float | None = Field(default=None, gt=0, le=1e6)
     batch_crops: int = Field(default=512, ge=1)  # of all ranks together, whatever their number
     # Crops of a rank at a time; None: all. With fewer, gradients are accumulated, but contrasted crops meet only within a part
     # (of all ranks): the candidates of CMSC, SimCLR and 3KG are then micro_batch x ranks crops, not batch_crops.
@@ -91,9 +91,9 @@ class TrainConfig(Section):
     end_factor: float = Field(default=0.01, ge=0, le=1)
     weight_decay: float = Field(default=0.01, ge=0, le=1)  # on every parameter, decoupled
     betas: tuple[float, float] = (0.9, 0.98)
-    eps: float = Field(default=1e-6, gt=0)
+    eps: float = Field(default=1e-6, gt=0, le=1)
     clip_norm: float = Field(default=0.0, ge=0)  # 0: gradients are not clipped
-    max_nonfinite: int = Field(default=10, ge=1)  # skipped steps in a row that end the run, looked for when it logs
+    max_nonfinite: int = Field(default=10, ge=1, le=10**6)  # skipped steps in a row that end the run, looked for when it logs
     seed: int = Field(default=0, ge=0, lt=2**63)
     deterministic: bool = False  # on a GPU: kernels that add up in the same order each time, or an error that names the one
     track: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)  # beside metrics.jsonl
@@ -105,7 +105,7 @@ class TrainConfig(Section):
     save_every_minutes: float = Field(default=30.0, gt=0)
     keep: int = Field(default=3, ge=1)  # checkpoints, beside the best one
     peak_tflops: float | None = Field(default=None, gt=0)  # of one device, for MFU; None: measured at the start
-    timeout_s: float = Field(default=600.0, gt=0)  # a rank that is silent for so long ends the run
+    timeout_s: float = Field(default=600.0, gt=0, le=1e6)  # a rank that is silent for so long ends the run
 
     @field_validator("precision")
     @classmethod
@@ -155,7 +155,11 @@ class Settings(Section):
     @property
     def loader(self) -> LoaderConfig:
         return LoaderConfig(
-            **dict(self.pipeline), batch_crops=self.train.batch_crops, seed=self.train.seed, augment=self.augment
+            **dict(self.pipeline),
+            batch_crops=self.train.batch_crops,
+            micro_batch=self.train.micro_batch,
+            seed=self.train.seed,
+            augment=self.augment,
         )
 
 
@@ -403,7 +407,7 @@ def _check_pretraining(config: Config, world: int) -> None:
 
 def candidates(config: Config, world: int) -> int:
     """Crops among which each is to find its other half, or view."""
-    return micro_batch(config, world)[0] * (world if config.objective.gathered else 1)
+    return micro_batch(config, world)[0] * (world if config.objective.across_ranks else 1)
 
 
 def _check_finetuning(config: FinetuneConfig) -> None:

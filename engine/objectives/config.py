@@ -48,6 +48,11 @@ class ObjectiveConfig:
             raise ConfigError(f"objective.form={self.form!r}: use paper or authors")
 
     @property
+    def across_ranks(self) -> bool:
+        """Whether crops of other ranks are among the candidates."""
+        return self.gathered and (self.method, self.form) != ("cmsc", "authors")
+
+    @property
     def needs_ids(self) -> bool:
         """Whether a step must be told whose crops it sees."""
         return self.contrast > 0 and (self.method == "3kg" or (self.method == "cmsc" and self.form == "authors"))

@@ -8,14 +8,33 @@ have equally many rows. Without a process group, or with one rank, both are the 
 Source: torch.distributed.nn.functional, whose all_gather and all_reduce are differentiable.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as functional
 from torch import Tensor
 
+# torch's compiler refuses to trace these, and would then trace nothing of what calls them.
+_all_gather = torch.compiler.disable(functional.all_gather)
+_all_reduce = torch.compiler.disable(functional.all_reduce)
+_apart = False
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Within it each rank computes for itself, as if it were alone."""
+    global _apart
+    before, _apart = _apart, True
+    try:
+        yield
+    finally:
+        _apart = before
+
 
 def world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if not _apart and dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
@@ -26,7 +45,7 @@ def gather(x: Tensor) -> Tensor:
     """[A, ...] -> [W * A, ...] in the order of ranks, with gradient."""
     if world_size() == 1:
         return x
-    return torch.cat(functional.all_gather(x.contiguous()), 0)
+    return torch.cat(_all_gather(x.contiguous()), 0)
 
 
 def gather_constant(x: Tensor) -> Tensor:
@@ -42,5 +61,5 @@ def total(x: Tensor) -> Tensor:
     """The sum over ranks, with gradient."""
     if world_size() == 1:
         return x
-    summed: Tensor = functional.all_reduce(x)
+    summed: Tensor = _all_reduce(x)
     return summed

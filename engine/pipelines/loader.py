@@ -48,6 +48,7 @@ class LoaderError(Exception):
 class LoaderConfig:
     backend: Literal["auto", "dali", "torch", "resident"] = "auto"
     batch_crops: int = 512  # of all ranks together
+    micro_batch: int | None = None  # crops of a rank that meet those of the others at a time; None: all of its share
     seed: int = 0
     views: Views = "halves"
     augment: AugmentConfig = field(default_factory=AugmentConfig)
@@ -154,16 +155,17 @@ class Loader:
         rank: int = 0,
         world: int = 1,
         state: State | None = None,
+        step: int = 0,
         **roles: Any,
     ) -> None:
-        """`roles`: which crops take part, as Rows.of has it: pretrain, dx, identity, halves, hold_out."""
+        """`step`: where to begin without a `state`. `roles`: which crops take part, as Rows.of has it."""
         self.config, self.device, self.rank, self.world = config, device, rank, world
         self.backend = resolve(config.backend, device)
         rows = tuple(Rows.of(dataset, **roles) for dataset in datasets)
         self.order = Order(rows, config.batch_crops, config.seed, config.weights, config.block_shards)
-        self.order.slice(0, rank, world)  # says now what cannot be
+        self.order.slice(0, rank, world, micro=config.micro_batch)  # says now what cannot be
         self.recipe = self._recipe(datasets, roles)
-        self.step = self._restored(state)
+        self.step = self._restored(state) if state else step
         self._blob = state["dali"] if state else None
         self.augmenter = Augmenter(config.augment, config.views, config.seed, device)
         self.stagings = self._stagings(datasets)
@@ -196,7 +198,7 @@ class Loader:
         each = self.config.batch_crops // self.world
         steps = max(1, PLANNED_CROPS // each)
         for first in count(self.step, steps):
-            places = self.order.slice(first, self.rank, self.world, steps)
+            places = self.order.slice(first, self.rank, self.world, steps, self.config.micro_batch)
             p = self._parameters(places)
             for part in (slice(at, at + each) for at in range(0, len(places), each)):
                 yield Planned(places[part], {name: values[part] for name, values in p.items()})
@@ -365,9 +367,7 @@ class Loader:
             recipe |= {"dali_version": dali.version(), "rank": self.rank, "world": self.world}
         return recipe
 
-    def _restored(self, state: State | None) -> int:
-        if state is None:
-            return 0
+    def _restored(self, state: State) -> int:
         for name in sorted(self.recipe.keys() | state["recipe"].keys()):
             before, now = state["recipe"].get(name), self.recipe.get(name)
             if before != now:

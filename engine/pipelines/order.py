@@ -217,8 +217,9 @@ class Order:
     def batch(self, step: int) -> Places:
         return self.slice(step, 0, 1)
 
-    def slice(self, step: int, rank: int, world: int, steps: int = 1) -> Places:
-        """Crops rank * n to (rank + 1) * n of the global batch, n = batch / world; of so many `steps`, one after the other."""
+    def slice(self, step: int, rank: int, world: int, steps: int = 1, micro: int | None = None) -> Places:
+        """A rank's share of the global batch; of so many `steps`, one after the other. Parts of `micro` crops that all ranks
+        take at the same time lie side by side in the batch: the same crops meet, whatever the number of ranks."""
         if world < 1 or self.batch_crops % world:
             raise OrderError(
                 f"train.batch_crops={self.batch_crops} cannot be shared equally by {world} ranks: make it a multiple of {world}"
@@ -226,8 +227,12 @@ class Order:
         if step < 0 or not 0 <= rank < world:
             raise OrderError(f"step {step}, rank {rank} of {world}: steps and ranks count from 0")
         each = self.batch_crops // world
-        first = np.arange(step, step + steps, dtype=np.int64) * self.batch_crops + rank * each
-        return self._at((first[:, None] + np.arange(each)).reshape(-1))
+        micro = micro or each
+        if each % micro:
+            raise OrderError(f"train.micro_batch={micro}: must divide the {each} crops of a rank")
+        first = np.arange(step, step + steps, dtype=np.int64) * self.batch_crops + rank * micro
+        parts = np.arange(each // micro)[:, None] * (micro * world) + np.arange(micro)
+        return self._at((first[:, None] + parts.reshape(-1)).reshape(-1))
 
     def _row(self, dataset: int, epoch: np.ndarray, i: np.ndarray) -> np.ndarray:
         rows = self.rows[dataset]

@@ -124,4 +124,4 @@ def nothing_held_out(config: Config) -> str:
             f"data.hold_out={config.data.hold_out}: holds nobody of these datasets out: raise it, or leave it out"
         )
     role = ", ".join(f"{name}={value!r}" for name, value in config.data.valid if value is not None)
-    return f"no crop has data.valid {role}: no loss is validated; data.hold_out=0.05 would keep patients for it"
+    return f"no two crops have data.valid {role}: no loss is validated; data.hold_out=0.05 would keep patients for it"

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data_tools.dataset import Dataset
-from engine.config import Config, Settings, micro_batch
+from engine.config import Config, Settings, candidates
 from engine.model.draws import row_keys
 from engine.model.heads import pool
-from engine.objectives.gather import gather_constant, total
+from engine.objectives.gather import apart, gather_constant, total
 from engine.pipelines.batched import crop_key
 from engine.pipelines.held_out import OWNER, owners
 from engine.pipelines.loader import Batch, Loader
@@ -72,33 +72,38 @@ def taught(config: Config) -> dict[str, Any]:
 
 
 class HeldOut:
-    """Crops for validation; `crops` 0: there are too few."""
+    """Crops for validation, `crops` at a time; 0: there are too few."""
 
     def __init__(self, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
         self.roles = taught(config) | {"held": True} if config.data.hold_out else {**dict(config.data.valid), "halves": 2}
-        self.datasets = [dataset for dataset in datasets if count_of(dataset, self.roles)]
-        held = sum(count_of(dataset, self.roles) for dataset in self.datasets)
-        most = micro_batch(config, ranks.world)[0] * ranks.world
-        self.crops = min(most, held // ranks.world * ranks.world)
+        counts = [count_of(dataset, self.roles) for dataset in datasets]
+        self.datasets = [dataset for dataset, count in zip(datasets, counts, strict=True) if count]
+        contrasted = config.objective.contrast > 0
+        most = candidates(config, ranks.world) if contrasted else config.train.batch_crops
+        self.crops = min(most, sum(counts)) if sum(counts) > contrasted else 0
+        self.batches = min(config.train.valid_batches, sum(counts) // max(self.crops, 1))
         self.ids = Patients(self.datasets) if self.crops and config.objective.needs_ids else None
 
     def losses(self, engine: Any) -> dict[str, float]:
-        """Means over the batches; one pass, at most train.valid_batches."""
-        settings = replace(self.config.loader, backend="torch", batch_crops=self.crops, weights=None)
-        loader = Loader(settings, self.datasets, self.ranks.device, self.ranks.rank, self.ranks.world, **self.roles)
+        """Means over the batches; one pass, at most train.valid_batches. A rank has some of them whole, so that the figures
+        hang neither on the ranks nor on the micro-batch; all call the engine equally often, as ZeRO stage 3 must."""
+        settings = replace(self.config.loader, backend="torch", batch_crops=self.crops, micro_batch=None, weights=None)
+        each = -(-self.batches // self.ranks.world)
+        first = self.ranks.rank * each
+        loader = Loader(settings, self.datasets, self.ranks.device, step=first, **self.roles)
         engine.eval()
         sums: dict[str, Tensor] = {}
-        batches = min(self.config.train.valid_batches, loader.steps_per_epoch)
         try:
-            with torch.no_grad():
-                for batch, _ in islice(loader, batches):
+            with torch.no_grad(), apart():
+                for number, (batch, _) in enumerate(islice(loader, each), first):
                     for name, value in engine(*arguments(batch, self.config, self.ids)).items():
-                        sums[name] = sums.get(name, 0) + value.detach().float()
+                        counted = value.float() if number < self.batches else torch.zeros_like(value, dtype=torch.float32)
+                        sums[name] = sums.get(name, 0) + counted
         finally:
             loader.close()
             engine.train()
-        means = total(torch.stack(list(sums.values()))) / (batches * self.ranks.world)
+        means = total(torch.stack(list(sums.values()))) / self.batches
         wanted = ("loss", "loss_local", "loss_global", "accuracy_local", "accuracy_global")
         return {name: value for name, value in zip(sums, means.tolist(), strict=True) if name in wanted}
 

@@ -106,6 +106,7 @@ def test_precision_auto_is_what_the_hardware_has(
         (["train.betas=[0.9, 1.0]"], 1, "train.betas=[0.9, 1.0]"),
         (["train.batch_crops=1"], 1, "train.batch_crops=1, train.micro_batch=None: a crop is contrasted"),
         (["train.micro_batch=1", "objective.gathered=false"], 2, "train.micro_batch=1: a crop is contrasted"),
+        (["train.micro_batch=1", "objective.form=authors"], 2, "train.micro_batch=1: a crop is contrasted"),
         (["train.deepspeed=null", "train.zero_stage=3", "train.compile=layers"], 1, "train.compile=layers with ZeRO stage 3"),
         (["run=''"], 1, "run='': must be a local folder"),
         (["run=s3://bucket/run"], 1, "run='s3://bucket/run': must be a local folder"),
@@ -152,7 +153,7 @@ def test_each_shipped_deepspeed_file_has_the_stage_of_its_name(path: Path) -> No
 def test_the_pipeline_mirrors_the_loader() -> None:
     there = {field.name: field.default for field in dataclasses.fields(LoaderConfig)}
     assert {name: field.default for name, field in PipelineConfig.model_fields.items()} == {
-        name: default for name, default in there.items() if name not in ("batch_crops", "seed", "augment")
+        name: default for name, default in there.items() if name not in ("batch_crops", "micro_batch", "seed", "augment")
     }
 
 

@@ -110,6 +110,20 @@ def test_all_world_sizes_share_the_same_global_batches(rows: Rows, block_shards:
         assert list(chain(*slices)) == whole  # in order, so no rank has a crop of another's
 
 
+@pytest.mark.parametrize("part", [8, 24, 48])
+def test_the_crops_that_meet_are_the_same_for_all_world_sizes(part: int) -> None:
+    """A part of the global batch at a time, of which each rank has its share."""
+    order = Order((sized(1000),), batch_crops=48, seed=3)
+    whole = listed(order.batch(7)) + listed(order.batch(8))
+    for world in (1, 2, 4, 8):
+        micro = part // world
+        shares = [listed(order.slice(7, rank, world, 2, micro)) for rank in range(world)]
+        met = [chain(*(share[at : at + micro] for share in shares)) for at in range(0, 96 // world, micro)]
+        assert list(chain(*met)) == whole
+    with pytest.raises(OrderError, match=r"train\.micro_batch=5: must divide the 24 crops of a rank"):
+        order.slice(0, 0, 2, micro=5)
+
+
 @pytest.mark.parametrize("block_shards", [0, 4])
 def test_step_ten_million_is_where_walking_there_ends(block_shards: int) -> None:
     """Walking is by whole epochs: what is dealt before a position is counted, not computed."""

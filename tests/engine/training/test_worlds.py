@@ -1,6 +1,9 @@
 """The same run on another number of processes."""
 
+import re
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,6 +35,46 @@ def test_two_processes_equal_one(dataset: Dataset, tmp_path: Path) -> None:
         assert ended.ok, ended.output
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=2e-5)
     assert rows(tmp_path / "two")[-1]["crops_seen"] == 32
+
+
+def test_parts_of_a_step_are_the_same_crops_on_one_process_and_two(dataset: Dataset, tmp_path: Path) -> None:
+    """1 -> 2 in mid-run, each crop contrasted within its part; and the figures of validation, which hang on neither."""
+    how = STILL | {"train__validate_every": 2, "train__valid_batches": 3}
+    for run, plan in (("alone", [(1, 4, 4)]), ("moved", [(1, 2, 4), (2, 4, 2)])):
+        for world, steps, micro in plan:
+            ended = pretrain(tmp_path, dataset.root.url, run, world, **how, train__steps=steps, train__micro_batch=micro)
+            assert ended.ok, ended.output
+    np.testing.assert_allclose(losses(tmp_path / "moved"), losses(tmp_path / "alone"), rtol=2e-5)
+    moved, alone = ([list(row.values()) for row in rows(tmp_path / run, "validation.jsonl")] for run in ("moved", "alone"))
+    np.testing.assert_allclose(moved, alone, rtol=2e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_validation_of_fewer_batches_than_ranks(stage: int, dataset: Dataset, tmp_path: Path) -> None:
+    """Ranks without a batch of their own keep the others company."""
+    how = STILL | {"train__validate_every": 1, "train__steps": 1, "train__zero_stage": stage, "train__valid_batches": 1}
+    for run, world in (("one", 1), ("four", 4)):
+        ended = pretrain(tmp_path, dataset.root.url, run, world, **how)
+        assert ended.ok, ended.output
+    (one,), (four,) = (rows(tmp_path / run, "validation.jsonl") for run in ("one", "four"))
+    np.testing.assert_allclose(list(four.values()), list(one.values()), rtol=2e-5)
+
+
+def graphs() -> None:
+    """The compiler's are counted, and run as they are."""
+    from engine.training import course, throughput
+
+    def told(graph: Any, inputs: Any) -> Any:
+        print(f"a graph of {len(graph.graph.nodes)} operations", flush=True)
+        return graph.forward
+
+    course.compile_model = partial(throughput.compile_model, backend=told)  # type: ignore[assignment]
+
+
+def test_a_step_of_two_ranks_compiles_in_few_graphs(dataset: Dataset, tmp_path: Path) -> None:
+    ended = pretrain(tmp_path, dataset.root.url, "run", 2, graphs, train__compile="step", train__steps=1)
+    assert ended.ok, ended.output
+    assert max(int(size) for size in re.findall("a graph of ([0-9]+) operations", ended.output)) > 300
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
