@@ -78,7 +78,7 @@ class Loop:
 
     def train(self) -> bool:
         """Whether all steps are done; if not, it was asked to stop."""
-        before = signal.signal(signal.SIGTERM, self._on_sigterm)
+        before = {asked: signal.signal(asked, self._on_signal) for asked in (signal.SIGTERM, signal.SIGINT)}
         agree = Agreement(self.ranks, ("stop", "save"))
         self.engine.train()
         batches, batch = iter(self.loader), None
@@ -105,10 +105,12 @@ class Loop:
         finally:
             agree.finish()
             batches.close()  # type: ignore[attr-defined]
-            signal.signal(signal.SIGTERM, before)
+            for asked, handler in before.items():
+                signal.signal(asked, handler)
 
-    def _on_sigterm(self, *_: Any) -> None:
+    def _on_signal(self, *_: Any) -> None:
         self.terminated = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # who asks twice does not want to wait for the step
 
     def _step(self, batch: Batch) -> list[dict[str, Tensor]]:
         """One global batch; what its micro-batches report."""

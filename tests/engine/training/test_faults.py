@@ -80,8 +80,8 @@ def progress(run: Path) -> int:
     return checkpoint.step_of(Path(latest.read_text())) if latest.exists() else 0
 
 
-@pytest.mark.parametrize("task", ["pretraining", "diagnosis"])
-def test_sigterm_writes_a_checkpoint_and_ends_well(task: str, dataset: Dataset, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("task", "asked"), [("pretraining", "SIGTERM"), ("diagnosis", "SIGTERM"), ("pretraining", "SIGINT")])
+def test_asked_to_stop_it_writes_a_checkpoint_and_ends_well(task: str, asked: str, dataset: Dataset, tmp_path: Path) -> None:
     arguments = settings(tmp_path, dataset.root.url, train__steps=100_000)
     if task == "diagnosis":  # from random weights of those settings
         arguments = tuning(tmp_path, dataset.root.url, tmp_path / "tiny.yaml", task, train__steps=100_000)
@@ -89,7 +89,7 @@ def test_sigterm_writes_a_checkpoint_and_ends_well(task: str, dataset: Dataset, 
     metrics = tmp_path / "run" / "metrics.jsonl"
     while not (metrics.exists() and len(metrics.read_text().splitlines()) > 3):
         time.sleep(0.01)
-    os.kill(processes[1].pid, signal.SIGTERM)  # one rank is enough
+    os.kill(processes[1].pid, signal.Signals[asked])  # one rank is enough
     ended = wait(tmp_path, processes, 30)
     assert ended.ok, ended.output
     assert progress(tmp_path / "run") == rows(tmp_path / "run")[-1]["step"] > 3
