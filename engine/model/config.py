@@ -73,9 +73,11 @@ class ModelConfig:
         _divides("model.width", self.width, "model.heads", self.heads)
         _divides("model.width", self.width, "model.position_groups", self.position_groups)
         _divides("model.code_width", self.code_width, "model.codebooks", self.codebooks)
-        if not 0 < self.tau_end <= self.tau_start or not 0 < self.tau_decay <= 1:
+        if not 1e-3 <= self.tau_end <= self.tau_start <= 1e3 or not 0 < self.tau_decay <= 1:
             seen = f"{self.tau_start}, {self.tau_end}, {self.tau_decay}"
-            raise ConfigError(f"model.tau_start, tau_end, tau_decay={seen}: 0 < end <= start and 0 < decay <= 1 must hold")
+            raise ConfigError(
+                f"model.tau_start, tau_end, tau_decay={seen}: 0.001 <= end <= start <= 1000 and 0 < decay <= 1 must hold"
+            )
 
     @property
     def feature_width(self) -> int:

@@ -3,7 +3,7 @@
     conv    the library's grouped convolution
     blocks  a matrix product a group: BLOCK outputs at a time from the inputs they look at, the weight written into a band
     dft     input and weight as sums of cosines and sines, multiplied frequency by frequency: a tenth of the arithmetic
-    auto    dft while training on a CPU, where libraries are slow at a grouped convolution's gradients; else conv
+    auto    conv; while training, since libraries are slow at a grouped convolution's gradients, dft on a CPU, blocks on a GPU
 
 Source: fairseq-signals modules/conv_positional_encoding.py:15-28. Shapes: engine.model.config; Q frequencies, c channels of a
 group.
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 BLOCK = 13  # 156 tokens are twelve blocks
+TRAINED = {"cpu": "dft", "cuda": "blocks"}
 
 
 class PositionalConvolution(nn.Module):
@@ -36,7 +37,7 @@ class PositionalConvolution(nn.Module):
     def forward(self, x_RND: Tensor) -> Tensor:
         form = self.form
         if form == "auto":
-            form = "dft" if self.training and x_RND.device.type == "cpu" else "conv"
+            form = TRAINED.get(x_RND.device.type, "conv") if self.training else "conv"
         if form == "dft":
             return F.gelu(by_dft(x_RND, self.weight(), self.groups) + self.bias)
         if form == "blocks":

@@ -108,7 +108,8 @@ class AugmentConfig:
 
     @property
     def refits_limb_leads(self) -> bool:
-        return any(kind in AUTHORS_NOISE for kind in self.kinds) if self.dependency is None else self.dependency
+        wanted = any(kind in AUTHORS_NOISE for kind in self.kinds) if self.dependency is None else self.dependency
+        return wanted and bool(self.kinds)
 
     @property
     def seen(self) -> tuple[int, ...]:
