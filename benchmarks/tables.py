@@ -123,13 +123,13 @@ def cluster(rate: float, basis: str) -> Iterator[str]:
     lines = []
     for crops in (64, 512):
         for one in (fleet.step(config, gpus, crops, rate) for gpus in fleet.RANKS):
-            sent_ms = [f"{1e3 * part:.1f} ms" for part in (one.gradients_s, one.weights_s, one.candidates_s)]
+            sent_ms = [f"{1e3 * part:.1f} ms" for part in (one.gradients_s, one.weights_s, one.candidates_s, one.scores_s)]
             kept = [f"{100 * share:.0f} %" for share in (one.efficiency, one.overlapped)]
             lines.append(
                 [f"{one.gpus:,}", f"{crops}", f"{1e3 * one.compute_s:.0f} ms", f"{one.megabytes:,.0f} MB", *sent_ms, *kept]
             )
-    head = ("GPUs", "crops a GPU", "compute", "a GPU sends", "gradients", "weights", "CMSC's candidates", "efficiency")
-    yield rows(f"| {' | '.join(head)} | with overlap_comm |", lines)
+    head = ("GPUs", "crops a GPU", "compute", "a GPU sends", "gradients", "weights", "CMSC's candidates", "its scores")
+    yield rows(f"| {' | '.join(head)} | efficiency | with overlap_comm |", lines)
     yield "**How long a training takes**"
     works = (("200 epochs of 85,000 crops: the paper's run", fleet.PAPER_CROPS), ("10 M ECGs, once", fleet.TEN_MILLION))
     lines = []
@@ -143,7 +143,8 @@ def cluster(rate: float, basis: str) -> Iterator[str]:
     yield (
         f"From {rate:,.0f} crops/s a GPU ({basis}), bf16, the paper's 90.9 M parameters, ZeRO-1; assumed: "
         f"{fleet.NVLINK_GB_PER_S:.0f} GB/s a GPU within a node of {fleet.NODE}, {fleet.NETWORK_GB_PER_S:.0f} GB/s a GPU "
-        f"between nodes, {1e6 * fleet.HOP_S:.0f} us a hop; batches other than 512 crops train otherwise than the paper did."
+        f"between nodes, {1e6 * fleet.HOP_S:.0f} us a hop, {fleet.FP32_TFLOPS:.0f} TFLOP/s in float32; "
+        "batches other than 512 crops train otherwise than the paper did."
     )
 
 

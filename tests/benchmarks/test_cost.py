@@ -114,11 +114,19 @@ def test_one_gpu_sends_nothing() -> None:
     assert fleet.hours(ModelConfig(), 2700 * 3600, 1, 512, 2700.0) == pytest.approx(1.0)
 
 
+def test_scores_grow_with_the_candidates() -> None:
+    """64 GPUs x 512 crops: 1,024 halves against 65,536, of which 1,024 are there on one GPU too."""
+    found = fleet.step(ModelConfig(), 64, 512, 2700.0)
+    assert found.scores_s == pytest.approx(3 * 2 * 1024 * (65_536 - 1024) * 768 / 50e12)
+    spent = found.gradients_s + found.weights_s + found.candidates_s + found.scores_s
+    assert found.efficiency == pytest.approx(found.compute_s / (found.compute_s + spent))
+
+
 def test_what_a_cluster_sends() -> None:
     eight = fleet.step(ModelConfig(), 8, 64, 2700.0)
-    weights, candidates = 2 * 2 * 90_883_072, 2 * 8 * 64 * 2 * 768 * 4
+    weights, candidates = 3 * 2 * 90_883_072, 2 * 8 * 64 * 2 * 768 * 4  # gradients go around twice: an all-reduce
     assert eight.megabytes == pytest.approx(7 / 8 * (weights + candidates) / 1e6)
-    assert eight.gradients_s == pytest.approx(7 / 8 * 2 * 90_883_072 / 450e9 + 7 * 5e-6)
+    assert eight.gradients_s == pytest.approx(2 * eight.weights_s) == pytest.approx(7 / 8 * 4 * 90_883_072 / 450e9 + 14 * 5e-6)
     kept = [fleet.step(ModelConfig(), gpus, 512, 2700.0) for gpus in fleet.RANKS]
     assert all(a.efficiency > b.efficiency for a, b in pairwise(kept))
     assert all(one.efficiency <= one.overlapped < 1 and math.isfinite(one.compute_s) for one in kept)
