@@ -19,7 +19,6 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
-from moto.server import ThreadedMotoServer
 from test_gather import Batch, make_dataset, take_all
 
 from data_tools import storage
@@ -112,7 +111,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def bucket(ten: Dataset, stagings: list[Staging], monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    server = ThreadedMotoServer("127.0.0.1", port=0)
+    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", port=0)
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server.start()
     host, port = server.get_host_and_port()
