@@ -26,6 +26,7 @@ Progress = Callable[[str], None]
 
 
 OVER = "stopped: its time was over"
+SPREAD = 3  # repeats that show one
 end: float | None = None  # by time.monotonic: a suite's; nothing is measured beyond it
 
 
@@ -41,18 +42,23 @@ def run_cases(
     in_one_process: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """-> for each case: units per second and per CPU-second (median, lowest, highest), peak memory. A case that fails ends the
-    benchmark, or goes to `left_out` with its reason."""
+    benchmark, or goes to `left_out` with its reason; one that only the end of the time stopped keeps its samples, if they are
+    SPREAD or more."""
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
-    failed: dict[str, str] = {}
+    failed, stopped = dict[str, str](), set[str]()
     turns, at_once = (1, repeats) if in_one_process else (repeats, 1)
     for turn in range(turns):
         for name, case in cases.items():
-            if name in failed:
+            if name in failed or name in stopped:
                 continue
             progress(f"{name} ({turn + 1} of {turns})" if turns > 1 else name)
             try:
                 samples[name] += call_fresh(_timed, *case, True, at_once)
             except CaseError as error:
+                if str(error) == OVER and len(samples[name]) >= SPREAD:
+                    progress(f"{name}: {error}: {len(samples[name])} repeats count")
+                    stopped.add(name)
+                    continue
                 if left_out is None:
                     raise SystemExit(f"benchmarks: {name}: {error}") from None
                 progress(f"{name}: left out: {error}")

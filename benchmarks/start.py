@@ -57,7 +57,7 @@ def measure(work: Path, options: argparse.Namespace, progress: Progress) -> dict
 
 WHOLE = "deepspeed engine/pretrain.py"
 COMMANDS = {
-    WHOLE: (str(Path(sys.executable).with_name("deepspeed")), "-q", "engine/pretrain.py"),
+    WHOLE: (sys.executable, "-m", "deepspeed.launcher.runner", "-q", "engine/pretrain.py"),
     "python engine/pretrain.py": (sys.executable, "engine/pretrain.py"),
 }
 

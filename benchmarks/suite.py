@@ -103,7 +103,7 @@ def gpu_tests(progress: Progress) -> dict[str, Any]:
         answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
     except subprocess.TimeoutExpired:
         return {"passed": False, "said": "not done within 240 s"}
-    lines = answer.stdout.strip().splitlines()
+    lines = (answer.stdout.strip() or answer.stderr.strip()).splitlines()  # a conftest that fails is an error alone
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     for line in [*failed, *lines[-1:]]:
         progress(line)

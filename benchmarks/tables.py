@@ -231,9 +231,12 @@ def note(part: Part) -> str:
     fresh = ", each in a fresh process" if part["benchmark"] in FRESH and part["config"].get("device") != "cuda" else ""
     gpu = f"{hardware['gpus'][0]['name']}, " if hardware.get("gpus") else ""
     shared = "" if gpu else " shared with others"
+    repeats = part["config"]["repeats"]
+    fewest = min(r.get("repeats", repeats) for r in part["results"].values())  # its time was over
+    repeats = f"{fewest} to {repeats}" if fewest < repeats else repeats
     dirty = ", uncommitted changes" if part["git"]["dirty"] else ""
     return (
         f"{gpu}{hardware['cpu']}, {hardware['cores']} cores{shared} (load {hardware['load_before']:.1f} before){dirty}, "
-        f"{part['date'][:10]}; {amount}; median of {part['config']['repeats']} runs{fresh}; {versions}; "
+        f"{part['date'][:10]}; {amount}; median of {repeats} runs{fresh}; {versions}; "
         f"[{part['file']}](benchmarks/results/{part['file']}).{left_out}"
     )

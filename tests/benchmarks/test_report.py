@@ -110,6 +110,14 @@ def test_a_suites_record_becomes_tables_and_pictures(device: str, tmp_path: Path
         figure.savefig(tmp_path / "picture.png")
 
 
+def test_fewer_repeats_than_asked_for_are_told(tmp_path: Path) -> None:
+    record = suite("cpu")
+    record["parts"][0]["config"]["repeats"] = 5
+    record["parts"][0]["results"]["read: omnilead"] = RATES | {"repeats": 3}
+    (tmp_path / "suite.json").write_text(json.dumps(record))
+    assert "median of 3 to 5 runs" in tables.note(report.load(tmp_path / "suite.json")[0])
+
+
 def test_the_newest_record_of_each_device_counts(tmp_path: Path) -> None:
     for name, device, date in (("a", "cpu", "2026-01-02"), ("b", "cpu", "2026-01-01"), ("c", "cuda", "2025-01-01")):
         (tmp_path / f"{name}.json").write_text(json.dumps(suite(device) | {"date": date}))

@@ -101,6 +101,29 @@ def test_a_case_that_fails_does_not_take_the_others_with_it() -> None:
         run_cases({"a": (fails, (1.0,))}, 3, str)
 
 
+@pytest.mark.parametrize(("enough", "kept"), [(7, {"a": 4, "b": 3}), (5, {"a": 3}), (4, {})])
+def test_what_was_measured_before_the_time_was_over_is_kept(
+    enough: int, kept: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Time for so many: three samples show a spread."""
+
+    def instead(*arguments: Any) -> list[dict[str, float]]:
+        nonlocal enough
+        if arguments[1] is dies:
+            raise CaseError("its process died")
+        enough -= 1
+        if enough < 0:
+            raise CaseError(measure.OVER)
+        return [{"units": 1.0, "wall_s": 1.0, "cpu_s": 1.0, "peak_mb": 1.0}]
+
+    monkeypatch.setattr(measure, "call_fresh", instead)
+    left_out: dict[str, str] = {}
+    results = run_cases({"a": (works, (1.0,)), "b": (works, (2.0,)), "c": (dies, (3.0,))}, 9, str, left_out)
+    assert {name: result["repeats"] for name, result in results.items()} == kept
+    over = {name: measure.OVER for name in "ab" if name not in kept}
+    assert left_out == over | {"c": "its process died"}
+
+
 def test_a_case_that_is_not_done_in_time_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     began = time.monotonic()
     monkeypatch.setattr(measure, "end", began + 0.5)
@@ -261,6 +284,14 @@ def test_the_clock_of_the_first_step(tmp_path: Path) -> None:
     assert set(told) == {f"first step: {start.WHOLE}", f"7 steps and the end: {start.WHOLE}"}
 
 
+def test_what_starts_it_needs_no_script_beside_the_interpreter() -> None:
+    """`pip install --target` leaves none."""
+    pytest.importorskip("deepspeed")
+    assert {command[0] for command in start.COMMANDS.values()} == {sys.executable}
+    answer = subprocess.run([*start.COMMANDS[start.WHOLE][:-2], "--help"], capture_output=True, text=True, check=False)
+    assert answer.returncode == 0 and "--num_gpus" in answer.stdout
+
+
 def test_this_sessions_cpu_seconds() -> None:
     code = "import time; t = time.process_time() + 0.3\nwhile time.process_time() < t: pass\ninput()"
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, start_new_session=True)
@@ -326,6 +357,20 @@ def test_a_suite_on_a_cpu_as_on_a_gpu(tiny: str, tmp_path: Path, monkeypatch: py
         and part["machine"]["name"] == "NVIDIA H200"
         and "fc1" in report.text({("cost", "cpu"): part})
     )
+
+
+@pytest.mark.parametrize(
+    ("out", "error", "said"),
+    [
+        ("FAILED a\n1 failed, 2 passed\n", "a warning\n", "1 failed, 2 passed"),
+        ("", "ImportError while loading conftest\nE   ModuleNotFoundError: no moto\n", "E   ModuleNotFoundError: no moto"),
+        ("", "", ""),
+    ],
+)
+def test_what_pytest_said_last(out: str, error: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite.subprocess, "run", lambda *a, **_: subprocess.CompletedProcess(a, 4, out, error))
+    told = suite.gpu_tests(str)
+    assert told["said"] == said and not told["passed"] and len(told["failed"]) == out.count("FAILED")
 
 
 def test_crops_to_a_device(dataset: Dataset) -> None:
