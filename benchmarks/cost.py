@@ -30,7 +30,7 @@ class Machine:
 
 
 MACHINES = {
-    "h200": Machine("NVIDIA H200", {"fp32": 67, "autocast": 790, "bf16": 790}, 4000, "bf16 measured, else data sheet"),
+    "h200": Machine("NVIDIA H200", {"fp32": 67, "autocast": 790, "bf16": 790}, 4800, "bf16 measured, else data sheet"),
     "a100": Machine("NVIDIA A100 80 GB", {"fp32": 19.5, "autocast": 312, "bf16": 312}, 2039, "data sheet"),
 }
 

@@ -230,11 +230,13 @@ def measured(run: Run) -> dict[str, list[float]]:
     found, in_layers = {}, {one.name for one in cost.stages(run.config, run.batch, run.precision) if one.times > 1}
     for name, (function, inputs) in timed(model, run.batch, run.precision, run.device).items():
         if run.compiled == "step" or (run.compiled == "layers" and name in in_layers):
-            function = torch.compile(function)
+            torch.compiler.reset()  # stages share code, and a second shape of it would be compiled for any, which is slower
+            function = torch.compile(function, dynamic=False)
         found[name] = times_ms(both_ways(function, inputs, run), run.device)
         model.zero_grad()
     found["gradient norm, AdamW"] = times_ms(optimiser(model, run.precision), run.device)
     del model
+    torch.compiler.reset()
     found[WHOLE] = times_ms(step.ours(run), run.device)
     return found
 

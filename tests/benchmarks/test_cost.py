@@ -68,6 +68,7 @@ def test_an_h200_could_do_more_than_the_bar() -> None:
     """Else the bar would be no bar: nothing in the formula asks for more than the machine has."""
     possible = 512e3 / cost.total_ms(cost.stages(ModelConfig(), 512, "bf16"), cost.MACHINES["h200"], "bf16")
     assert step.H200_BAR < possible < 790e3 / 175.9
+    assert (cost.MACHINES["h200"].gb_per_s, cost.MACHINES["h200"].source) == (4800, "bf16 measured, else data sheet")
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -99,6 +100,16 @@ def test_a_step_explained(precision: str, tiny: str) -> None:
     assert all(r["ms"]["low"] <= r["ms"]["median"] <= r["ms"]["high"] for r in results.values())
     assert results[stages.SUM]["gflop"] == pytest.approx(2 * flops_per_crop(run.config) / 1e9)
     assert results[stages.SUM]["predicted_ms"] == pytest.approx(cost.total_ms(formula, machine, precision))
+
+
+def test_each_stage_is_compiled_for_its_own_shape(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fc1 and fc2 are the same code: the second would be compiled for any shape."""
+    done: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **how: done.append(how) or function)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: done.append("reset"))
+    monkeypatch.setattr(step, "ours", lambda run: lambda: None)
+    stages.measured(step.Run(step.OURS, "fp32", batch=2, model=tiny, threads=1, compiled="layers"))
+    assert done == [*["reset", {"dynamic": False}] * 8, "reset"]
 
 
 def test_a_layers_stage_counts_once_for_each_layer() -> None:
