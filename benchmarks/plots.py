@@ -28,7 +28,8 @@ def pictures(parts: dict[tuple[str, str], Part]) -> Iterator[tuple[str, Figure]]
     for (benchmark, device), part in parts.items():
         name = benchmark + ("_gpu" if device == "cuda" else "")
         if benchmark in ("ingest", "loader", "step"):
-            yield name, rates(part)
+            if shown(part):
+                yield name, rates(part)
         elif benchmark == "cost":
             yield f"{name}_time", where_time_goes(part)
             yield f"{name}_roofline", roofline(part)
@@ -52,10 +53,14 @@ def title_of(part: Part) -> str:
     return f"{name}, {gpus[0]['name'] if gpus else part['hardware']['cpu']}, {part['date'][:10]}"
 
 
+def shown(part: Part) -> dict[str, Any]:
+    return {name: r for name, r in part["results"].items() if not name.startswith(("verify", "matrix product"))}
+
+
 def rates(part: Part) -> Figure:
     """Bars with their spread. On a GPU per second, else per CPU-second."""
     figure = "per_s" if part["config"].get("device") == "cuda" else "per_cpu_s"
-    results = {n: r for n, r in part["results"].items() if not n.startswith(("verify", "matrix product"))}
+    results = shown(part)
     drawn, axes = blank(9, 0.27 * len(results) + 1.2, title_of(part))
     names = list(reversed(results))
     ours = [not is_peer(name) and not any(peer in name for peer in ("loadmat", "webdataset", "streaming")) for name in names]

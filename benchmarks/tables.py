@@ -35,7 +35,7 @@ def rates(part: Part) -> Iterator[str]:
 def step(part: Part) -> Iterator[str]:
     lines = []
     for name, r in part["results"].items():
-        unit = " GFLOP" if "mfu" not in r else ""
+        unit = " GFLOP" if name.startswith("matrix product") else ""
         cells = [name, number(r["per_s"]["median"]) + unit, number(per_cpu(r)) + unit, reach(r[clock(part)])]
         cells += [
             f"{100 * r['mfu']:.0f} %" if "mfu" in r else "",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bars, plots, report, tables
+from benchmarks import bars, fleet, plots, report, tables
 from benchmarks.measure import run_cases
 
 ROOT = Path(__file__).parents[2]
@@ -116,6 +116,15 @@ def test_fewer_repeats_than_asked_for_are_told(tmp_path: Path) -> None:
     record["parts"][0]["results"]["read: omnilead"] = RATES | {"repeats": 3}
     (tmp_path / "suite.json").write_text(json.dumps(record))
     assert "median of 3 to 5 runs" in tables.note(report.load(tmp_path / "suite.json")[0])
+
+
+def test_a_gpus_steps_without_ours_tell_no_rate(tmp_path: Path) -> None:
+    record = suite("cuda")
+    record["parts"][2]["results"] = {"matrix product: bf16": RATES}
+    (tmp_path / "suite.json").write_text(json.dumps(record))
+    parts = report.newest(tmp_path)
+    assert report.rate_of(parts)[0] == fleet.BAR_CROPS_PER_S and "estimated" in report.text(parts)
+    assert dict(plots.pictures(parts))
 
 
 def test_the_newest_record_of_each_device_counts(tmp_path: Path) -> None:
