@@ -49,8 +49,8 @@ def parts(kind: str, options: argparse.Namespace) -> list[list[str]]:
         ["e2e", *device, *loop, *repeats, *records],
         ["loader", *device, *records, *repeats, "--alone"],
         ["embed", *device, *loop, *repeats, *records],
-        ["step", *device, *model, *repeats, "--explain"],
         ["start", *device, *repeats, "--only", "deepspeed"],
+        ["step", *device, *model, *repeats, "--explain"],
         ["step", *device, *model, *repeats, "--autotune"],
     ]
 

@@ -309,7 +309,8 @@ def test_the_suites_parts_are_commands(kind: str, device: str) -> None:
     assert {"loader", "step", "e2e", "embed", "start"} <= {one.benchmark for one in parsed}
     if kind == "gpu":
         assert {one.device for one in parsed} == {device}
-        assert any(one.autotune for one in parsed if one.benchmark == "step")
+        assert [one.benchmark for one in parsed] == ["step", "e2e", "loader", "embed", "start", "step", "step"]  # bars first
+        assert parsed[0].brief and parsed[-2].explain and parsed[-1].autotune
     assert any(one.explain for one in parsed if one.benchmark == "step")
 
 

@@ -3,6 +3,7 @@ benchmark: what is compared with what, and that nothing is timed before both sid
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import step
+from benchmarks import step, tables
 from benchmarks.authors_step import AuthorsStep, compute_mask_indices, draw
 from engine.model import fairseq
 from engine.model.config import ModelConfig
@@ -26,6 +27,7 @@ CONFIGS = {
     "manual attention": ModelConfig(**SMALL | {"attention": "manual"}),
     "no projection": ModelConfig(**SMALL | {"conv": ((48, 2),) * 4}),
 }
+BASE = step.Run(step.OURS, "fp32", threads=1)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -54,7 +56,7 @@ def test_the_comparison_can_fail() -> None:
     assert isinstance(again, AuthorsStep)
     step.prepare(step.Run(step.OURS, "fp32", threads=1))
     _, (_, other) = step.both_sides(ModelConfig(**SMALL | {"position_groups": 8}), pairs=2)
-    assert abs((other / wanted).item() - 1) > step.AGREEMENT and loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+    assert abs((other / wanted).item() - 1) > step.AGREEMENT["cpu"] and loss.item() == pytest.approx(wanted.item(), rel=1e-5)
 
 
 def test_masks_are_the_authors() -> None:
@@ -130,10 +132,43 @@ def test_the_cases() -> None:
         assert {run.side for run in few} == {step.PRODUCT, step.RECREATION, step.OURS}
 
 
+def test_a_gpus_brief_has_each_position_beside_another() -> None:
+    few = step.brief(replace(BASE, device="cuda"))
+    alike = [run for run in few if (run.side, run.batch, run.compiled) == (step.OURS, 256, "layers")]
+    assert [run.position for run in alike] == ["auto", "blocks", "dft"] and len(few) == 11
+    assert {run.precision for run in few if run.side == step.OURS} == {"bf16"}
+    assert {run.position for run in step.brief(BASE)} == {"auto"}
+
+
 def test_a_model_by_its_name() -> None:
     assert step.model_of("paper") == ModelConfig() == step.load(step.config_file("paper")).model
     assert step.Run(step.OURS, "bf16", model="small", attention="sdpa").config.attention == "sdpa"
     assert step.model_of("small").width == 128
+
+
+def test_the_bare_step_copies_as_the_loop_does(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned, so that nothing waits for the device."""
+    copied: list[np.ndarray] = []
+
+    def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+        copied.append(array)
+        return torch.from_numpy(array).to(device)
+
+    monkeypatch.setattr(step, "to_device", to_device)
+    advance = step.ours(step.Run(step.OURS, "fp32", batch=2, model=tiny, threads=1))
+    advance(), advance()
+    assert [keys.shape for keys in copied] == [(2, 2), (2, 2)] and not np.array_equal(*copied)
+
+
+@pytest.mark.gpu
+def test_the_bare_step_never_waits(tiny: str) -> None:
+    advance = step.ours(step.Run(step.OURS, "bf16", batch=4, model=tiny, device="cuda"))
+    advance()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        advance()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def result(rate: float) -> dict[str, Any]:
@@ -159,6 +194,19 @@ def test_a_ratio_is_that_of_the_same_batch_and_the_bars_are_judged(tmp_path: Pat
     }
 
 
+def test_without_a_matrix_product_there_is_no_mfu(tmp_path: Path) -> None:
+    chosen = step.runs(BASE, [4], ["eager"])
+    found = {run.name: result(2.0) for run in chosen if run.side != step.PRODUCT or run.precision == "fp32"}
+    results = step.completed(found, chosen, tmp_path / "none")
+    ours = results["omnilead: bf16, 4 crops"]
+    assert "mfu" not in ours and ours["times_recreation"] == 1.0 and "mfu" in results["omnilead: fp32, 4 crops"]
+    (line,) = (line for line in step.table(results).splitlines() if line.startswith("omnilead: bf16"))
+    assert "1.00" in line and "%" not in line
+    (table, *_) = tables.step({"config": {"device": "cpu"}, "results": results})
+    assert "| matrix product: fp32 | 2 GFLOP |" in table and "| omnilead: bf16, 4 crops | 2 | 2 | 2 to 2 |  | 1.00x |" in table
+    assert len(step.table({}).splitlines()) == 1
+
+
 def test_a_gpus_memory_is_taken_from_the_notes(tmp_path: Path) -> None:
     chosen, notes = step.runs(step.Run(step.OURS, "fp32", device="cuda"), [64], [False]), tmp_path / "notes"
     notes.write_text("".join(json.dumps({"name": chosen[2].name, "mb": mb}) + "\n" for mb in (10.0, 30.0, 20.0)))
@@ -171,6 +219,27 @@ def test_nothing_is_timed_while_the_sides_disagree(found: float, monkeypatch: py
     monkeypatch.setattr(step, "in_fresh_process", lambda *_, **__: {"units": found})
     with pytest.raises(SystemExit, match="nothing was timed"):
         step.check_agreement(step.Run(step.OURS, "fp32"))
+
+
+def test_the_sides_are_compared_where_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, bool]] = []
+
+    def both_sides(config: ModelConfig, pairs: int, device: str) -> Any:
+        asked.append((device, torch.backends.cudnn.allow_tf32))
+        return (None, torch.tensor(1.0)), (None, torch.tensor(1.0))
+
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    monkeypatch.setattr(step, "both_sides", both_sides)
+    for device in ("cpu", "cuda"):
+        step.disagreement(replace(BASE, device=device))
+    assert asked == [("cpu", True), ("cuda", False)]
+    monkeypatch.setattr(step, "in_fresh_process", lambda *_, **__: {"units": 5e-4})
+    assert step.check_agreement(replace(BASE, device="cuda")) == 5e-4
+
+
+@pytest.mark.gpu
+def test_the_recreation_computes_on_a_gpu_what_ours_computes() -> None:
+    assert step.check_agreement(replace(BASE, device="cuda")) <= step.AGREEMENT["cuda"]
 
 
 @pytest.mark.parametrize(
