@@ -121,7 +121,7 @@ def brief(base: Run) -> list[Run]:
     ways = [replace(mine, batch=larger[0], compiled=how) for how in others]
     if on_gpu:
         found = [run for run in found if run.side != OURS or run.precision == "bf16"]
-        ways = [replace(mine, batch=larger[0], position=how) for how in ("blocks", "dft")] + ways
+        ways = [replace(mine, batch=larger[0], position=how) for how in ("conv", "dft")] + ways
     return found + [replace(mine, batch=batch) for batch in larger] + ways
 
 

@@ -98,7 +98,7 @@ def gpu_tests(progress: Progress) -> dict[str, Any]:
     progress("=== pytest -m gpu")
     if lacks("pytest"):
         return {"passed": False, "said": "pytest is not installed"}
-    command = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--no-header", "tests/engine")
+    command = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--no-header")
     try:
         answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
     except subprocess.TimeoutExpired:

@@ -84,11 +84,11 @@ class Augmenter:
 
     def to_device(self, p: Params) -> dict[str, torch.Tensor]:
         """A few kilobytes a batch, in one asynchronous copy each."""
-        on_cuda = self.device.type == "cuda"
+        return {name: values.to(self.device, non_blocking=True) for name, values in self.pinned(p).items()}
+
+    def pinned(self, p: Params) -> dict[str, torch.Tensor]:
         tensors = {name: torch.from_numpy(values) for name, values in p.items()}
-        if on_cuda:
-            tensors = {name: values.pin_memory().to(self.device, non_blocking=True) for name, values in tensors.items()}
-        return tensors
+        return {name: values.pin_memory() for name, values in tensors.items()} if self.device.type == "cuda" else tensors
 
     def __call__(self, crops_BLT: torch.Tensor, p: dict[str, torch.Tensor]) -> torch.Tensor:
         x = self.split(crops_BLT, p.get("start")).float()

@@ -30,7 +30,7 @@ from engine.pipelines.augment_draws import Params
 from engine.pipelines.batched import HALF, Augmenter, Views, alone, factor, keep_freed_memory, parameters
 from engine.pipelines.gather import Desk, Filled, Gather, Hold, Report, made_ahead, read_ahead
 from engine.pipelines.order import Order, Places, Rows, shards_needed
-from engine.pipelines.resident import Resident
+from engine.pipelines.resident import Plan, Resident
 from engine.pipelines.staging import Staging
 
 BACKENDS = ("auto", "dali", "torch", "resident")
@@ -292,14 +292,26 @@ class Loader:
     def _resident(self) -> Iterator[tuple[Batch, None]]:
         resident = Resident(self.order, self.gather, self.augmenter)
 
-        def make(planned: Planned, out: torch.Tensor | None) -> Batch:
+        def plan(planned: Planned, _: Any = None) -> tuple[Plan, Places, Report]:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # of this thread, or memory would be pinned for another GPU
             report = resident.report(planned.places)
             places, drawn = self._as_read(planned, report)
-            if out is not None:
-                alone()
-            return Batch(resident.batch(places, self.augmenter.to_device(drawn), out), places, report.skipped)
+            return resident.plan(places, drawn), places, report
 
-        return self._made(make) if self.device.type == "cpu" else ((make(planned, None), None) for planned in self._planned())
+        def make(planned: Planned, out: torch.Tensor) -> Batch:
+            alone()
+            mine, places, report = plan(planned)
+            return Batch(resident.batch(mine, out), places, report.skipped)
+
+        if self.device.type == "cpu":
+            yield from self._made(make)
+        plans = made_ahead(self._planned(), plan, range(self.config.read_ahead + 1))  # which take longer than the batches
+        try:
+            for mine, places, report in plans:
+                yield Batch(resident.batch(mine), places, report.skipped), None
+        finally:
+            plans.close()
 
     def _dali(self) -> Iterator[tuple[Batch, str]]:
         """DALI asks ahead; what it was given is kept until its batch comes out."""
@@ -343,7 +355,10 @@ class Loader:
             raise LoaderError(
                 "a dataset on s3:// needs pipeline.cache_dir, and pipeline.block_shards of 1 or more to be staged"
             )
-        return {d: self._staging(d, datasets[d]) for d in far}
+        stagings = {d: self._staging(d, datasets[d]) for d in far}
+        for d, staging in stagings.items():
+            staging.beside = [other for o, other in stagings.items() if o != d]
+        return stagings
 
     def _staging(self, number: int, dataset: Dataset) -> Staging:
         needed = (shard for d, shard in shards_needed(self.order, self.step * self.config.batch_crops) if d == number)

@@ -10,11 +10,13 @@ import numpy as np
 import torch
 
 from data_tools.dataset import CROP_SHAPE
+from engine.pipelines.augment_draws import Params
 from engine.pipelines.batched import Augmenter
 from engine.pipelines.gather import Gather, Report
 from engine.pipelines.order import Order, Places
 
 CHUNK = 1024
+Plan = dict[str, torch.Tensor]
 
 
 class ResidentError(Exception):
@@ -56,15 +58,18 @@ class Resident:
                     rows[i] = self.order.rows[d].after(int(rows[i]))
         return Report(rows, tuple(skipped))
 
-    def batch(self, places: Places, p: dict[str, torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
-        """`out` is for a CPU."""
+    def plan(self, places: Places, p: Params) -> Plan:
+        """The host's part of a batch: where its crops lie, and what is done to them."""
         at = np.empty(len(places), np.int64)
         for d, numbers in enumerate(self.numbers):
             mine = places.dataset == d
             at[mine] = self.offset[d] + np.searchsorted(numbers, places.row[mine])
-        index = torch.from_numpy(at)
-        if self.crops.is_cuda:
-            index = index.pin_memory().to(self.crops.device, non_blocking=True)
+        return self.augmenter.pinned({"index": at} | p)
+
+    def batch(self, plan: Plan, out: torch.Tensor | None = None) -> torch.Tensor:
+        """`out` is for a CPU."""
+        p = {name: values.to(self.crops.device, non_blocking=True) for name, values in plan.items()}
+        index = p.pop("index")
         return self._make(index, p) if out is None else self.augmenter.into(self.crops, p, out, index)
 
     def _compiled(self, backend: str = "inductor") -> Callable[..., torch.Tensor]:

@@ -18,7 +18,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice, takewhile
 from pathlib import Path
@@ -64,6 +64,7 @@ class Staging:
         self._coming: list[int] = list(islice(self._order, ahead))
         self._asked: list[int] = []  # somebody waits for these
         self._held: Counter[int] = Counter()
+        self.beside: Sequence[Staging] = ()  # of other datasets, in the same cache for the same batches
         self._done: dict[int, DatasetError | None] = {}  # None: in the cache, unless another process has evicted it since
         self._busy: set[int] = set()
         self._later: set[int] = set()  # no room as yet
@@ -84,10 +85,10 @@ class Staging:
         """A verified shard's local path; the file is not evicted, by any process, before the end of the block."""
         with self._state:
             self._advance(shard)
-            held = {*self._held, shard}
-            if sum(map(self._bytes, held)) > self.max_bytes:
+            more = 0 if shard in self._held else self._bytes(shard)
+            if more + self.held_bytes + sum(one.held_bytes for one in self.beside) > self.max_bytes:
                 raise StagingError(
-                    f"{self.cache}: {self.max_bytes} bytes do not hold the {len(held)} shards of one batch: "
+                    f"{self.cache}: {self.max_bytes} bytes do not hold the shards of one batch: "
                     f"{MORE}, or lower pipeline.block_shards"
                 )
             self._held[shard] += 1
@@ -102,6 +103,10 @@ class Staging:
                 self._held -= Counter([shard])  # keeps positive counts only
                 self._later.clear()
                 self._state.notify_all()
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(map(self._bytes, self._held))
 
     def close(self) -> None:
         """Whoever waits gets an error; downloads end at their next part. What is in the cache stays for the next run."""

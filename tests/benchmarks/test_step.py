@@ -135,7 +135,7 @@ def test_the_cases() -> None:
 def test_a_gpus_brief_has_each_position_beside_another() -> None:
     few = step.brief(replace(BASE, device="cuda"))
     alike = [run for run in few if (run.side, run.batch, run.compiled) == (step.OURS, 256, "layers")]
-    assert [run.position for run in alike] == ["auto", "blocks", "dft"] and len(few) == 11
+    assert [run.position for run in alike] == ["auto", "conv", "dft"] and len(few) == 11
     assert {run.precision for run in few if run.side == step.OURS} == {"bf16"}
     assert {run.position for run in step.brief(BASE)} == {"auto"}
 

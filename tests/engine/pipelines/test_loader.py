@@ -275,9 +275,9 @@ def test_what_a_gpu_compiles_is_one_graph_and_the_same(views: str, augment: Augm
     resident = Resident(source.order, source.gather, source.augmenter)
     resident._make = resident._compiled("aot_eager")
     for planned in islice(source._planned(), 2):
-        p = source.augmenter.to_device(planned.p)
-        plain = resident.batch(planned.places, p, torch.empty(16, 2, 12, 2500))
-        torch.testing.assert_close(resident.batch(planned.places, p), plain, rtol=0, atol=1e-5)
+        plan = resident.plan(planned.places, planned.p)
+        plain = resident.batch(plan, torch.empty(16, 2, 12, 2500))
+        torch.testing.assert_close(resident.batch(plan), plain, rtol=0, atol=1e-5)
     source.close()
 
 

@@ -227,6 +227,20 @@ def test_the_bound_holds_at_every_moment(ten: Dataset, tmp_path: Path, stagings:
     assert Counter(root.shards()) == dict.fromkeys(range(10), 2)  # nothing that was coming was evicted
 
 
+def test_two_datasets_of_one_batch_that_do_not_fit_are_told_at_once(
+    ten: Dataset, tmp_path: Path, stagings: list[Staging]
+) -> None:
+    other = make_dataset(tmp_path / "other", shards=2, crops=CROPS, seed=6)
+    first, second = (Staging(dataset, tmp_path / "cache", room(ten, 3)) for dataset in (ten, other))
+    stagings += [first, second]
+    first.beside, second.beside = [second], [first]
+    too_much = pytest.raises(StagingError, match="do not hold the shards of one batch")
+    with first.hold(0), first.hold(1), second.hold(0), first.hold(1), too_much, second.hold(1):
+        pass
+    with second.hold(0), second.hold(1):
+        pass
+
+
 def test_the_longest_unneeded_goes_first(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
     stagings.append(Staging(ten, tmp_path, room(ten, 3)))
     for shard in (0, 1, 2, 0, 5):
@@ -291,7 +305,7 @@ def test_what_is_held_stays(ten: Dataset, tmp_path: Path, stagings: list[Staging
         assert right(first, ten, 0)
         with (
             staging.hold(1),
-            pytest.raises(StagingError, match=r"do not hold the 3 shards of one batch.*lower pipeline\.block_shards"),
+            pytest.raises(StagingError, match=r"do not hold the shards of one batch.*lower pipeline\.block_shards"),
             staging.hold(2),
         ):
             pass
