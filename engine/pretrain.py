@@ -10,7 +10,7 @@
 RUN/ holds config.yaml, run.json, metrics.jsonl, validation.jsonl, tensorboard/, checkpoints/, in the end model/, report.html.
 Started again with the same RUN it goes on where the last checkpoint stands, bit for bit with as many ranks; with another number
 of ranks the same batches follow, and losses are equal to rounding. Other data, other settings: refused, naming what differs.
-SIGTERM writes a checkpoint at the next step and ends with 0. Exit 2: a setting or a file is wrong. Exit 1: the run failed.
+SIGTERM or Ctrl-C: a checkpoint at the next step, and exit 0. Exit 2: a setting or a file is wrong. Exit 1: the run failed.
 """
 
 import sys

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+torch.backends.cudnn.allow_tf32 = False  # float32 is float32, as in matrix products
 BLOCK = 13  # 156 tokens are twelve blocks
 TRAINED = {"cpu": "dft", "cuda": "blocks"}
 

@@ -42,7 +42,7 @@ class Pretrainer(nn.Module):
     ) -> None:
         """`encoder`: another than the authors', with its weights; all else is initialised from `generator`."""
         super().__init__()
-        self.config, self.objective = config, objective
+        self.config, self.objective, self.draw = config, objective, draw
         local = objective.local > 0
         if local and encoder is not None and not isinstance(encoder, MaskedEncoder):
             raise ConfigError(
@@ -100,7 +100,7 @@ class Pretrainer(nn.Module):
         z_RNF, penalty = self.encoder.features(x_RLT)
         if draws is None:
             assert keys_BS is not None, "the local objective needs keys or draws"
-            draws = draw(self.config, keys_BS.flatten(), z_RNF.shape[1], self.objective.negatives, self.training)
+            draws = self.draw(self.config, keys_BS.flatten(), z_RNF.shape[1], self.objective.negatives, self.training)
         c_RND = self.encoder.context(z_RNF, draws.mask_RN)
         tau = torch.ones((), device=z_RNF.device) if tau is None else tau
         context_RMP, target_RMP, q = self.local(c_RND, z_RNF, draws, tau)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from data_tools.dataset import DataError, Dataset
+from data_tools.errors import one_line
 from engine.config import Settings, build, check, deepspeed_json, load, schema, zero_stage
 from engine.pipelines.dali import DaliError
 from engine.pipelines.leads import ConfigError
@@ -48,6 +49,7 @@ FREE = {"run", "data.datasets", "data.anonymous"} | {
     )
     for name in names
 }
+LESS = "lower train.micro_batch (an eighth is a start), or set pipeline.backend=dali if it was resident"
 NO_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 MAKE_DEMO = (
     "python -m data_tools synth demo/archive --patients 100 && python -m data_tools shard demo/archive --out demo/dataset"
@@ -83,13 +85,14 @@ class Door:
         except (TrainError, WriteError) as error:
             return self.say(error, 1)
         except torch.OutOfMemoryError as error:
-            mend = "lower train.micro_batch (an eighth is a start), or set pipeline.backend=dali if it was resident"
-            return self.say(TrainError(f"{str(error).split('. ')[0]}: {mend}"), 1)
+            return self.say(TrainError(f"{str(error).split('. ')[0]}: {LESS}"), 1)
         except OSError as error:  # a bad place to write to; later, a disk that is full
             hint = "choose another with --set run=RUN" if error.errno in NO_PLACE else "the last checkpoint is good"
             code = 2 if error.errno in NO_PLACE else 1
             return self.say(OSError(f"{error.filename or 'RUN'}: {error.strerror}: {hint}"), code)
         except RuntimeError as error:
+            if "not enough memory" in str(error):  # a CPU's has no class of its own
+                return self.say(TrainError(f"{str(error).splitlines()[0]}: {LESS}"), 1)
             if not distributed.lost_a_rank(error):
                 raise
             said = str(error).splitlines()[0][:150]
@@ -241,7 +244,12 @@ def make_engine(config: Settings, ranks: Ranks, task: Task, universal: bool) -> 
     learning = [p for p in model.parameters() if p.requires_grad]
     adam = GuardedAdamW(learning, t.clip_norm, partitioned=zero_stage(config) > 0, **options)
     settings = deepspeed_json(config, ranks.world, universal)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=settings)
+    try:
+        engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=settings)
+    except Exception as error:
+        if t.deepspeed is None or isinstance(error, torch.OutOfMemoryError) or distributed.lost_a_rank(error):
+            raise
+        raise ConfigError(one_line(f"train.deepspeed={t.deepspeed!r}: DeepSpeed refuses it: {error}")) from None
     compile_model(model, t.compile or ("eager" if zero_stage(config) == 3 else COMPILED[ranks.device.type]))
     return engine, adam
 

@@ -41,11 +41,18 @@ def _now(device: torch.device) -> float:
 
 
 def compile_model(model: Any, how: str, **options: Any) -> None:
-    """`layers` are alike, so they are compiled once: nine tenths of the work. `step`: forward and loss as one graph."""
+    """`layers` are alike, so they are compiled once: nine tenths of the work; and, each for itself, what else has many small
+    operations: convolutions, draws, the local head. `step`: forward and loss as one graph."""
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch._inductor")  # about itself
-    layers = getattr(model.encoder, "layers", ())  # another encoder may have none
-    for part in layers if how == "layers" else (model,) if how == "step" else ():
-        part.compile(**options)
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # dynamo looks, not we
+    if how == "step":
+        model.compile(**options)
+    if how == "layers":
+        here = [getattr(model.encoder, "conv", None), getattr(model, "local", None), *getattr(model.encoder, "layers", ())]
+        for part in filter(None, here):  # another encoder or task may have none
+            part.compile(**options)
+        if hasattr(model, "draw"):
+            model.draw = torch.compile(model.draw, **options)
 
 
 def memory_gb(device: torch.device) -> float:

@@ -231,11 +231,12 @@ def test_initial_weights_follow_the_generator_alone() -> None:
     torch.testing.assert_close(one.encoder.position.weight(), one.encoder.position.direction)
 
 
-def test_nothing_in_a_step_breaks_the_graph() -> None:
-    """One graph, whatever the draws: traced, not compiled, which would take minutes here."""
+@pytest.mark.parametrize("how", ["layers", "step"])
+def test_nothing_in_a_step_breaks_the_graph(how: str) -> None:
+    """One graph, or one of each part, whatever the draws: traced, not compiled, which would take minutes here."""
     model = seeded(ModelConfig(**{**dataclasses.asdict(SMALL), "layers": 1, **STILL}))
     compiled = copy.deepcopy(model)
-    compile_model(compiled, "step", backend="aot_eager", fullgraph=True, dynamic=False)
+    compile_model(compiled, how, backend="aot_eager", fullgraph=True, dynamic=False)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for epoch in range(3):
             grads = []
@@ -246,3 +247,30 @@ def test_nothing_in_a_step_breaks_the_graph() -> None:
                 grads.append([loss.detach(), *(p.grad.clone() for p in m.parameters() if p.grad is not None)])
             for got, wanted in zip(*grads, strict=True):
                 torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["eager", "layers", "step"])
+@pytest.mark.parametrize(("position", "attention"), [("conv", "sdpa"), ("blocks", "manual"), ("dft", "sdpa"), ("auto", "auto")])
+def test_a_gpu_computes_what_a_cpu_does(position: str, attention: str, how: str) -> None:
+    config = dataclasses.replace(SMALL, **STILL, position=position, attention=attention)  # type: ignore[arg-type]
+    losses, grads = [], []
+    for device in (torch.device("cpu"), torch.device("cuda", 0)):
+        model = seeded(config).to(device)
+        compile_model(model, how if device.type == "cuda" else "eager")
+        out = model(waves(4).to(device), keys(4).to(device), torch.tensor(2.0).to(device))
+        out["loss"].backward()
+        losses.append({name: value.detach().cpu() for name, value in out.items()})
+        grads.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
+    for got, wanted in zip(*grads[::-1], strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
+
+
+@pytest.mark.gpu
+def test_a_gpu_draws_what_a_cpu_does() -> None:
+    mine, theirs = (draw(SMALL, keys(16).flatten().to(device), 50, 20) for device in ("cuda", "cpu"))
+    for got, wanted in zip(mine[:4], theirs[:4], strict=True):
+        assert got is not None and wanted is not None and torch.equal(got.cpu(), wanted)
+    assert mine.noise_RMGV is not None
+    torch.testing.assert_close(mine.noise_RMGV.cpu(), theirs.noise_RMGV, rtol=1e-4, atol=1e-4)

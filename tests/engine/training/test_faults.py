@@ -311,3 +311,11 @@ def test_errors_from_elsewhere_are_one_line(
     assert pretrain_main([]) == code
     said = capsys.readouterr().err
     assert says in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("zero", ['"reduce_bucket_size": "big"', '"no_such_key": 1'])
+def test_what_deepspeed_refuses_is_one_line(zero: str, dataset: Dataset, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(f'{{"zero_optimization": {{"stage": 1, {zero}}}}}')
+    ended = pretrain(tmp_path, dataset.root.url, train__deepspeed=str(tmp_path / "ds.json"))
+    assert ended.codes == [2] and ended.output.count("\n") == 1
+    assert "DeepSpeed refuses it" in ended.output
