@@ -23,6 +23,12 @@ from engine.model.fairseq import settings
 from engine.objectives.config import ObjectiveConfig
 
 STATE = "_state_dict.safetensors"
+_NEEDED = ("source", "mask_indices", "neg_idxs", "patient_id", "segment")
+_NEEDED_TRAIN = ("gumbel_noise", "temp")
+INPUTS = frozenset(_NEEDED + _NEEDED_TRAIN)
+_KINDS = {"mask_indices": "b", "neg_idxs": "iu", "patient_id": "iu", "segment": "iu"}  # of dtypes; of all others f
+_UNCOMPARED = ("rlm_survivors", "num_vars", "count")  # what the source was made from, and what the settings say already
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FORMATS = (safetensors.SafetensorError, zipfile.BadZipFile)
 
 
@@ -45,47 +51,76 @@ class Case:
     adam: Adam
     state: dict[str, Tensor]
     files: dict[str, dict[str, np.ndarray]]  # eval, train
-    gradients: dict[str, Tensor] | None
-    after: dict[str, Tensor] | None
+    gradients: dict[str, Tensor]  # both empty without train
+    after: dict[str, Tensor]
 
 
 def read_cases(folder: Path) -> list[Case]:
     if not folder.is_dir():
         raise InputError(f"{folder}: no such directory")
-    found = [(path.name[: -len(STATE)], path) for path in sorted(folder.glob("*" + STATE))]
-    cases = [_read_case(name, path) for name, path in found if (folder / f"{name}_cfg.json").is_file()]
-    if not cases:
+    ends = (STATE, "_eval.npz", "_train.npz")
+    names = sorted({path.name.removesuffix(end) for end in ends for path in folder.glob("*" + end)})
+    if not names:
         raise InputError(f"{folder}: holds no NAME{STATE} with NAME_cfg.json beside it")
-    return cases
+    return [_read_case(name, folder / (name + STATE)) for name in names]
 
 
 def _read_case(name: str, path: Path) -> Case:
     folder = path.parent
     try:
         cfg = json.loads((folder / f"{name}_cfg.json").read_text())
-        state = load_file(path)
+        state = _weights(path)
         files = {}
         for mode in ("eval", "train"):
-            if (folder / f"{name}_{mode}.npz").is_file():
+            if (folder / f"{name}_{mode}.npz").exists():
                 with np.load(folder / f"{name}_{mode}.npz", allow_pickle=False) as arrays:
-                    files[mode] = {key: arrays[key] for key in arrays.files}
+                    files[mode] = {key: arrays[key] for key in arrays.files if key not in _UNCOMPARED}
         more = [folder / f"{name}_train_grads_of_sum_loss.safetensors", folder / f"{name}_state_dict_after_3_steps.safetensors"]
-        gradients, after = (load_file(p) if p.is_file() else None for p in more)
+        whole = [folder / f"{name}_train.npz", *more]
+        lacking = [p.name for p in whole if not p.exists()]
+        if 0 < len(lacking) < len(whole):
+            raise InputError(f"{folder}: case {name} lacks {', '.join(lacking)}: give all of train or nothing of it")
+        gradients, after = ({} if lacking else _weights(p) for p in more)
         config = replace(settings(cfg["model"]), dropout=0.0, attention_dropout=0.0, activation_dropout=0.0)
         config = replace(config, input_dropout=0.0, feature_dropout=0.0)  # dropouts were off when the reference was made
         objective = _objective(cfg)
         o = cfg["optimizer"]
-        adam = Adam(cfg["optimization"]["lr"][0], ast.literal_eval(o["adam_betas"]), o["adam_eps"], o["weight_decay"])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, SyntaxError, *_FORMATS) as error:
+        one, two = map(float, ast.literal_eval(str(o["adam_betas"])))
+        adam = Adam(float(cfg["optimization"]["lr"][0]), (one, two), float(o["adam_eps"]), float(o["weight_decay"]))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, SyntaxError, RecursionError, *_FORMATS) as error:
         raise InputError(f"{folder}, case {name}: cannot be read: {type(error).__name__}: {error}".splitlines()[0]) from error
     if not files:
         raise InputError(f"{folder}: case {name} has neither {name}_eval.npz nor {name}_train.npz")
     for mode, arrays in files.items():
-        _check_arrays(f"{folder}/{name}_{mode}.npz", arrays, config, mode, objective.negatives)
-    for reference in (gradients, after):
-        if reference is not None and reference.keys() != state.keys():
-            raise InputError(f"{folder}: case {name}: gradients or later weights are not those of {path.name}")
+        label = f"{folder}/{name}_{mode}.npz"
+        files[mode] = _native(label, arrays)
+        _check_arrays(label, files[mode], config, mode, objective.negatives)
+    for p, reference in zip(more, (gradients, after), strict=True):
+        odd = [n for n in sorted(state.keys() | reference.keys()) if n not in state or n not in reference]
+        odd = odd or [n for n in state if state[n].shape != reference[n].shape]
+        if odd and not lacking:
+            raise InputError(f"{p}: {', '.join(odd)}: names and shapes must be those of {path.name}")
     return Case(name, config, objective, adam, state, files, gradients, after)
+
+
+def _weights(path: Path) -> dict[str, Tensor]:
+    weights = load_file(path)
+    odd = [f"{name} ({w.dtype})" for name, w in weights.items() if w.dtype not in _FLOATS]
+    if odd:
+        raise InputError(f"{path}: {', '.join(odd)}: must be floating point")
+    return weights
+
+
+def _native(name: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """As torch takes them: of few types, in this machine's byte order."""
+    odd = [f"{key} ({array.dtype})" for key, array in arrays.items() if array.dtype.kind not in _KINDS.get(key, "f")]
+    if odd:
+        raise InputError(f"{name}: {', '.join(odd)}: masks must be bool, negatives, ids and segments integer, all else float")
+    types = {"b": np.bool_, "i": np.int64, "u": np.int64}
+    return {
+        key: array.astype(types.get(array.dtype.kind, np.float64 if array.dtype.itemsize > 4 else np.float32))
+        for key, array in arrays.items()
+    }
 
 
 def _objective(cfg: dict[str, Any]) -> ObjectiveConfig:
@@ -106,8 +141,7 @@ def _objective(cfg: dict[str, Any]) -> ObjectiveConfig:
 
 
 def _check_arrays(name: str, arrays: dict[str, np.ndarray], config: ModelConfig, mode: str, negatives: int) -> None:
-    needed = ["source", "mask_indices", "neg_idxs", "patient_id", "segment"] + ["gumbel_noise", "temp"] * (mode == "train")
-    missing = [key for key in needed if key not in arrays]
+    missing = [key for key in _NEEDED + _NEEDED_TRAIN * (mode == "train") if key not in arrays]
     if missing:
         raise InputError(f"{name}: lacks {', '.join(missing)}")
     source, mask = arrays["source"], arrays["mask_indices"]
@@ -115,11 +149,13 @@ def _check_arrays(name: str, arrays: dict[str, np.ndarray], config: ModelConfig,
         raise InputError(f"{name}: source is {source.shape}: must be [2 x pairs, {config.leads} leads, samples]")
     if mask.shape != (len(source), config.tokens(source.shape[2])) or len(set(mask.sum(1).tolist())) != 1 or not mask.any():
         raise InputError(f"{name}: mask_indices is {mask.shape}: must mask equally many tokens of each segment")
-    if (arrays["segment"] != np.arange(len(source)) % 2).any():
+    if not np.array_equal(arrays["segment"], np.arange(len(source)) % 2):
         raise InputError(f"{name}: segment is not 0, 1, 0, 1, ...: pairs must lie side by side")
     masked, codes = int(mask.sum()), config.codebooks * config.codes
-    sizes = {"neg_idxs": masked * negatives, "gumbel_noise": masked * codes, "patient_id": len(source)}
+    sizes = {"neg_idxs": masked * negatives, "gumbel_noise": masked * codes}
     wrong = [key for key, size in sizes.items() if key in arrays and arrays[key].size != size]
+    shapes: dict[str, tuple[int, ...]] = {"patient_id": (len(source),), "temp": ()}
+    wrong += [key for key, shape in shapes.items() if key in arrays and arrays[key].shape != shape]
     if wrong:
         raise InputError(f"{name}: {', '.join(wrong)} does not fit {len(source)} segments with {masked} masked tokens")
 
