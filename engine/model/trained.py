@@ -10,6 +10,7 @@ Only what stands beside the encoder in pre-training (quantiser, projections) is 
 
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from engine.model.config import ModelConfig
@@ -101,7 +103,7 @@ class Trained(nn.Module):
 
 def load(path: str | os.PathLike[str]) -> Trained:
     with model_folder(path) as folder:
-        document, preprocessing = _document(folder / CONFIG), _document(folder / PREPROCESSING)
+        document, preprocessing = document_of(folder / CONFIG), document_of(folder / PREPROCESSING)
         config = config_of(document, folder / CONFIG)
         encoder, head = _load_weights(folder / WEIGHTS, config, _classes(document, folder / CONFIG))
         try:
@@ -126,6 +128,8 @@ def model_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         if folder == run and (run / "checkpoints").is_dir():
             raise LoadError(f"{run}: has checkpoints but no model/ yet: python engine/pretrain.py --export {run}")
         raise LoadError(f"{folder}: no {WEIGHTS} in it: give RUN or RUN/model")
+    if not os.access(folder / WEIGHTS, os.R_OK):  # safetensors would say that there is no such file
+        raise LoadError(f"{folder / WEIGHTS}: may not be read: ask its owner for permission")
     yield folder
 
 
@@ -142,7 +146,7 @@ def _fetched(url: str, local: Path) -> Path:
     return local
 
 
-def _document(path: Path) -> dict[str, Any]:
+def document_of(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text())
     except FileNotFoundError:
@@ -200,6 +204,14 @@ def _load_weights(path: Path, config: ModelConfig, classes: int) -> tuple[Encode
         mine = {name.removeprefix(f"{part}."): w for name, w in weights.items() if name.startswith(f"{part}.")}
         module.load_state_dict(mine, assign=True)
     return encoder, head
+
+
+def save_weights(weights: dict[str, Tensor], path: Path) -> None:
+    """For others to read as well: safetensors lets the owner alone, whatever the umask."""
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    save_file(weights, path, metadata={"format": "pt"})
+    path.chmod(mode)
 
 
 def _compare(path: Path, seen: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:

@@ -9,10 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-
 from engine.config import Settings
-from engine.model.trained import CARD, CONFIG, FORMAT, PREPROCESSING, WEIGHTS
+from engine.model.trained import CARD, CONFIG, FORMAT, PREPROCESSING, WEIGHTS, save_weights
 from engine.pipelines.leads import describe
 from engine.pipelines.signals import SCALES
 from engine.training import checkpoint
@@ -27,7 +25,7 @@ def export(run: Path, path: Path, config: Settings, task: Task | type[Task]) -> 
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        save_file(weights, temporary / WEIGHTS, metadata={"format": "pt"})
+        save_weights(weights, temporary / WEIGHTS)
         for name, content in documents(config, state, task, sum(w.numel() for w in weights.values())).items():
             (temporary / name).write_text(content)
         if out.exists():

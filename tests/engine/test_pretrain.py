@@ -61,6 +61,8 @@ def test_a_run_leaves_what_was_promised(dataset: Dataset, tmp_path: Path) -> Non
     kept = {path.name for path in (out / "checkpoints").glob("step-*")}
     assert best == f"step-{min(valid, key=lambda row: row['loss'])['step']}" and kept == {best, "step-6"}
     config = json.loads((out / "model" / "config.json").read_text())
+    modes = {path.stat().st_mode for path in (out / "model").iterdir()}
+    assert len(modes) == 1  # the weights are as open to others as the rest
     weights = load_file(out / "model" / "model.safetensors")
     model = Pretrainer(build({"model": config["model"]}).model, build({"objective": config["objective"]}).objective)
     model.load_state_dict(weights)  # its own names, all of them

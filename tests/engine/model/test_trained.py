@@ -43,6 +43,13 @@ def model(saved_model: Saved) -> Trained:
     return engine.load(saved_model().parent)
 
 
+def test_weights_that_may_not_be_read(saved_model: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved_model()
+    monkeypatch.setattr("os.access", lambda *_: False)  # root, as which tests may run, is let in everywhere
+    with pytest.raises(LoadError, match=r"model\.safetensors: may not be read: ask its owner for permission"):
+        engine.load(folder)
+
+
 def test_weights_are_those_of_the_file(saved_model: Saved) -> None:
     folder = saved_model(head=DIAGNOSIS)
     config = config_of(json.loads((folder / "config.json").read_text()))
