@@ -28,14 +28,25 @@ if not __package__:
 
 import safetensors
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from engine.model.config import ModelConfig
 from engine.model.fairseq import WeightsError, ours, settings, spelling, their_settings, theirs
 from engine.model.portable import to_onnx
 from engine.model.stranger import CheckpointError, read_checkpoint, tensors
-from engine.model.trained import CARD, CONFIG, FORMAT, PREPROCESSING, WEIGHTS, config_of, load, model_folder
+from engine.model.trained import (
+    CARD,
+    CONFIG,
+    FORMAT,
+    PREPROCESSING,
+    WEIGHTS,
+    config_of,
+    document_of,
+    load,
+    model_folder,
+    save_weights,
+)
 from engine.pipelines.leads import LEADS, ConfigError
 from engine.pipelines.signals import SCALES
 
@@ -44,7 +55,7 @@ def from_fairseq(checkpoint: Path, out: Path, scale: str = "auto") -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out}: exists and is not an empty directory: choose another name")
     content = read_checkpoint(checkpoint)
-    cfg = _settings_of(content, checkpoint)
+    cfg = json.loads(_json(_settings_of(content, checkpoint)))  # as it will be kept: numbers and texts, no tensors
     if not isinstance(content.get("model"), dict):
         raise CheckpointError(f"{checkpoint}: has no weights under `model`: is it a checkpoint of fairseq-signals?")
     state = dict(tensors(content["model"], checkpoint.stat().st_size))
@@ -88,15 +99,17 @@ def to_fairseq(run: Path, out: Path) -> None:
     if out.exists():
         raise ConfigError(f"{out}: exists: choose another name")
     with model_folder(run) as folder:
+        document = document_of(folder / CONFIG)
         try:
-            document = json.loads((folder / CONFIG).read_text())
             state = load_file(folder / WEIGHTS)
         except (OSError, ValueError, safetensors.SafetensorError) as error:
             raise ConfigError(f"{folder}: no model of ours: {type(error).__name__}: {error}".splitlines()[0]) from error
         config = config_of(document, folder / CONFIG)
-    origin = document.get("fairseq") or {}
+    origin = _origin(document, folder / CONFIG)
     back = theirs(state, config, origin.get("spelling", "parametrizations"))
     order = origin.get("order") or list(back)
+    if sorted(map(str, order)) != sorted(back):
+        raise ConfigError(f"{folder / CONFIG}: fairseq.order does not list every weight once: restore it or leave it out")
     content = {
         "args": None,
         "cfg": origin.get("cfg") or their_settings(config),
@@ -107,12 +120,29 @@ def to_fairseq(run: Path, out: Path) -> None:
         "extra_state": {},
         "last_optimizer_state": None,
     }
+    out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        torch.save(content, temporary)
+        with temporary.open("wb") as stream:
+            torch.save(content, stream)
         temporary.replace(out)
+    except (RuntimeError, OSError) as error:
+        raise ConfigError(f"{out}: cannot be written: {str(error).splitlines()[0]}") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _origin(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """What from_fairseq kept of the checkpoint; nothing in a model of ours."""
+    origin = document.get("fairseq") or {}
+    if not isinstance(origin, dict):
+        raise ConfigError(f"{path}: fairseq={str(origin)[:100]}: must be an object: restore it or leave it out")
+    kinds = {"cfg": dict, "order": list, "optimizer_history": list}
+    wrong = [key for key, kind in kinds.items() if not isinstance(origin.get(key) or kind(), kind)]
+    wrong += ["spelling"] * (origin.get("spelling", "weight_g") not in ("parametrizations", "weight_g"))
+    for key in wrong:
+        raise ConfigError(f"{path}: fairseq.{key}={str(origin[key])[:100]}: not as it was written: restore it or leave it out")
+    return origin
 
 
 def _publish(out: Path, state: dict[str, Tensor], documents: dict[str, str]) -> None:
@@ -121,7 +151,7 @@ def _publish(out: Path, state: dict[str, Tensor], documents: dict[str, str]) -> 
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        save_file(state, temporary / WEIGHTS, metadata={"format": "pt"})
+        save_weights({name: weights.clone() for name, weights in state.items()}, temporary / WEIGHTS)  # tied ones, once each
         for name, text in documents.items():
             (temporary / name).write_text(text)
         temporary.replace(out)
@@ -130,7 +160,7 @@ def _publish(out: Path, state: dict[str, Tensor], documents: dict[str, str]) -> 
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, indent=1) + "\n"
+    return json.dumps(value, indent=1, default=lambda _: "<tensor>") + "\n"  # all that stranger.plain leaves
 
 
 def _card(name: str, config: ModelConfig, scale: str, parameters: int) -> str:

@@ -27,6 +27,7 @@ _NORM_KEYS: dict[Spelling, tuple[str, str]] = {
     "weight_g": ("weight_g", "weight_v"),
 }
 _POSITION = "conv_pos.pos_conv.0."
+MAX_BLOCKS, MAX_TEXT = 64, 1000  # of a stranger's settings that are evaluated
 # Of their settings: those that change what is computed and that we have in no other way.
 _FIXED = {
     "layer_norm_first": False,
@@ -99,7 +100,7 @@ def ours(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
         reshaped=[],
     )
     wanted = shapes(config)
-    _complain([], [], [_wrong(mine, parts, state, wanted[mine]) for mine, parts in table.items()])
+    _complain([], [], [_wrong(mine, parts, state, wanted[mine], config) for mine, parts in table.items()])
     return {mine: _join([state[name] for name in parts], mine, wanted[mine]) for mine, parts in table.items()}
 
 
@@ -125,8 +126,7 @@ def _join(parts: list[Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
 
 def _split(weights: Tensor, name: str, count: int, config: ModelConfig) -> list[Tensor]:
     if _is_conv(name):
-        kernel = config.conv[int(name.split(".")[3])][1]
-        return [weights.unflatten(1, (kernel, -1)).transpose(1, 2).contiguous()]
+        return [weights.unflatten(1, (config.conv[_block(name)][1], -1)).transpose(1, 2).contiguous()]
     if name.endswith("codebook"):
         return [weights.flatten(0, 1)[None].contiguous()]
     return [part.contiguous().clone() for part in weights.chunk(count)]
@@ -136,11 +136,17 @@ def _is_conv(name: str) -> bool:
     return re.fullmatch(r"encoder\.conv\.blocks\.\d+\.weight", name) is not None
 
 
-def _wrong(mine: str, parts: list[str], state: Mapping[str, Tensor], wanted: tuple[int, ...]) -> str:
+def _block(name: str) -> int:
+    return int(name.split(".")[3])
+
+
+def _wrong(mine: str, parts: list[str], state: Mapping[str, Tensor], wanted: tuple[int, ...], config: ModelConfig) -> str:
     """A name with the shape seen, or nothing."""
     seen = [tuple(state[name].shape) for name in parts]
     if _is_conv(mine):
-        right = len(seen[0]) == 3 and (seen[0][0], seen[0][1] * seen[0][2]) == wanted
+        i = _block(mine)
+        wanted = (config.conv[i][0], config.conv[i - 1][0] if i else config.leads, config.conv[i][1])
+        right = seen[0] == wanted
     elif mine.endswith("codebook"):
         right = seen[0] == (1, wanted[0] * wanted[1], wanted[2])
     else:
@@ -157,6 +163,14 @@ def _complain(missing: list[str], unexpected: list[str], reshaped: list[str]) ->
 
 def settings(cfg: Mapping[str, Any]) -> ModelConfig:
     """From the section `model` of the authors' configuration."""
+    try:
+        return _settings(cfg)
+    except ConfigError as error:  # which quotes a stranger's values, of any length
+        told = str(error)
+        raise ConfigError(told if len(told) <= 300 else f"{told[:150]} ... {told[-100:]}") from error
+
+
+def _settings(cfg: Mapping[str, Any]) -> ModelConfig:
     missing = [key for key in ("encoder_layers", "encoder_embed_dim", "encoder_attention_heads") if key not in cfg]
     if missing:
         raise ConfigError(f"the checkpoint's settings lack model.{missing[0]}: is it a wav2vec 2.0 of fairseq-signals?")
@@ -168,8 +182,7 @@ def settings(cfg: Mapping[str, Any]) -> ModelConfig:
         raise ConfigError(f"model.extractor_mode={mode!r} in the checkpoint's settings: must be default or layer_norm")
     get, width = cfg.get, cfg["encoder_embed_dim"]
     projection = get("final_dim", 256) or width
-    temps = get("latent_temp", (2.0, 0.5, 0.999995))
-    tau = ast.literal_eval(temps) if isinstance(temps, str) else temps
+    tau_start, tau_end, tau_decay = _temperatures(get("latent_temp", (2.0, 0.5, 0.999995)))
     return ModelConfig(
         leads=get("in_d", 12),
         conv=blocks(str(get("conv_feature_layers", "[(256, 2, 2)] * 4"))),
@@ -190,22 +203,36 @@ def settings(cfg: Mapping[str, Any]) -> ModelConfig:
         codes=get("latent_vars", 320),
         code_width=get("latent_dim", 0) or projection,
         projection=projection,
-        tau_start=float(tau[0]),
-        tau_end=float(tau[1]),
-        tau_decay=float(tau[2]),
+        tau_start=tau_start,
+        tau_end=tau_end,
+        tau_decay=tau_decay,
         mask_share=get("mask_prob", 0.65),
         mask_span=get("mask_length", 10),
     )
+
+
+def _temperatures(value: Any) -> tuple[float, float, float]:
+    try:
+        start, end, decay = map(float, ast.literal_eval(_bounded(value)) if isinstance(value, str) else value)
+    except (SyntaxError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ConfigError(f"model.latent_temp={value!r} in the checkpoint's settings: use (start, end, decay)") from error
+    return start, end, decay
+
+
+def _bounded(text: str) -> str:
+    if len(text) > MAX_TEXT:
+        raise ValueError("too long")
+    return text
 
 
 def blocks(text: str) -> tuple[tuple[int, int], ...]:
     """ "[(256, 2, 2)] * 4" -> four blocks. The authors eval() it; here only lists, tuples, whole numbers, + and * count."""
     refused = ConfigError(f"model.conv_feature_layers={text!r}: use [(width, kernel, stride), ...] with kernel = stride")
     try:
-        layers = _evaluate(ast.parse(text[:1000], mode="eval").body)
-        if all(len(layer) == 3 and layer[1] == layer[2] for layer in layers):
+        layers = _evaluate(ast.parse(_bounded(text), mode="eval").body)
+        if all(len(layer) == 3 and all(isinstance(n, int) for n in layer) and layer[1] == layer[2] for layer in layers):
             return tuple((width, kernel) for width, kernel, _ in layers)
-    except (SyntaxError, TypeError, ValueError) as error:
+    except (SyntaxError, TypeError, ValueError, RecursionError) as error:
         raise refused from error
     raise refused
 
@@ -216,10 +243,12 @@ def _evaluate(node: ast.expr) -> Any:
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _evaluate(node.left) + _evaluate(node.right)
+        left, right = _evaluate(node.left), _evaluate(node.right)
+        if isinstance(left, int) or len(left) + len(right) <= MAX_BLOCKS:
+            return left + right
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         left, right = _evaluate(node.left), _evaluate(node.right)
-        if isinstance(left, tuple) and isinstance(right, int) and right <= 16:
+        if isinstance(left, tuple) and isinstance(right, int) and len(left) * right <= MAX_BLOCKS:
             return left * right
     raise ValueError("not a list of blocks")
 

@@ -11,6 +11,7 @@ the file and of no others, and only when asked for, so nothing can be larger tha
 
 import math
 import pickle
+import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from torch import Tensor
 
 MAX_PICKLE = 256 * 2**20  # bytes: tensors lie outside of it
 MAX_DEPTH = 64  # of containers within containers
+MAX_NODES = 1_000_000  # containers and what they hold: shared ones, which a small file may nest, count each time
 _DTYPES = {
     "FloatStorage": torch.float32,
     "HalfStorage": torch.float16,
@@ -46,17 +48,18 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: no such file")
     try:
         try:
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of what old checkpoints hold
+                loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         except pickle.UnpicklingError as refused:
             if not zipfile.is_zipfile(path):
                 raise CheckpointError(f"{path}: neither a zip nor plain weights: save it anew with PyTorch 1.6+") from refused
             loaded = _read_zip(path)
         content = plain(loaded)
-    except CheckpointError:
+    except (CheckpointError, PermissionError):
         raise
     except Exception as error:  # whatever a hostile or cut file makes the readers say
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise CheckpointError(f"{path}: not a readable checkpoint: {reason}") from error
+        raise CheckpointError(f"{path}: is no checkpoint of torch, or a damaged one: copy it anew") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: holds a {type(content).__name__}, not a dictionary of weights and settings")
     return content
@@ -125,7 +128,7 @@ def _hashable(key: Any) -> Any:
 
 def _tensor(storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> Any:
     if not isinstance(storage, Place):
-        raise pickle.UnpicklingError("a tensor without a storage")
+        raise CheckpointError("a tensor without a storage: save it anew with PyTorch 1.6+")
     return LazyTensor(storage, int(offset), tuple(map(int, size)), tuple(map(int, stride)))
 
 
@@ -153,7 +156,7 @@ class InertUnpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Place:
         kind, dtype, key, *_ = pid
         if kind != "storage" or not isinstance(dtype, torch.dtype):
-            raise pickle.UnpicklingError(f"a storage of unknown type {getattr(dtype, 'named', dtype)}")
+            raise CheckpointError(f"a storage of unknown type {getattr(dtype, 'named', dtype)!s:.80}: use float")
         return Place(self.path, f"{self.root}/data/{key}", dtype)
 
 
@@ -169,22 +172,28 @@ def _read_zip(path: Path) -> Any:
             return InertUnpickler(stream, path, root).load()  # type: ignore[arg-type]
 
 
-def plain(value: Any, depth: int = 0) -> Any:
+def plain(value: Any, depth: int = 0, left: list[int] | None = None) -> Any:
     """Containers, numbers, texts and tensors; settings out of the objects that held them; of the rest a text that names it."""
+    left = left or [MAX_NODES]
     if depth > MAX_DEPTH:
-        raise CheckpointError(f"containers within containers, more than {MAX_DEPTH} deep")
+        raise CheckpointError(f"containers within containers, more than {MAX_DEPTH} deep: no checkpoint of fairseq-signals")
+    left[0] -= 1 + len(value) // 100 if isinstance(value, str) else 1
+    if left[0] < 0:
+        raise CheckpointError(f"more than {MAX_NODES:,} settings and weights: no checkpoint of fairseq-signals")
     if isinstance(value, Inert):
-        return _unwrapped(value, depth)
+        return _unwrapped(value, depth, left)
     if isinstance(value, dict):
-        return {_hashable(plain(k, depth + 1)): plain(v, depth + 1) for k, v in value.items()}
+        return {_hashable(plain(k, depth + 1, left)): plain(v, depth + 1, left) for k, v in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item, depth + 1) for item in value]
+        return [plain(item, depth + 1, left) for item in value]
+    if isinstance(value, int) and value.bit_length() > 64:  # JSON's would refuse to print the longest
+        return "<int>"
     if isinstance(value, str | int | float | bool | None | Tensor | LazyTensor):
         return value
     return f"<{type(value).__name__}>"
 
 
-def _unwrapped(value: Inert, depth: int) -> Any:
+def _unwrapped(value: Inert, depth: int, left: list[int]) -> Any:
     """argparse.Namespace keeps its settings in its state, OmegaConf's nodes in _content and _val, enums in their arguments."""
     state = value.__dict__.get("state")
     if isinstance(state, tuple) and state and isinstance(state[0], dict):  # with slots
@@ -193,21 +202,27 @@ def _unwrapped(value: Inert, depth: int) -> Any:
         if isinstance(content, dict):
             for key in ("_content", "_val"):
                 if key in content:
-                    return plain(content[key], depth + 1)
-            return plain(content, depth + 1)
+                    return plain(content[key], depth + 1, left)
+            return plain(content, depth + 1, left)
     args = value.__dict__.get("args", ())
     if len(args) == 1 and isinstance(args[0], str | int | float):
-        return args[0]
+        return plain(args[0], depth + 1, left)
     return f"<{getattr(type(value), 'named', 'object')}>"
 
 
 def tensors(values: dict[str, Any], most_bytes: int) -> Iterator[tuple[str, Tensor]]:
     """`most_bytes`: of all together, the size of the file. A small one can claim a huge tensor that repeats one number."""
     for name, value in values.items():
+        if not isinstance(name, str) or not 0 < len(name) <= 200 or not name.isprintable():
+            raise CheckpointError(f"a weight is named {repr(name)[:80]}: must be a printable text")
         if not isinstance(value, LazyTensor | Tensor):
             raise CheckpointError(f"the weight {name} is a {type(value).__name__}, not a tensor")
         size = value.size if isinstance(value, LazyTensor) else tuple(value.shape)
         dtype = value.place.dtype if isinstance(value, LazyTensor) else value.dtype
+        dense = isinstance(value, LazyTensor) or (value.device.type == "cpu" and value.layout == torch.strided)
+        if not dtype.is_floating_point or not dense:
+            where = "" if isinstance(value, LazyTensor) else f", {value.layout}, on {value.device}"
+            raise CheckpointError(f"the weight {name} is {dtype}{where}: must be floating point, dense and in the file")
         most_bytes -= math.prod(size) * dtype.itemsize
         if most_bytes < 0:
             raise CheckpointError(f"the weights are larger than their file, from {name} {size} on")

@@ -1,12 +1,15 @@
 """engine.convert: exact both ways, strict about names, deaf to what a pickle asks for."""
 
 import argparse
+import ast
 import collections
 import json
 import os
+import stat
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +154,14 @@ def huge() -> dict[str, Tensor]:
     return state
 
 
+ODD: dict[str, Callable[[], Tensor]] = {
+    "quantised": lambda: torch.quantize_per_tensor(torch.ones(24), 1.0, 0, torch.qint8),
+    "meta": lambda: torch.empty(24, device="meta"),
+    "complex": lambda: torch.ones(24, dtype=torch.complex64),
+    "sparse": lambda: torch.ones(24).to_sparse(),
+}
+
+
 def harm(kind: str, path: Path) -> Path:
     state, cfg = weights(), their_settings(CONFIG)
     if kind == "missing":
@@ -169,6 +180,31 @@ def harm(kind: str, path: Path) -> Path:
         cfg["model"]["conv_feature_layers"] = "__import__('os').getcwd()"
     elif kind == "no settings":
         cfg = {}
+    elif kind == "long value":
+        cfg["model"]["extractor_mode"] = "x" * 100_000
+    elif kind == "many blocks":
+        cfg["model"]["conv_feature_layers"] = "[(24, 2, 2)]" + " * 16" * 6
+    elif kind == "sum of blocks":
+        cfg["model"]["conv_feature_layers"] = " + ".join(["[(24, 2, 2)] * 40"] * 2)
+    elif kind == "nested blocks":
+        layer = "[9]"
+        for _ in range(12):
+            layer = f"[{layer}] * 60"
+        cfg["model"]["conv_feature_layers"] = f"[(24, {layer}, {layer})]"
+    elif kind.startswith("latent_temp="):
+        cfg["model"]["latent_temp"] = ast.literal_eval(kind.removeprefix("latent_temp="))
+    elif kind == "swapped":
+        name = "feature_extractor.conv_layers.1.0.weight"
+        state[name] = state[name].transpose(1, 2).contiguous()
+    elif kind == "number as name":
+        state[3] = torch.ones(1)  # type: ignore[index]
+    elif kind in ODD:
+        state["mask_emb"] = ODD[kind]()
+    elif kind == "shared":
+        nested: list[Any] = [1]
+        for _ in range(40):
+            nested = [nested, nested]
+        cfg["task"] = nested
     saved(path, model=state, cfg=cfg)
     if kind == "cut":
         path.write_bytes(path.read_bytes()[:5000])
@@ -182,6 +218,7 @@ def harm(kind: str, path: Path) -> Path:
     return path
 
 
+@pytest.mark.filterwarnings("ignore:.*quantize")
 @pytest.mark.parametrize(
     "kind, told",
     [
@@ -193,8 +230,20 @@ def harm(kind: str, path: Path) -> Path:
         ("pre-norm", "layer_norm_first"),
         ("layers", "conv_feature_layers"),
         ("no settings", "no settings"),
-        ("cut", ""),
-        ("text", ""),
+        ("long value", "must be default or layer_norm"),
+        ("many blocks", "conv_feature_layers"),
+        ("sum of blocks", "conv_feature_layers"),
+        ("nested blocks", "conv_feature_layers"),
+        ("latent_temp=None", "latent_temp=None"),
+        ("latent_temp=[2.0]", "latent_temp=[2.0]"),
+        ("latent_temp='bad('", "latent_temp='bad('"),
+        ("latent_temp=['a', 'b', 'c']", "latent_temp=['a', 'b', 'c']"),
+        ("swapped", "(32, 2, 16), our encoder.conv.blocks.1.weight (32, 16, 2)"),
+        ("number as name", "a weight is named 3"),
+        *((kind, "the weight mask_emb is torch.") for kind in ODD),
+        ("shared", "more than 1,000,000"),
+        ("cut", "a.pt: is no checkpoint of torch"),
+        ("text", "a.pt: is no checkpoint of torch"),
         ("zip", ""),
         ("absent", "no such file"),
     ],
@@ -204,8 +253,59 @@ def test_wrong_checkpoints_are_one_line_and_leave_nothing(
 ) -> None:
     assert convert.main(["from-fairseq", str(harm(kind, tmp_path / "a.pt")), str(tmp_path / "out")]) == 2
     err = capsys.readouterr().err
-    assert told in err and err.count("\n") == 1
+    assert told in err and err.count("\n") == 1 and len(err) < 600
     assert [path.name for path in tmp_path.iterdir() if path.name != "a.pt"] == []
+
+
+def test_tied_weights_and_tensors_among_the_settings(tmp_path: Path) -> None:
+    state, cfg = weights(), their_settings(CONFIG)
+    state["layer_norm.bias"] = state["layer_norm.weight"]
+    cfg["model"]["extra"] = torch.ones(2)
+    path = saved(tmp_path / "a.pt", model=state, cfg=cfg, optimizer_history=[{"best": torch.tensor(1.0)}])
+    assert convert.main(["from-fairseq", str(path), str(tmp_path / "out")]) == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["fairseq"]["optimizer_history"] == [{"best": "<tensor>"}]
+    assert convert.main(["to-fairseq", str(tmp_path / "out"), str(tmp_path / "b.pt")]) == 0
+    assert same(torch.load(tmp_path / "b.pt", weights_only=True)["model"], state)
+
+
+def test_others_may_read_the_weights(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        convert.from_fairseq(saved(tmp_path / "a.pt"), tmp_path / "out")
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()} == {0o644}
+
+
+def test_folders_on_the_way_are_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    convert.from_fairseq(saved(tmp_path / "a.pt"), tmp_path / "out")
+    assert convert.main(["to-fairseq", str(tmp_path / "out"), str(tmp_path / "no" / "such" / "b.pt")]) == 0
+    assert convert.main(["to-fairseq", str(tmp_path / "out"), "/proc/b.pt"]) == 2
+    err = capsys.readouterr().err
+    assert "/proc/b.pt: cannot be written" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        ([], "a list, not an object"),
+        ({"fairseq": [1]}, "fairseq=[1]"),
+        ({"fairseq": {"spelling": "x"}}, "fairseq.spelling=x"),
+        ({"fairseq": {"spelling": []}}, "fairseq.spelling=[]"),
+        ({"fairseq": {"cfg": "text"}}, "fairseq.cfg=text"),
+        ({"fairseq": {"order": 5}}, "fairseq.order=5"),
+        ({"fairseq": {"order": ["nope"]}}, "fairseq.order does not list"),
+        ({"fairseq": {"order": ["mask_emb"]}}, "fairseq.order does not list"),
+        ({"fairseq": {"order": [1, []]}}, "fairseq.order does not list"),
+    ],
+)
+def test_a_damaged_config_is_one_line(change: Any, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    convert.from_fairseq(saved(tmp_path / "a.pt"), tmp_path / "out")
+    path = tmp_path / "out" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change if change else change))
+    assert convert.main(["to-fairseq", str(tmp_path / "out"), str(tmp_path / "b.pt")]) == 2
+    err = capsys.readouterr().err
+    assert told in err and err.count("\n") == 1 and not (tmp_path / "b.pt").exists()
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
