@@ -236,7 +236,11 @@ def _against(dataset: Dataset, table: pa.Table, sources: list[Source], key: byte
             if parts is None and (record.source, name) not in refused:
                 found.append(f"{record.source}/{name} is in the archive, and neither in {SAMPLES} nor in {REJECTS}")
             for part, row in (parts or {}).items():
-                prepare_crop(record, part, crop)
+                try:
+                    prepare_crop(record, part, crop)
+                except ReadError as error:
+                    found.append(f"{record.source}/{name} at {labels[row][2]:g} s: the archive has no such crop: {error}")
+                    continue
                 if google_crc32c.value(crop.tobytes()) != labels[row][3] or not np.array_equal(dataset.read(row), crop):
                     found.append(f"{record.source}/{name} at {labels[row][2]:g} s: the archive has other samples")
     if rows:

@@ -51,9 +51,10 @@ class PhysioNet2021(WfdbSource):
     def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
         if record.source != "ptb-xl" or not record.name.startswith("HR"):
             return record
-        return dataclasses.replace(
-            record, patient=_patients(self.root, self.table).get(record.name.removeprefix("HR").lstrip("0"))
-        )
+        number, known = record.name.removeprefix("HR").lstrip("0"), _patients(self.root, self.table)
+        if known and number not in known:
+            return dataclasses.replace(record, warnings=(*record.warnings, (f"not in {TABLE}", "")))
+        return dataclasses.replace(record, patient=known.get(number))
 
     def tables(self) -> bytes:
         return repr(sorted(_patients(self.root, self.table).items())).encode()
@@ -62,12 +63,13 @@ class PhysioNet2021(WfdbSource):
         if _patients(self.root, self.table) or not any(map(self.root.exists, ("training/ptb-xl", "ptb-xl/g1"))):
             return []
         return [
-            f"{self.root.url}: no {TABLE}, so patients of PTB-XL are unknown, and no gallery or probe: give it with --patients"
+            f"{self.root.url}: no {TABLE}, so this archive's PTB-XL records have no patient, and no gallery or probe role: "
+            "give it with --patients"
         ]
 
 
 @once
-def _patients(root: Folder, table: str | None) -> dict[str, str]:
+def _patients(root: Folder, table: str | None) -> dict[str, str | None]:
     if table:
         return patients(folder(posixpath.dirname(table) or "."), posixpath.basename(table))
     place = next((place for place in TABLE_PLACES if root.exists(place)), None)

@@ -57,10 +57,9 @@ def patient_id(text: str) -> str | None:
     return text if text.isascii() and text.isdigit() else None
 
 
-def patients(root: Folder, place: str) -> dict[str, str]:
-    """ecg_id -> patient."""
-    found = {number: patient_id(row["patient_id"]) for number, row in _rows(root, place).items()}
-    return {number: patient for number, patient in found.items() if patient}
+def patients(root: Folder, place: str) -> dict[str, str | None]:
+    """ecg_id -> patient, None where the row names nobody."""
+    return {number: patient_id(row["patient_id"]) for number, row in _rows(root, place).items()}
 
 
 def _diagnoses(row: dict[str, str]) -> tuple[str, ...]:

@@ -160,7 +160,8 @@ def test_challenge(challenge: Path) -> None:
     assert said(records["E00001"]) == (None, 78.0, "F", ("427393009", "426783006"))
     assert said(records["JS45551"]) == (None, None, None, ("426177001",))
     assert records["I0001"].fs_hz == 257
-    assert "no ptbxl_database.csv" in PhysioNet2021(folder(challenge)).notes()[0]
+    (note,) = PhysioNet2021(folder(challenge)).notes()
+    assert "no ptbxl_database.csv, so this archive's PTB-XL records have no patient" in note
 
 
 @pytest.mark.parametrize("place", TABLE_PLACES)
@@ -179,6 +180,14 @@ def test_ptbxls_table_may_lie_elsewhere(challenge: Path, tmp_path: Path) -> None
     crops = crops_of(Dataset.open(str(tmp_path / "out")))
     assert crops["ptb-xl", "HR00011"][0]["patient"] == "15709"
     assert crops["ptb-xl", "HR21837"][0]["patient"] is None
+    assert (tmp_path / "out" / REJECTS).read_text().splitlines()[1:] == ["ptb-xl,HR21837,not in ptbxl_database.csv,"]
+
+
+def test_a_row_of_ptbxls_table_without_a_patient_is_a_row(challenge: Path) -> None:
+    rows = [{"ecg_id": 11, "patient_id": "15709.0"}, {"ecg_id": 21837, "patient_id": ""}]
+    write_table(challenge / "ptbxl_database.csv", PTBXL_COLUMNS, rows)
+    record = read(PhysioNet2021(folder(challenge)))["HR21837"]
+    assert (record.patient, record.warnings) == (None, ())
 
 
 @pytest.mark.parametrize("below", ["training", "training/georgia", "training/georgia/g1"])

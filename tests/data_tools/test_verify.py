@@ -9,7 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from handmade import ecg, write_challenge
 
+from data_tools.__main__ import main
+from data_tools.build import Settings, shard
 from data_tools.dataset import CROP_SHAPE, Dataset, fingerprint
 from data_tools.errors import DatasetError
 from data_tools.sources import open_sources
@@ -157,6 +160,19 @@ def test_the_archive_betrays_what_the_checksums_cannot(archive: Path, dataset: D
         text = stem.with_suffix(suffix).read_bytes().replace(stem.name.encode(), b"E09999")
         (stem.parent / f"E09999{suffix}").write_bytes(text)
     assert "neither in samples.parquet nor in rejects.csv" in " ".join(verify(dataset, open_sources(str(copy))))
+
+
+def test_a_record_that_is_shorter_now_is_one_finding_of_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "training" / "georgia" / "g1"
+    for name in ("E1", "E2"):
+        write_challenge(place, name, ecg(10_000))
+    shard(open_sources(str(tmp_path)), Settings(str(tmp_path / "out"), quiet=True))
+    write_challenge(place, "E1", ecg(5000))
+    write_challenge(place, "E2", ecg(10_000, seed=1))
+    assert main(["verify", str(tmp_path / "out"), "--source", str(tmp_path), "--workers", "1"]) == 1
+    told = capsys.readouterr().out
+    assert "georgia/E1 at 10 s: the archive has no such crop: too short: no crop 1 in 10 s" in told
+    assert "georgia/E2 at 10 s: the archive has other samples" in told
 
 
 def test_crops_are_twelve_by_five_thousand(dataset: Dataset) -> None:
