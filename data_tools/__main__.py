@@ -66,6 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     shard.add_argument(
         "--plan", choices=("paper", "all", "paper-split"), default="paper", help="who trains and who tests (paper)"
     )
+    shard.add_argument("--dx-sources", metavar="NAME", nargs="+", help="whose records get diagnosis roles (cpsc_2018 georgia)")
+    shard.add_argument("--id-sources", metavar="NAME", nargs="+", help="whose patients get gallery and probe (ptb-xl)")
     shard.add_argument("--seed", type=_natural, default=0, help="of the order and of the roles (0)")
     shard.add_argument("--workers", type=_positive, default=os.cpu_count() or 1, help="processes (all cores)")
     shard.add_argument("--cluster", metavar="tcp://HOST:8786", help="a Dask scheduler instead of processes")
@@ -134,9 +136,15 @@ def _shard(options: argparse.Namespace) -> int:
     from data_tools.build import Settings, shard
     from data_tools.pseudonyms import read_key
     from data_tools.sources import PhysioNet2021, open_sources
-    from data_tools.summary import describe
+    from data_tools.splits import PAPERS, RoleSources
+    from data_tools.summary import describe, notes
 
     started = time.monotonic()
+    if options.plan == "all" and (options.dx_sources or options.id_sources):
+        raise DataError("--plan all gives nobody a role for --dx-sources or --id-sources: use --plan paper")
+    whose = RoleSources(
+        tuple(sorted(set(options.dx_sources or PAPERS.dx))), tuple(sorted(set(options.id_sources or PAPERS.id)))
+    )
     key = read_key(options.pseudonymize) if options.pseudonymize else None
     sources = [source for url in options.sources for source in open_sources(url, options.source, options.anonymous)]
     for source in sources:
@@ -148,6 +156,7 @@ def _shard(options: argparse.Namespace) -> int:
         out=options.out,
         plan=options.plan,
         seed=options.seed,
+        role_sources=whose,
         format=options.format,
         workers=options.workers,
         cluster=options.cluster,
@@ -159,6 +168,8 @@ def _shard(options: argparse.Namespace) -> int:
     print(describe(dataset))
     refused = sum(source["records"]["refused"] for source in dataset.meta["sources"])
     print(f"\n{refused} records refused; {time.monotonic() - started:.1f} s")
+    for note in notes(dataset):
+        print(f"note: {note}", file=sys.stderr)
     if options.strict and refused:
         print(f"data_tools shard: --strict: {refused} records were refused, see {options.out}/rejects.csv", file=sys.stderr)
         return 2

@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from data_tools.prepare import Crop, prepare_crop
 from data_tools.record import EcgRecord
 from data_tools.shards import TarWriter
 from data_tools.sources.base import Source, carefully
+from data_tools.splits import PAPERS, RoleSources
 from data_tools.storage import Folder, ahead, folder
 
 FORMATS = ("tar", "zarr", "both")
@@ -41,6 +42,7 @@ class Settings:
     out: str
     plan: str = "paper"
     seed: int = 0
+    role_sources: RoleSources = PAPERS
     format: str = "tar"
     workers: int = 1
     cluster: str | None = None
@@ -82,7 +84,7 @@ def shard(sources: list[Source], settings: Settings) -> Dataset:
             "seed": settings.seed,
             "format": settings.format,
             "pseudonyms": mark,
-        }
+        } | ({} if settings.role_sources == PAPERS else {"role_sources": asdict(settings.role_sources)})
         if out.exists(META):
             return _same(Dataset.open(settings.out), recipe)
         parts = _build(plan, contents, out, first, settings)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def finish(
     if not len(table):
         reasons = sorted({reject[2] for reject in rejects})
         raise StorageError(f"no usable crop in any record ({', '.join(reasons)[:200]}): nothing to write")
-    table = assign_roles(table, settings.plan, settings.seed)
+    table = assign_roles(table, settings.plan, settings.seed, settings.role_sources)
     if settings.format != "tar":
         store.write(table, shards, out, settings.workers, settings.cluster, settings.quiet)
     if settings.format == "zarr":
@@ -66,6 +67,7 @@ def finish(
         "preprocessing_sha256": SPEC_HASH,
         "seed": settings.seed,
         "plan": settings.plan,
+        **{key: recipe[key] for key in ("role_sources",) if key in recipe},
         "recipe": recipe_hash(recipe),
         "pseudonyms": recipe["pseudonyms"],
         "crops": len(table),
@@ -114,9 +116,15 @@ def records_of(table: pa.Table) -> splits.Records:
     )
 
 
-def assign_roles(table: pa.Table, plan: str, seed: int) -> pa.Table:
+def role_sources(meta: Mapping[str, Any]) -> splits.RoleSources:
+    """A dataset's; only those that are not the paper's are written down."""
+    named = meta.get("role_sources", {})
+    return splits.RoleSources(**{task: tuple(names) for task, names in named.items()})
+
+
+def assign_roles(table: pa.Table, plan: str, seed: int, whose: splits.RoleSources = splits.PAPERS) -> pa.Table:
     records = records_of(table)
-    roles = splits.assign(records, plan, seed)
+    roles = splits.assign(records, plan, seed, whose)
     if plan != "paper-split" and (found := splits.leaks(records, roles)):
         raise DatasetError(f"a leak between roles: {found[0]}")
     return (

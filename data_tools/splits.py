@@ -19,10 +19,19 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 PLANS = ("paper", "all", "paper-split")
-DX_SOURCES = ("cpsc_2018", "georgia")
-ID_SOURCE = "ptb-xl"
 NONE, TRAIN, VALID, TEST, GALLERY, PROBE = range(6)
 ROLE_NAMES = ("", "train", "valid", "test", "gallery", "probe")
+
+
+@dataclass(frozen=True)
+class RoleSources:
+    """Whose records get roles in the two tasks."""
+
+    dx: tuple[str, ...] = ("cpsc_2018", "georgia")
+    id: tuple[str, ...] = ("ptb-xl",)
+
+
+PAPERS = RoleSources()
 
 
 @dataclass(frozen=True)
@@ -53,17 +62,17 @@ class Roles:
     identity: np.ndarray
 
 
-def assign(records: Records, plan: str, seed: int) -> Roles:
+def assign(records: Records, plan: str, seed: int, whose: RoleSources = PAPERS) -> Roles:
     crops = len(records.crop_record)
     if plan == "all":
         return Roles(np.ones(crops, bool), np.zeros(crops, np.int8), np.zeros(crops, np.int8))
     if plan == "paper-split":
-        return _leaking(records, seed)
+        return _leaking(records, seed, whose)
     group = _groups(records)
-    chance_dx, chance_id = _chances(records, group, seed)
-    in_dx = records.is_from(*DX_SOURCES)
+    in_dx = records.is_from(*whose.dx)
+    chance_dx, chance_id = _chances(records, group, seed, in_dx)
     dx_of_group = np.select([chance_dx < 0.8, chance_dx < 0.9], [TRAIN, VALID], TEST).astype(np.int8)
-    identity, tested = _gallery_probe(records, seed)
+    identity, tested = _gallery_probe(records, seed, whose)
     kept_out = np.bincount(group, weights=tested) > 0  # groups that no training may see
     kept_out |= (np.bincount(group, weights=in_dx) > 0) & (dx_of_group != TRAIN)
     of_crop = group[records.crop_record]
@@ -123,31 +132,31 @@ def _groups(records: Records) -> np.ndarray:
     return group
 
 
-def _chances(records: Records, group: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def _chances(records: Records, group: np.ndarray, seed: int, in_dx: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Two draws a group, its leader's: a diagnosis record if it has one, so that duplicates from elsewhere move nobody."""
     owners = pc.coalesce(records.patients, records.names)
     texts = (f"{records.source_names[s]}/{owner}" for s, owner in zip(records.source, _strings(owners), strict=True))
     draws = keyed_uniform(texts, f"roles {seed}", draws=3)
-    order = np.lexsort((draws[:, 0], ~records.is_from(*DX_SOURCES), group))
+    order = np.lexsort((draws[:, 0], ~in_dx, group))
     leaders = order[np.unique(group[order], return_index=True)[1]]
     return draws[leaders, 1], draws[leaders, 2]
 
 
-def _gallery_probe(records: Records, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """For every patient of PTB-XL with two sessions, the first crop of two of them by keyed hash: roles of crops, records of
-    such patients. Two files of one waveform are one session."""
+def _gallery_probe(records: Records, seed: int, whose: RoleSources) -> tuple[np.ndarray, np.ndarray]:
+    """For every patient of these sources with two sessions, the first crop of two of them by keyed hash: roles of crops, and
+    records of such patients. Two files of one waveform are one session."""
     identity = np.zeros(len(records.crop_record), np.int8)
     tested = np.zeros(len(records.names), bool)
     order = np.lexsort((records.crop_start, records.crop_record))
     read, first = np.unique(records.crop_record[order], return_index=True)
     first_crop = np.full(len(records.names), -1)
     first_crop[read] = order[first]
-    candidates = read[records.is_from(ID_SOURCE)[read] & pc.is_valid(records.patients).to_numpy(zero_copy_only=False)[read]]
+    candidates = read[records.is_from(*whose.id)[read] & pc.is_valid(records.patients).to_numpy(zero_copy_only=False)[read]]
     ranks = keyed_uniform(_strings(records.names.take(pa.array(candidates))), f"session {seed}")[:, 0]
-    sessions: dict[str, list[int]] = {}
+    sessions: dict[tuple[int, str], list[int]] = {}
     for position in np.argsort(ranks, kind="stable"):
         record = int(candidates[position])
-        chosen = sessions.setdefault(records.patients[record].as_py(), [])
+        chosen = sessions.setdefault((int(records.source[record]), records.patients[record].as_py()), [])
         waveform = records.waveform[first_crop[record]]
         if len(chosen) < 2 and not (chosen and records.waveform[first_crop[chosen[0]]] == waveform):
             chosen.append(record)
@@ -163,14 +172,14 @@ def _strings(column: pa.Array) -> Iterator[str]:
         yield from column.slice(start, 1 << 16).to_pylist()
 
 
-def _leaking(records: Records, seed: int) -> Roles:
+def _leaking(records: Records, seed: int, whose: RoleSources) -> Roles:
     """Crop by crop, and nothing is kept from pre-training but diagnosis valid and test: the authors' code, not their text."""
     labels = [records.label(record) for record in range(len(records.names))]
     crops = zip(records.crop_record, records.crop_start, strict=True)
     chance = keyed_uniform((f"{labels[record]}/{start:g}" for record, start in crops), f"roles {seed}")[:, 0]
-    in_dx = records.is_from(*DX_SOURCES)[records.crop_record]
+    in_dx = records.is_from(*whose.dx)[records.crop_record]
     dx = np.where(in_dx, np.select([chance < 0.8, chance < 0.9], [TRAIN, VALID], TEST), NONE).astype(np.int8)
-    identity, _ = _gallery_probe(records, seed)
+    identity, _ = _gallery_probe(records, seed, whose)
     of_record = keyed_uniform(labels, f"identity {seed}")[:, 0]
     trained = np.where(of_record < 0.8, TRAIN, VALID).astype(np.int8)[records.crop_record]
     return Roles((dx != VALID) & (dx != TEST), dx, np.where(identity == NONE, trained, identity))

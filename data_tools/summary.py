@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from data_tools.dataset import Dataset
-from data_tools.finish import read_rejects
+from data_tools.finish import read_rejects, role_sources
 from data_tools.labels import ABBREVIATIONS
 
 # Oh et al. 2022, section 5.1, in 5 s segments. Its split is by segment and excludes nothing: see `--plan paper-split`.
@@ -61,6 +61,23 @@ def describe(dataset: Dataset) -> str:
     lines += ["", "refused, repaired or flagged (rejects.csv):" if reasons else "nothing refused, repaired or flagged"]
     lines += [f"  {reason:30}{count:8,}" for reason, count in reasons.most_common()]
     return "\n".join(lines)
+
+
+def notes(dataset: Dataset) -> list[str]:
+    """What the next commands would stumble over."""
+    whose, roles = role_sources(dataset.meta), dataset.meta["roles"]
+    found = []
+    if dataset.meta["plan"] != "all" and not roles["dx"]:
+        found.append(
+            f"no record is of {' or '.join(whose.dx)}: nobody has a diagnosis role, which fine-tuning for diagnosis needs: "
+            "--dx-sources names others"
+        )
+    if dataset.meta["plan"] != "all" and "probe" not in roles["id"]:
+        found.append(
+            f"no patient of {' or '.join(whose.id)} has two sessions: no gallery and no probe, which identification needs: "
+            "--id-sources names others"
+        )
+    return found
 
 
 def figure(dataset: Dataset) -> Any:

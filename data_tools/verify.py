@@ -24,7 +24,7 @@ from tqdm import tqdm
 from data_tools import cluster, pseudonyms, quality
 from data_tools.dataset import CROP_BYTES, CROP_SHAPE, REJECTS, SAMPLES, STORE, Dataset, waveform
 from data_tools.errors import DatasetError, ReadError
-from data_tools.finish import assign_roles, read_rejects, role_counts
+from data_tools.finish import assign_roles, read_rejects, role_counts, role_sources
 from data_tools.labels import class_row
 from data_tools.prepare import CROP, FS_HZ, HALF, MAX_UV, prepare_crop
 from data_tools.record import LEADS
@@ -78,7 +78,7 @@ def _tables(dataset: Dataset, table: pa.Table) -> list[str]:
     found = []
     again: pa.Table | None = None
     try:
-        again = assign_roles(table, dataset.meta["plan"], dataset.meta["seed"])
+        again = assign_roles(table, dataset.meta["plan"], dataset.meta["seed"], role_sources(dataset.meta))
     except DatasetError as error:
         found.append(f"{SAMPLES}: {error}")
     for column in ("pretrain", "dx_role", "id_role"):

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from handmade import ecg, write_challenge
 
 from data_tools.__main__ import main
 from data_tools.dataset import Dataset
@@ -75,6 +76,25 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(
     assert code == 2
     assert len(err.strip().splitlines()) == 1, err
     assert words in err
+
+
+def test_ones_own_sources_get_roles_where_they_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(40):
+        write_challenge(tmp_path / "src" / "training" / "ningbo" / "g1", f"JS{number}", ecg(seed=number))
+    command = ["shard", tmp_path / "src", "--workers", 1, "--out"]
+    code, _, err = run(capsys, *command, tmp_path / "plain")
+    assert code == 0
+    assert "note: no record is of cpsc_2018 or georgia: nobody has a diagnosis role" in err
+    assert "note: no patient of ptb-xl has two sessions" in err
+    assert "role_sources" not in Dataset.open(str(tmp_path / "plain")).meta
+    code, _, err = run(capsys, *command, tmp_path / "named", "--dx-sources", "ningbo")
+    assert code == 0 and "diagnosis role" not in err
+    named = Dataset.open(str(tmp_path / "named"))
+    assert set(named.meta["roles"]["dx"]) == {"train", "valid", "test"}
+    assert run(capsys, "verify", tmp_path / "named", "--deep", "--workers", 1)[0] == 0
+    code, _, err = run(capsys, *command, tmp_path / "plain", "--dx-sources", "ningbo")
+    assert code == 2 and "is finished" in err
+    assert run(capsys, *command, tmp_path / "x", "--plan", "all", "--id-sources", "ningbo")[0] == 2
 
 
 @pytest.mark.parametrize("command", [(), ("synth",), ("shard",), ("verify",), ("show",)])

@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from data_tools.splits import GALLERY, PROBE, TEST, TRAIN, VALID, Records, Roles, assign, leaks
+from data_tools.splits import GALLERY, PROBE, TEST, TRAIN, VALID, Records, Roles, RoleSources, assign, leaks
 
 SOURCES = ("cpsc_2018", "georgia", "ningbo", "ptb-xl")
 
@@ -73,6 +73,19 @@ def test_gallery_and_probe_hold_one_crop_of_two_sessions_of_every_patient_who_ha
         if len(owned) >= 2:
             assert picked[GALLERY] != picked[PROBE]
             assert not roles.pretrain[np.isin(records.crop_record, list(owned))].any()
+
+
+def test_patients_of_two_sources_are_two_though_their_numbers_are_one() -> None:
+    records = Records(
+        np.array([2, 3], np.int16),
+        SOURCES,
+        pa.array(["JS1", "HR1"]),
+        pa.array(["7", "7"]),
+        np.array([0, 1]),
+        np.zeros(2),
+        np.array([5, 6], np.uint64),
+    )
+    assert not np.isin(assign(records, "paper", 0, RoleSources(id=("ningbo", "ptb-xl"))).identity, (GALLERY, PROBE)).any()
 
 
 def test_two_files_of_one_waveform_are_one_session() -> None:
