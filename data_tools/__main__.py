@@ -27,7 +27,10 @@ def main(arguments: list[str] | None = None) -> int:
         run: Callable[[argparse.Namespace], int] = options.run
         return run(options)
     except KeyboardInterrupt:
-        print("interrupted: run the same command again to go on", file=sys.stderr)
+        mend = {"shard": ": run the same command again to go on"}
+        if options.command == "synth":
+            mend["synth"] = f": delete {options.out} and run it again"
+        print(f"interrupted{mend.get(options.command, '')}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -192,7 +195,7 @@ def _verify(options: argparse.Namespace) -> int:
     checked = (
         "bytes, rows and roles" + (", every derived value" * options.deep) + (", the archive's samples" if sources else "")
     )
-    verdict = f"{len(found)} findings" if found else f"everything holds ({checked})"
+    verdict = f"{len(found)} finding{'s' * (len(found) != 1)}" if found else f"everything holds ({checked})"
     print(f"{options.dataset}: {len(dataset):,} crops, {verdict}; {time.monotonic() - started:.1f} s")
     return 1 if found else 0
 

@@ -34,6 +34,7 @@ from data_tools.splits import PAPERS, RoleSources
 from data_tools.storage import Folder, ahead, folder
 
 FORMATS = ("tar", "zarr", "both")
+TOLD = ("seed", "plan", "format", "role_sources", "pseudonyms")  # of the recipe, what dataset.json says in words
 RECORDS_HELD = 8  # long records whose crops meet in one shard are read once
 
 
@@ -140,7 +141,10 @@ def _key_mark(key: bytes | None) -> str | None:
 
 def _same(finished: Dataset, recipe: dict[str, Any]) -> Dataset:
     if finished.meta["recipe"] != recipe_hash(recipe):
-        raise DatasetError(f"{finished.root.url} is finished, and of other input or settings: choose another --out")
+        was = finished.meta | {"format": "both" if len(finished.meta["formats"]) == 2 else finished.meta["formats"][0]}
+        told = [f"{name} was {was.get(name)}, not {recipe.get(name)}" for name in TOLD if was.get(name) != recipe.get(name)]
+        other = ", ".join(told) or "of other input or settings"
+        raise DatasetError(f"{finished.root.url} is finished, and {other}: choose another --out")
     if finished.root.exists(".build"):  # killed between its last two steps
         finished.root.remove(".build")
     return finished

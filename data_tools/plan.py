@@ -21,7 +21,7 @@ from data_tools.dataset import FORMAT_VERSION, SHARD_CROPS
 from data_tools.errors import ReadError, StorageError
 from data_tools.prepare import SPEC_HASH, crop_count, dropped_s
 from data_tools.sources.base import Source, carefully
-from data_tools.storage import ahead
+from data_tools.storage import ahead, links_in
 
 Reject = tuple[str, str, str, str]  # source, record, reason, detail
 SCAN_CHUNK = 2048
@@ -87,7 +87,7 @@ def make_plan(
             bar.update(scan.seen)
     scans = [columns[chunk] for chunk in sorted(columns)]
     if not scans:
-        raise StorageError(f"no records in {', '.join(source.root.url for source in sources)}")
+        raise StorageError(f"no records in {', '.join(source.root.url + links_in(source.root) for source in sources)}")
     labels = pa.concat_arrays([scan.labels for scan in scans])
     fresh = _first_of_each(labels, known, key)
     rejects = [reject for scan in scans for reject in scan.rejects]

@@ -71,7 +71,7 @@ def dropped_s(samples: int, fs_hz: float) -> float:
 @lru_cache(maxsize=256)
 def rate_ratio(fs_hz: float) -> tuple[int, int]:
     if not RATE_RANGE_HZ[0] <= fs_hz <= RATE_RANGE_HZ[1]:
-        raise ReadError("sampling rate", f"{fs_hz} Hz")
+        raise ReadError("sampling rate", "{} Hz: {:g} to {:g} is read".format(fs_hz, *RATE_RANGE_HZ))
     ratio = Fraction(FS_HZ) / Fraction(fs_hz).limit_denominator(100)
     if max(ratio.numerator, ratio.denominator) > MAX_RATIO:
         raise ReadError("sampling rate", f"{fs_hz} Hz has no ratio to 500 Hz within {MAX_RATIO}")

@@ -69,6 +69,8 @@ class LocalFolder:
         except FileNotFoundError:
             raise ReadError("missing file", name) from None
         except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise ReadError("not a regular file", f"{name}: a link, which is not followed") from None
             raise ReadError("unreadable file", f"{name}: {error.strerror}") from None
         try:
             state = os.fstat(file)
@@ -151,6 +153,14 @@ class LocalFolder:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+def links_in(place: Folder) -> str:
+    """Where nothing was found, this may be why."""
+    if not isinstance(place, LocalFolder):
+        return ""
+    found = next((name for name in place.names() if os.path.islink(path := place.path(name)) and os.path.isdir(path)), None)
+    return f" ({found} is a link, and such folders are not entered: name the folder itself)" if found else ""
 
 
 @lru_cache(maxsize=8)

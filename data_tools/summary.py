@@ -4,11 +4,15 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_tools.dataset import Dataset
-from data_tools.finish import read_rejects, role_sources
+from data_tools.finish import read_rejects, records_of, role_sources
 from data_tools.labels import ABBREVIATIONS
+from data_tools.prepare import MAX_UV
+
+MANY_SATURATED = 0.01  # of a source's crops
 
 # Oh et al. 2022, section 5.1, in 5 s segments. Its split is by segment and excludes nothing: see `--plan paper-split`.
 PAPER = {
@@ -37,8 +41,9 @@ def role_rows(dataset: Dataset) -> list[tuple[str, int, int, int]]:
 def describe(dataset: Dataset) -> str:
     meta = dataset.meta
     megabytes = sum(shard["bytes"] for shard in dataset.shards) / 1e6
+    shards = f"{len(dataset.shards)} tar shard{'s' * (len(dataset.shards) != 1)}"
     lines = [
-        f"{dataset.root.url}: {len(dataset):,} crops of 10 s, {len(dataset.shards)} tar shards of {megabytes:,.0f} MB in all"
+        f"{dataset.root.url}: {len(dataset):,} crops of 10 s, {shards} of {megabytes:,.0f} MB in all"
         + (", zarr twin" if "zarr" in meta["formats"] else ""),
         f"plan {meta['plan']}, seed {meta['seed']}, fingerprint {dataset.fingerprint[:16]}",
         "",
@@ -57,6 +62,8 @@ def describe(dataset: Dataset) -> str:
         )
     for name, crops, segments, paper in role_rows(dataset):
         lines.append(f"{name:22}{crops:10,}{segments:11,}{paper:11,}")
+    if twice := _shared(dataset):
+        lines += ["", f"{twice:,} crops have a waveform that another record has too"]
     reasons = Counter(line[2] for line in read_rejects(dataset))
     lines += ["", "refused, repaired or flagged (rejects.csv):" if reasons else "nothing refused, repaired or flagged"]
     lines += [f"  {reason:30}{count:8,}" for reason, count in reasons.most_common()]
@@ -77,7 +84,25 @@ def notes(dataset: Dataset) -> list[str]:
             f"no patient of {' or '.join(whose.id)} has two sessions: no gallery and no probe, which identification needs: "
             "--id-sources names others"
         )
+    table = dataset.table(["source", "flags"])
+    flags = table["flags"].combine_chunks()
+    beyond = np.zeros(len(table), bool)
+    beyond[np.asarray(pc.list_parent_indices(flags))[np.asarray(pc.equal(pc.list_flatten(flags), "saturated"))]] = True
+    all_of = Counter(table["source"].to_pylist())
+    for source, count in sorted(Counter(table["source"].filter(pa.array(beyond)).to_pylist()).items()):
+        if count > all_of[source] * MANY_SATURATED:
+            found.append(
+                f"{count:,} of {all_of[source]:,} crops of {source} are beyond {MAX_UV // 1000} mV: is its unit right?"
+            )
     return found
+
+
+def _shared(dataset: Dataset) -> int:
+    """Crops whose waveform stands in two records."""
+    records = records_of(dataset.table(["source", "record", "patient", "start_s", "waveform"]))
+    _, number = np.unique(records.waveform, return_inverse=True)
+    pairs = np.unique(np.stack([number, records.crop_record]), axis=1)
+    return int((np.bincount(pairs[0])[number] > 1).sum())
 
 
 def figure(dataset: Dataset) -> Any:

@@ -15,7 +15,7 @@ from data_tools.sources.one_record import Prepared, prepared
 from data_tools.sources.physionet2021 import DATABASES, PhysioNet2021
 from data_tools.sources.ptbxl import PtbXl
 from data_tools.sources.wfdb_folder import WfdbFolder
-from data_tools.storage import Folder, folder
+from data_tools.storage import Folder, folder, links_in
 
 ARCHIVES: dict[str, type[Source]] = {
     "physionet2021": PhysioNet2021,
@@ -56,7 +56,7 @@ def open_sources(url: str, kind: str = "auto", anonymous: bool = False) -> list[
         found = [WfdbFolder(root)]
     if not found:
         shown = ", ".join(sorted(names)[:5])
-        raise StorageError(f"{root.url}: no archive that is known ({shown}, ...): name it with --source")
+        raise StorageError(f"{root.url}: no archive that is known ({shown}, ...){links_in(root)}: name it with --source")
     return found
 
 
@@ -73,6 +73,8 @@ def _imported(spec: str) -> type[Source]:
     try:
         if module_name.endswith(".py"):
             path = Path(module_name).resolve()
+            if not path.is_file():
+                raise DataError(f"--source {spec}: {module_name} is not there")
             sys.path.insert(0, str(path.parent))
             module_name = path.stem
         found = getattr(importlib.import_module(module_name), class_name)

@@ -43,7 +43,7 @@ class Code15(Source):
         return TABLE in names and any(name.endswith(".hdf5") for name in names)
 
     def keys(self) -> Iterator[str]:
-        for part in sorted(name for name in self.root.children() if name.endswith(".hdf5")):
+        for part in _parts(self.root):
             for row in np.flatnonzero(_open(self.root, part)["exam_id"][:]):  # a part ends with a filler, exam 0
                 yield f"{part.removesuffix('.hdf5')}#{row}"
 
@@ -77,6 +77,13 @@ class Code15(Source):
     def notes(self) -> list[str]:
         unit = next(name for name, gain in UNITS.items() if gain == _unit(self.root))
         return [f"{self.root.url}: the tracings' unit is {unit}, by the size of {UNIT_SAMPLE} ECGs"]
+
+
+def _parts(root: Folder) -> list[str]:
+    parts = sorted(name for name in root.children() if name.endswith(".hdf5"))
+    if not parts:
+        raise StorageError(f"{root.url}: no .hdf5 in it")
+    return parts
 
 
 @lru_cache(maxsize=32)
@@ -138,7 +145,7 @@ def _exams(root: Folder) -> dict[str, tuple[str | None, float | None, str | None
 def _unit(root: Folder) -> float:
     """Steps per mV: the one unit that gives the median ECG a largest lead of 0.6 to 6 mV peak to peak; a decade holds one."""
     sizes = []
-    for part in sorted(name for name in root.children() if name.endswith(".hdf5")):
+    for part in _parts(root):
         tracings = _open(root, part)["tracings"]
         for row in range(0, len(tracings), max(1, len(tracings) // UNIT_SAMPLE)):
             try:

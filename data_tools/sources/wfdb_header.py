@@ -177,5 +177,5 @@ def _number(text: str, what: str, low: float, high: float) -> float:
     except ValueError:
         value = math.nan
     if not low <= value <= high:  # NaN fails too
-        raise ReadError(what, text[:40])
+        raise ReadError(what, f"{text[:40]}: {low:g} to {high:g} is read")
     return value

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from handmade import ecg, write_challenge
 
@@ -47,6 +48,12 @@ def test_from_nothing_to_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture
         (("shard", "SRC", "--out", "x", "--source", "foo"), "mimic-iv-ecg"),
         (("shard", "SRC", "--out", "x", "--source", "no_such_module:Thing"), "no_such_module"),
         (("shard", "SRC", "--out", "x", "--source", "json:loads"), "not a subclass"),
+        (("shard", "SRC", "--out", "x", "--source", "clinic.py:Csv"), "clinic.py is not there"),
+        (("shard", "SRC", "--out", "x", "--source", "code15"), "no .hdf5 in it"),
+        (("shard", "LINKS", "--out", "x", "--source", "wfdb"), "georgia is a link, and such folders are not entered"),
+        (("shard", "LINKS", "--out", "x"), "georgia is a link, and such folders are not entered"),
+        (("shard", "SRC", "--out", "DATASET", "--workers", "1"), "format was both, not tar: choose another --out"),
+        (("shard", "SRC", "--out", "DATASET", "--workers", "1", "--seed", "5"), "seed was 0, not 5, format was both, not tar"),
         (("shard", "SRC", "--out", "x", "--source", "data_tools.sources:Source"), "abstract method"),
         (("shard", "SRC", "--out", "x", "--pseudonymize", "nokey"), "nokey"),
         (("shard", "SRC", "--out", "x", "--pseudonymize", "SHORT"), "at least 16"),
@@ -71,6 +78,8 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "SHORT").write_bytes(b"short")
+    (tmp_path / "LINKS" / "training").mkdir(parents=True)
+    (tmp_path / "LINKS" / "training" / "georgia").symlink_to(archive / "training" / "georgia")
     places = {"SRC": str(archive), "DATASET": dataset.root.url}
     code, _, err = run(capsys, *(places.get(argument, argument) for argument in arguments))
     assert code == 2
@@ -95,6 +104,38 @@ def test_ones_own_sources_get_roles_where_they_are_named(tmp_path: Path, capsys:
     code, _, err = run(capsys, *command, tmp_path / "plain", "--dx-sources", "ningbo")
     assert code == 2 and "is finished" in err
     assert run(capsys, *command, tmp_path / "x", "--plan", "all", "--id-sources", "ningbo")[0] == 2
+
+
+def test_a_linked_file_is_called_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("E1", "E2"):
+        write_challenge(tmp_path / "src" / "georgia" / "g1", name, ecg())
+    (tmp_path / "src" / "georgia" / "g1" / "E2.mat").rename(tmp_path / "E2.mat")
+    (tmp_path / "src" / "georgia" / "g1" / "E2.mat").symlink_to(tmp_path / "E2.mat")
+    assert run(capsys, "shard", tmp_path / "src", "--out", tmp_path / "out", "--workers", 1)[0] == 0
+    line = 'georgia,E2,not a regular file,"georgia/g1/E2.mat: a link, which is not followed"'
+    assert line in (tmp_path / "out" / "rejects.csv").read_text()
+
+
+def test_a_wrong_unit_and_copies_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Microvolts that are called millivolts; a waveform under two names."""
+    for name, form in (("A1", "16x1+24 1(0)/mV 16 0"), ("A2", "16x1+24 1000(0)/mV 16 0"), ("A3", "16x1+24 1000(0)/mV 16 0")):
+        write_challenge(tmp_path / "src" / "cpsc_2018" / "g1", name, np.maximum(ecg(), -32767), form=form)
+    code, out, err = run(capsys, "shard", tmp_path / "src", "--out", tmp_path / "out", "--workers", 1)
+    assert code == 0
+    assert "note: 1 of 3 crops of cpsc_2018 are beyond 32 mV: is its unit right?" in err
+    assert "2 crops have a waveform that another record has too" in out
+    assert "1 tar shard of" in out
+
+
+def test_interrupted_synth_is_begun_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("data_tools.synth.synthesise", stopped)
+    told = f"interrupted: delete {tmp_path} and run it again\n"
+    assert run(capsys, "synth", tmp_path) == (130, "", told)
 
 
 @pytest.mark.parametrize("command", [(), ("synth",), ("shard",), ("verify",), ("show",)])

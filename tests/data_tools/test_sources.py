@@ -638,7 +638,7 @@ def test_the_documented_source_of_ones_own(tmp_path: Path, capsys: pytest.Captur
     ("kind", "message"),
     [
         ("nonsense", "not auto, physionet2021, ptbxl, mimic-iv-ecg, code15, wfdb"),
-        ("nowhere.py:Csv", "No module named"),
+        ("nowhere.py:Csv", "nowhere.py is not there"),
         ("{place}/formats.py:Csv", "has no attribute 'Csv'"),
         ("{place}/formats.py:NoSource", "not a subclass"),
         ("{place}/broken_syntax.py:Csv", "broken_syntax.py, line 1"),
