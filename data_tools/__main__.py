@@ -205,6 +205,8 @@ def _show(options: argparse.Namespace) -> int:
     from data_tools.dataset import Dataset
     from data_tools.summary import describe, figure
 
+    if options.png and not os.access(parent := Path(options.png).absolute().parent, os.W_OK | os.X_OK):
+        raise DataError(f"--png {options.png}: no folder {parent} that may be written to: choose another place")
     if options.what.endswith(".hea"):
         drawn = _record_figure(options.what)
     else:

@@ -19,6 +19,7 @@ if not __package__:
 
 import argparse
 import atexit
+import errno
 import hashlib
 import json
 import os
@@ -45,20 +46,31 @@ from engine.pipelines.staging import Staging
 from engine.scoring.embedding import DatasetStream, Loaded, RecordStream, Stream, encoder, finite, schema, tables
 from engine.scoring.parts import Parts
 from engine.scoring.probed import probe, report, roles
+from engine.scoring.rundir import writable
 
 CACHE_SHARDS = 8
+ARRAYS = (".npy", ".npz")
+GOES_ON = ": the same command goes on"
+LASTING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)  # the same command would fail again
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     try:
+        check(args)
         run(args)
     except (ConfigError, DataError) as error:
         return say(error, 2)
     except OSError as error:
-        return say(OSError(f"{error.filename or args.out}: {error.strerror}: the same command goes on"), 1)
+        ours = args.out and str(error.filename or args.out).startswith(
+            (f"{args.out}.parts", f"{args.out.parent}/.{args.out.name}.")
+        )
+        told = f"{f'--out {args.out}' if ours or not error.filename else error.filename}: {error.strerror or error}"
+        if error.errno in LASTING:
+            return say(OSError(told), 2)
+        return say(OSError(f"{told}{GOES_ON if args.out else ''}"), 1)
     except KeyboardInterrupt:
-        return say(KeyboardInterrupt("stopped: the same command goes on"), 130)
+        return say(KeyboardInterrupt(f"stopped{GOES_ON if args.out else ''}"), 130)
     return 0
 
 
@@ -75,10 +87,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--model", required=True, metavar="RUN", help="RUN, RUN/model or s3://...")
     add("--data", required=True, nargs="+", metavar="DATASET|FILE", help="a dataset; or folders, .hea, .npy and .npz files")
     add("--out", type=Path, metavar="F.parquet")
-    add("--per", choices=("crop", "record", "half"), default="crop", help="a row for each 10 s, each record, each 5 s")
+    add("--per", choices=("crop", "record", "half"), help="a row for each 10 s, each record, each 5 s (crop)")
     add("--leads", metavar="L", help='12, 6, 3, 2, 1 or names such as "I,II,V2"; without it all that the model knows')
     add("--fs", type=float, metavar="HZ", help="of .npy and .npz")
-    add("--unit", default="mV", help="of .npy and .npz: V, mV, uV")
+    add("--unit", help="of .npy and .npz: V, mV, uV (mV)")
     add("--batch", type=int, metavar="N", help="crops encoded at a time; 16, on a GPU 256")
     add("--workers", type=int, metavar="N", help="threads that read; a quarter of the cores, beside a GPU all of them")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -97,6 +109,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> None:
     if bool(args.out) == args.probe:
         raise ConfigError("give --out F.parquet, or --probe")
+    args.per, args.unit = args.per or "crop", args.unit or "mV"
     if any(given is not None and given < 1 for given in (args.workers, args.batch)):
         raise ConfigError(f"--batch {args.batch}, --workers {args.workers}: at least 1")
     on_gpu, cores = args.device.startswith("cuda"), len(os.sched_getaffinity(0))
@@ -124,6 +137,21 @@ def run(args: argparse.Namespace) -> None:
     with Parts(args.out, job) as parts:
         rows = parts.rows if parts.finished else write(args, make(), parts, model, wanted)
     print(f"{args.out}: {rows:,} embeddings of {model.encoder.width}")
+
+
+def check(args: argparse.Namespace) -> None:
+    """What would be ignored, and places that cannot be written to, before the work."""
+    if args.json and not args.probe:
+        raise ConfigError(f"--json {args.json}: holds the scores of --probe: give both, or neither")
+    if args.per and args.probe:
+        raise ConfigError(f"--per {args.per}: --probe looks at halves of 5 s: leave it out")
+    if (args.fs is not None or args.unit) and not any(url.endswith(ARRAYS) for url in args.data):
+        raise ConfigError("--fs and --unit are of .npy and .npz files, and --data names none: leave them out")
+    if args.out and args.out.suffix not in ("", ".parquet"):
+        raise ConfigError(f"--out {args.out}: parquet is written: call it {args.out.with_suffix('.parquet').name}")
+    for flag, place in (("--out", args.out), ("--json", args.json)):
+        if place:
+            writable(place, flag)
 
 
 def prepare_model(args: argparse.Namespace) -> tuple[Trained, Input, str]:
@@ -189,7 +217,7 @@ class Record(NamedTuple):
 
 def records_of(args: argparse.Namespace, wanted: Input) -> Iterator[Record]:
     for url in args.data:
-        if url.endswith((".npy", ".npz")):
+        if url.endswith(ARRAYS):
             yield from arrays(args, Path(url), wanted)
         elif url.endswith(".hea"):
             source = open_sources(str(Path(url).parent), "wfdb")[0]
@@ -211,7 +239,10 @@ def arrays(args: argparse.Namespace, path: Path, wanted: Input) -> Iterator[Reco
 
     def load_one(member: str | None, index: int | None) -> Loaded:
         values = whole if whole is not None else np.load(path)[member]
-        found = crops(values if index is None else values[index], args.fs, leads, args.unit, wanted)
+        values = values if index is None else values[index]
+        if not args.leads and values.ndim == 2 and len(values) != len(leads):
+            raise SignalError(f"has {len(values)} rows, not {len(leads)}: name its rows with --leads")
+        found = crops(values, args.fs, leads, args.unit, wanted)
         name = member or path.stem + ("" if index is None else f"[{index}]")
         return Loaded("array", name, None, *found)
 

@@ -29,7 +29,7 @@ from engine.scoring import evaluation
 from engine.scoring.heldout import Setting, diagnoses, identities, task_of
 from engine.scoring.metrics import MetricError
 from engine.scoring.results import Diagnoses, Identities
-from engine.scoring.rundir import write_whole
+from engine.scoring.rundir import writable, write_whole
 
 TASKS, ROLES, DEVICES = ("auto", "diagnosis", "identification"), ("test", "valid"), ("auto", "cpu", "cuda")
 
@@ -44,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _say(error, 2)
     except OSError as error:
         return _say(ConfigError(f"{error.filename or args.data}: {error.strerror or error}"), 2)
+    except KeyboardInterrupt as error:
+        return _say(error, 130)
     return 0
 
 
@@ -64,17 +66,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _say(error: Exception, code: int) -> int:
-    print(f"engine.evaluate: {' '.join(str(error).split())}", file=sys.stderr)
+def _say(error: BaseException, code: int) -> int:
+    print(f"engine.evaluate: {' '.join(str(error).split()) or 'interrupted'}", file=sys.stderr)
     return code
 
 
 def evaluate(args: argparse.Namespace) -> None:
     if args.batch < 1:
         raise ConfigError(f"--batch {args.batch}: at least 1")
-    for place in (args.json, args.report):
-        if place is not None and (place.is_dir() or not place.parent.is_dir()):
-            raise ConfigError(f"{place}: is a folder, or in none: name a file in a folder that is there")
+    for flag, place in (("--json", args.json), ("--report", args.report)):
+        if place is not None:
+            writable(place, flag)
     dataset = Dataset.open(args.data, args.anonymous)
     model = engine.load(args.model).to(_device(args.device))
     task = task_of(model) if args.task == "auto" else args.task

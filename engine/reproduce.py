@@ -6,10 +6,10 @@
     python -m engine.reproduce --table 1 --data DATASET --out DIR --scale paper --slurm --jobs 64     writes a script for sbatch
     python -m engine.reproduce --table 1 --out DIR --collect-only                        the tables from what is there
 
-Scales: smoke (minutes, synthetic data: does it work?), small (hours on a small machine), paper (its configurations), or a file
-of your own like configs/reproduce/scales/*.yaml. Killed at any moment and run again it goes on; workers on many hosts share DIR
-alone. DIR/table-N.md, .csv and .json are remade after each score. Exit 0: all done, or asked to stop (SIGTERM, Ctrl-C).
-Exit 1: jobs failed; run again, they are retried. Exit 2: a setting or a file is wrong.
+Scales: smoke (minutes, synthetic data: does it work?), demo (what `make demo` ends with), small (hours on a small machine),
+paper (its configurations), or a file of your own like configs/reproduce/scales/*.yaml. Killed at any moment and run again it
+goes on; workers on many hosts share DIR alone. DIR/table-N.md, .csv and .json are remade after each score. Exit 0: all done, or
+asked to stop (SIGTERM, Ctrl-C). Exit 1: jobs failed; run again, they are retried. Exit 2: a setting or a file is wrong.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--table", type=int, nargs="+", choices=sorted(tables()), required=True, metavar="N", help="1, 2, 3, 4: one or several")
     add("--out", required=True, metavar="DIR", help="runs, scores and tables; of one dataset and one scale")
     add("--data", metavar="DATASET", help="a directory or s3:// address, with roles of the plan `paper`")
-    add("--scale", default="paper", help="smoke, small, paper (the default), or a YAML file")
+    add("--scale", default="paper", help="smoke, demo, small, paper (the default), or a YAML file")
     add("--seeds", type=positive, default=3, metavar="K", help="fine-tunings of each cell (3)")
     add("--rows", nargs="+", default=(), metavar="NAME", help="only these, as the table calls them: W2V+CMSC+RLM")
     add("--leads", nargs="+", type=int, choices=LEADS, default=(), metavar="N", help="only these columns: 12 6 3 2 1")
@@ -86,6 +86,8 @@ def positive(text: str) -> int:
 def run(options: argparse.Namespace) -> int:
     chosen = [tables()[number] for number in dict.fromkeys(options.table)]
     place = Place(Path(options.out).absolute())
+    if place.out.exists() and not place.out.is_dir():
+        raise ConfigError(f"--out {options.out}: is a file: name a folder")
     scale, data = of_before(place) if options.collect_only else (Scale.read(options.scale), opened(options.data))
     choice = Choice(tuple(options.rows), tuple(options.leads), tuple(options.tasks))
     plan = make(chosen, scale, data, place.out, options.seeds, choice)

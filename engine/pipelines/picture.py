@@ -196,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         page = figure(ecg, f"Augmentations of {of}", LEADS.index(given.lead), given.seed)
         page.savefig(given.out, metadata={"Software": None})
     except (ConfigError, OSError, ValueError) as error:  # ValueError: matplotlib's, of a suffix that it does not know
-        print(error, file=sys.stderr)
+        print(f"engine.pipelines.picture: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
 

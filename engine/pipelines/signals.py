@@ -110,7 +110,7 @@ class Crops(NamedTuple):
 def crops(signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str, wanted: Input) -> Crops:
     """One ECG [L, T], cut from its start. As in a dataset, a rest of 5 s is a crop with one half, and less is not used; an ECG
     of less than 5 s is refused, being nothing that the model has ever seen. A lead with NaN somewhere in a crop is zero in all
-    of it; crops without any measured lead are left out."""
+    of it; crops without a measured lead, or in which every lead is flat, are left out."""
     given = in_order(leads)
     wanted.require(given)
     record = EcgRecord("", _values(signal, len(given)), _rate(fs_hz), tuple(LEADS[lead] for lead in given), _unit(unit))
@@ -124,10 +124,11 @@ def crops(signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str, want
     told: list[tuple[float, int]] = []
     for index in range(count):
         body, missing, _ = fill(record, index, uv_BLT[len(told)])
-        if not missing[list(wanted.seen)].all():
+        flat = body.min(axis=1) == body.max(axis=1)  # as in a dataset, which takes no crop without a lead that moves
+        if not (missing[list(wanted.seen)].all() or (flat | missing).all()):
             told.append((index * CROP / FS_HZ, body.shape[1] // HALF))
     if not told:
-        raise SignalError("nothing was measured: every lead that the model looks at has NaN in every 10 s")
+        raise SignalError("no valid lead: in every 10 s all leads are flat, or all that the model looks at have NaN")
     return Crops(uv_BLT[: len(told)], *(tuple(column) for column in zip(*told, strict=True)))
 
 

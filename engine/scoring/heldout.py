@@ -45,7 +45,7 @@ def diagnoses(model: Trained, dataset: Dataset, setting: Setting) -> Diagnoses:
     wanted, notes = _input(model, dataset, setting)
     rows = dataset.select(dx=setting.role)
     if not len(rows):
-        raise ConfigError(_empty(dataset, f"dx={setting.role}", "cpsc_2018 or georgia"))
+        raise ConfigError(_empty(dataset, f"dx={setting.role}", "cpsc_2018 or georgia: shard --dx-sources names others"))
     labels = dataset.labels[rows]
     if not labels.any():
         raise ConfigError(f"{dataset.root.url}: none of its {len(rows):,} crops with dx={setting.role} has a scored diagnosis")
@@ -84,7 +84,9 @@ def identities(model: Trained, dataset: Dataset, setting: Setting) -> Identities
         for role in ("gallery", "probe"):
             rows = dataset.select(identity=role)
             if not len(rows):
-                raise ConfigError(_empty(dataset, f"id={role}", "patients of ptb-xl with two sessions"))
+                raise ConfigError(
+                    _empty(dataset, f"id={role}", "patients of ptb-xl with two sessions: shard --id-sources names others")
+                )
             sides.append((rows, run(model.pooled, model, dataset, rows, wanted, setting, most=1)[0]))
     (gallery, gallery_PD), (probe, probe_QD) = sides
     facts = _facts(dataset, setting, wanted)

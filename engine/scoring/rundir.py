@@ -23,6 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from engine.pipelines.leads import ConfigError
+
 METRICS, VALIDATION, DIAGNOSTICS = "metrics.jsonl", "validation.jsonl", "diagnostics.npz"
 AXES = {"positive_similarity": 1, "negative_similarity": 1, "same_similarity": 1, "other_similarity": 1}
 AXES |= {"code_usage": 2, "samples_mv": 4}
@@ -119,6 +121,17 @@ def read_facts(run: Path) -> tuple[dict[str, Any], str, list[str]]:
     if (run / "config.yaml").is_file():
         config = (run / "config.yaml").read_text(errors="replace")
     return facts, config, remarks
+
+
+def writable(place: Path, flag: str) -> None:
+    """Asked before the work, not after it."""
+    folder, mend = place.parent, "name a file in a folder that is there"
+    if place.is_dir():
+        raise ConfigError(f"{flag} {place}: is a folder: {mend}")
+    if not folder.is_dir():
+        raise ConfigError(f"{flag} {place}: no folder {folder}: {mend}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{flag} {place}: {folder} may not be written to: choose another folder")
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -64,7 +64,7 @@ def test_from_nothing_to_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture
         (("show", "nothing.hea"), "missing file"),
         (("synth", "SRC"), "empty"),
         (("synth", "new", "--patients", "0"), "--patients"),
-        (("show", "DATASET", "--png", "no/such/folder/x.png"), "no/such/folder"),
+        (("show", "DATASET", "--png", "no/such/folder/x.png"), "--png no/such/folder/x.png: no folder"),
     ],
 )
 def test_wrong_arguments_are_one_line_and_exit_code_2(

@@ -1,5 +1,6 @@
 """engine.embed: tables of embeddings, whichever way the ECGs come, however often it is stopped; the probes."""
 
+import errno
 import json
 import os
 import signal
@@ -201,7 +202,8 @@ def test_a_corrupt_crop_stops_or_is_left_out(
 def test_a_record_that_cannot_be_read_stops_or_is_left_out(
     embedded: Callable[..., pa.Table], tmp_path: Path, capsys: Any
 ) -> None:
-    good, short = np.ones((12, 5000)), np.ones((12, 2000))
+    good = np.random.default_rng(0).normal(0, 0.3, (12, 5000))
+    short = good[:, :2000]
     np.savez(tmp_path / "a.npz", a=good, b=short, c=good)
     asked = command(tmp_path / "run", [tmp_path / "a.npz"], tmp_path / "a", fs=500)
     assert embed.main(asked) == 2
@@ -230,6 +232,12 @@ def test_a_dataset_in_a_bucket(dataset: Dataset, embedded: Callable[..., pa.Tabl
         (["--data", "x.npy"], "--fs"),
         (["--data", "x.npy", "--fs", "500"], "x.npy: cannot be read"),
         (["--probe"], "give --out"),
+        (["--json", "F"], "--json F: holds the scores of --probe"),
+        (["--fs", "500"], "--fs and --unit are of .npy and .npz files"),
+        (["--unit", "uV"], "--fs and --unit are of .npy and .npz files"),
+        (["--out", "e.npy"], "--out e.npy: parquet is written: call it e.parquet"),
+        (["--data", "THREE", "--fs", "500"], "three.npy: has 3 rows, not 12: name its rows with --leads"),
+        (["--data", "ZEROS", "--fs", "500"], "zeros.npy: no valid lead"),
         (["--out", "no/folder/F.parquet"], "no folder no/folder"),
     ],
 )
@@ -237,9 +245,39 @@ def test_what_is_wrong_is_one_line(
     change: list[str], told: str, dataset: Dataset, saved_model: Saved, tmp_path: Path, capsys: Any
 ) -> None:
     asked = command(saved_model(), [dataset.root.url], tmp_path / "out")
-    assert embed.main([*asked, *(dataset.root.url if text == "DATASET" else text for text in change)]) == 2
+    np.save(tmp_path / "three.npy", np.random.default_rng(0).normal(0, 0.3, (3, 5000)))
+    np.save(tmp_path / "zeros.npy", np.zeros((12, 5000)))
+    places = {"DATASET": dataset.root.url, "THREE": str(tmp_path / "three.npy"), "ZEROS": str(tmp_path / "zeros.npy")}
+    assert embed.main([*asked, *(places.get(text, text) for text in change)]) == 2
     err = capsys.readouterr().err
     assert told in err and err.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def test_where_nothing_can_be_written_is_said_before_the_work_and_by_its_name(
+    dataset: Dataset, saved_model: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    model = saved_model()
+    asked = command(model, [dataset.root.url], tmp_path / "out")
+    probed = ["--model", str(model), "--data", dataset.root.url, "--probe"]
+    assert embed.main([*probed, "--per", "half"]) == 2 and "--per half" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(embed, "prepare_model", lambda _: pytest.fail("work was begun"))
+        assert embed.main([*probed, "--json", "no/F"]) == 2
+        assert "--json no/F: no folder no" in capsys.readouterr().err
+        patch.setattr(os, "access", lambda *_: False)
+        assert embed.main(asked) == 2
+        assert f"--out {tmp_path / 'out'}: {tmp_path} may not be written to" in capsys.readouterr().err
+
+    def fails(number: int) -> Callable[..., None]:
+        def publish(path: Path, write: Any) -> None:
+            raise OSError(number, os.strerror(number), str(path))
+
+        return publish
+
+    for number, code, more in ((errno.ENOSPC, 1, ": the same command goes on"), (errno.EROFS, 2, "")):
+        monkeypatch.setattr(parts_of, "_publish", fails(number))
+        assert embed.main(asked) == code
+        assert capsys.readouterr().err == f"engine.embed: --out {tmp_path / 'out'}: {os.strerror(number)}{more}\n"
 
 
 def test_the_probes_in_one_command(dataset: Dataset, saved_model: Saved, tmp_path: Path, capsys: Any) -> None:

@@ -228,7 +228,11 @@ def test_data_without_held_out_crops(
     common = ("--model", saved_model(head=DIAGNOSIS), "--data", data.root.url)
     select = Dataset.select
     monkeypatch.setattr(Dataset, "select", lambda self, **role: select(self, **role)[:0])
-    refuse(capsys, "no crop has dx=test: it was made with --plan paper, or holds no cpsc_2018", *common)
+    refuse(
+        capsys,
+        "no crop has dx=test: it was made with --plan paper, or holds no cpsc_2018 or georgia: shard --dx-sources names",
+        *common,
+    )
     refuse(capsys, "no crop has id=gallery", *common, "--task", "identification")
     refuse(capsys, "no crop has id=valid and two halves", *common, "--task", "identification", "--role", "valid")
 
@@ -249,10 +253,19 @@ def test_places_that_are_not_what_they_should_be(
     refuse(capsys, "none: no such folder", "--model", tmp_path / "none", "--data", data.root.url)
     common = ("--model", folder, "--data", data.root.url)
     refuse(capsys, "name a file in a folder that is there", *common, "--json", tmp_path / "none" / "f.json")
-    refuse(capsys, "name a file in a folder that is there", *common, "--report", tmp_path)
+    refuse(capsys, "--report .*: is a folder: name a file in a folder that is there", *common, "--report", tmp_path)
     refuse(capsys, "--batch 0: at least 1", *common, "--batch", 0)
     if not torch.cuda.is_available():
         refuse(capsys, "torch sees no GPU here", *common, "--device", "cuda")
+
+
+def test_interrupted_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def stopped(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("engine.evaluate.evaluate", stopped)
+    assert main(["--model", "m", "--data", "d"]) == 130
+    assert capsys.readouterr().err == "engine.evaluate: interrupted\n"
 
 
 @pytest.mark.parametrize(("key", "value"), [("fs_hz", 250), ("uv_per_lsb", 4.88)])

@@ -248,8 +248,12 @@ def test_part_of_a_record_that_was_not_measured_is_left_out(model: Trained) -> N
     assert torch.allclose(model.embed(signal, 500, LEADS), model.embed(kept, 500, LEADS), atol=1e-6)
 
 
-def test_silence_is_defined(model: Trained) -> None:
-    assert model.embed(np.zeros((12, 5000)), 500, LEADS).isfinite().all()
+def test_ten_seconds_of_silence_are_left_out_as_in_a_dataset(model: Trained) -> None:
+    signal = ecg()[:, :5000]
+    quiet = np.concatenate([signal, np.full((12, 5000), 0.1)], axis=1)
+    assert torch.allclose(model.embed(quiet, 500, LEADS), model.embed(signal, 500, LEADS), atol=1e-6)
+    lone = signal * (np.arange(12) == 3)[:, None]
+    assert model.embed(lone, 500, LEADS).isfinite().all()
 
 
 def test_scores_of_each_lead(saved_model: Saved) -> None:
@@ -296,8 +300,10 @@ def test_models_of_fewer_leads(saved_model: Saved) -> None:
         ({"signal": ecg()[0]}, "for 12 leads"),
         ({"signal": ecg(4.9)}, "4.9 s"),
         ({"signal": np.zeros((12, 0))}, "0 s of signal"),
-        ({"signal": np.full((12, 5000), np.nan)}, "nothing was measured"),
-        ({"signal": np.stack([ecg(), ecg() * np.nan])}, r"signal\[1\]: nothing"),
+        ({"signal": np.full((12, 5000), np.nan)}, "no valid lead"),
+        ({"signal": np.zeros((12, 5000))}, "no valid lead"),
+        ({"signal": np.ones((12, 5000))}, "no valid lead"),
+        ({"signal": np.stack([ecg(), ecg() * np.nan])}, r"signal\[1\]: no valid lead"),
     ],
 )
 def test_what_is_no_ecg_is_one_line(change: dict[str, Any], told: str, model: Trained) -> None:

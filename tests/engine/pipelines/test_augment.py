@@ -498,5 +498,6 @@ def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
     for arguments in (["--lead", "X"], ["--lead", "I,II"], ["--data", str(tmp_path)]):
         assert picture.main([str(tmp_path / "none.png"), *arguments]) == 2
-        assert capsys.readouterr().err.count("\n") == 1
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and err.startswith("engine.pipelines.picture: ")
     assert picture.main([str(tmp_path / "missing" / "out.png")]) == 2

@@ -248,6 +248,10 @@ def test_slurm_and_dry_run_and_collect(
         (["--table", "1", "--data", "{data}", "--hosts", "{tmp}/empty"], "empty: names no host: write one a line"),
         (["--table", "1", "--data", "{data}", "--hosts", "{tmp}/none"], "none: No such file or directory"),
         (["--table", "1", "--collect-only"], "nothing was made here"),
+        (
+            ["--table", "1", "--data", "{data}", "--dry-run", "--out", "{tmp}/other.yaml"],
+            "other.yaml: is a file: name a folder",
+        ),
         (["--table", "1", "--data", "{data}", "--out", "/proc/x"], "/proc/x"),
         (
             ["--table", "1", "--data", "{data}", "--out", "{used}"],
