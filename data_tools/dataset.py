@@ -84,6 +84,8 @@ class Dataset:
             raise DatasetError(f"{url}: format version {version}, this program reads {FORMAT_VERSION}: use its own version")
         if meta.get("fingerprint") != fingerprint(meta):
             raise DatasetError(f"{url}/{META}: its fingerprint is not that of its contents: it was changed by hand")
+        if wrong := misshapen(meta):
+            raise DatasetError(f"{url}/{META}: {wrong} has not the form of version {FORMAT_VERSION}: restore the file")
         return cls(root, meta)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -188,6 +190,22 @@ class Dataset:
     def store(self) -> Any:
         """The zarr twin."""
         return open_store(self.root, "r")
+
+
+def misshapen(meta: dict[str, Any]) -> str | None:
+    """The first thing that readers build upon and that is not as they expect it."""
+
+    def has(facts: Any, **kinds: type) -> bool:
+        return isinstance(facts, dict) and all(type(facts.get(name)) is kind for name, kind in kinds.items())
+
+    shards = meta.get("shards")
+    right = {
+        "crops": has(meta, crops=int),
+        "formats": meta.get("formats") in (["tar"], ["zarr"], ["tar", "zarr"]),
+        "samples": has(meta.get("samples"), bytes=int, sha256=str),
+        "shards": isinstance(shards, list) and all(has(s, name=str, crops=int, bytes=int, sha256=str) for s in shards),
+    }
+    return next((name for name, holds in right.items() if not holds), None)
 
 
 def open_store(root: Folder, mode: str) -> Any:

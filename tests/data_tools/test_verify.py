@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -106,6 +107,18 @@ def test_damage_is_found_and_named(name: str, dataset: Dataset, tmp_path: Path) 
     found = verify(Dataset.open(str(root)), deep=deep)
     assert found
     assert word in " ".join(found), found
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("crops", "9"), ("formats", ["hdf5"]), ("samples", {"bytes": 1}), ("shards", None), ("shards", [{"name": 3}])],
+)
+def test_metadata_of_another_form_is_one_line(name: str, value: Any, dataset: Dataset, tmp_path: Path) -> None:
+    """Also where its fingerprint is right."""
+    meta = dataset.meta | {name: value}
+    (tmp_path / "dataset.json").write_text(json.dumps(meta | {"fingerprint": fingerprint(meta)}))
+    with pytest.raises(DatasetError, match=rf"dataset\.json: {name} has not the form of version 1"):
+        Dataset.open(str(tmp_path))
 
 
 def test_a_sound_dataset_passes_every_check(archive: Path, dataset: Dataset) -> None:
