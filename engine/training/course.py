@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from data_tools.dataset import DataError, Dataset
-from data_tools.errors import one_line
 from engine.config import Settings, build, check, deepspeed_json, load, schema, zero_stage
 from engine.pipelines.dali import DaliError
 from engine.pipelines.leads import ConfigError
@@ -249,7 +248,7 @@ def make_engine(config: Settings, ranks: Ranks, task: Task, universal: bool) -> 
     except Exception as error:
         if t.deepspeed is None or isinstance(error, torch.OutOfMemoryError) or distributed.lost_a_rank(error):
             raise
-        raise ConfigError(one_line(f"train.deepspeed={t.deepspeed!r}: DeepSpeed refuses it: {error}")) from None
+        raise ConfigError(f"train.deepspeed={t.deepspeed!r}: DeepSpeed refuses it: {error}"[:300]) from None
     compile_model(model, t.compile or ("eager" if zero_stage(config) == 3 else COMPILED[ranks.device.type]))
     return engine, adam
 
