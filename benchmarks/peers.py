@@ -24,7 +24,7 @@ def write_segments(dataset: Dataset, out: Path, crops: int) -> list[tuple[Path, 
 
     out.mkdir()
     pairs = []
-    for row in range(crops):
+    for row in range(min(crops, len(dataset))):
         mv = dataset.read(row) / 1000.0
         pair = (out / f"{row:06d}_0.mat", out / f"{row:06d}_1.mat")
         for half, path in enumerate(pair):

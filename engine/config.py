@@ -154,13 +154,8 @@ class Settings(Section):
 
     @property
     def loader(self) -> LoaderConfig:
-        return LoaderConfig(
-            **dict(self.pipeline),
-            batch_crops=self.train.batch_crops,
-            micro_batch=self.train.micro_batch,
-            seed=self.train.seed,
-            augment=self.augment,
-        )
+        given = {name: getattr(self.train, name) for name in ("batch_crops", "micro_batch", "seed")}
+        return LoaderConfig(**dict(self.pipeline), **given, augment=self.augment)
 
 
 class Config(Settings):
@@ -225,6 +220,9 @@ def read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def build(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # type: ignore[assignment]
+    for other, door in ((Config, "engine/pretrain.py"), (FinetuneConfig, "engine/finetune.py")):
+        if foreign := sorted(tree.keys() & (other.model_fields.keys() - kind.model_fields.keys())):
+            raise ConfigError(f"{foreign[0]}: is a setting of {door}: name other settings, or another run")
     _known(tree, list(keys(kind)))
     tree = _over(kind.defaults, tree)
     augment = tree.get("augment")
@@ -235,7 +233,8 @@ def build(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # type: ign
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in first["loc"] if not re.search(r"\W", str(part)))
-        raise ConfigError(f"{key}={first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
+        mend = f": write {key}=[{first['input']}]" if first["type"] == "tuple_type" else ""
+        raise ConfigError(f"{key}={first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}{mend}") from None
     except TypeError as error:  # a date, say
         raise ConfigError(f"a value is none that JSON knows: {error}") from None
 

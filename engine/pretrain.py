@@ -1,6 +1,6 @@
 """Pre-train an ECG encoder: W2V + CMSC + random lead masking (Oh et al., CHIL 2022) and its baselines.
 
-    deepspeed engine/pretrain.py                              quick start: a small model on demo/dataset, two minutes on a CPU
+    deepspeed engine/pretrain.py                              the quick start: a small model, a minute or two on a CPU
     deepspeed engine/pretrain.py --config configs/pretrain/w2v_cmsc_rlm.yaml --set data.datasets=[DATASET] --set run=RUN
     torchrun --nproc-per-node 8 engine/pretrain.py --config F ...             the same; plain python too, for one process
     deepspeed --hostfile H --no_ssh --node_rank I --master_addr A engine/pretrain.py --config F ...      on each of many nodes

@@ -8,7 +8,7 @@ zeroes the others (padded: the paper's "P-N leads", and any model can take it) o
 
 from collections.abc import Iterable
 
-# Written again rather than imported: data_tools.record is not a door of the data tools, and a test holds the two together.
+# Written again rather than imported: who trains needs nothing of the data tools' records. A test holds the two together.
 LEADS = ("I", "II", "III", "aVR", "aVL", "aVF", "V1", "V2", "V3", "V4", "V5", "V6")
 LIMB, ALL = tuple(range(6)), tuple(range(12))
 SUBSETS = {"12": ALL, "6": LIMB, "3": (0, 1, 7), "2": (0, 1), "1": (0,)}  # Oh et al. 2022, section 4

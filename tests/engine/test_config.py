@@ -43,6 +43,8 @@ def test_the_methods_of_the_paper_are_all_there_and_differ() -> None:
 @pytest.mark.parametrize(
     ("override", "says"),
     [
+        ("data.datasets=DIR", "data.datasets='DIR': input should be a valid array: write data.datasets=[DIR]"),
+        ("start=runs/x", "start: is a setting of engine/finetune.py"),
         ("train.stepz=3", "train.stepz: no such key: did you mean train.steps?"),
         ("model.widht=3", "model.widht: no such key: did you mean model.width?"),
         ("lr=1e-4", "lr: no such key: did you mean train.lr?"),
