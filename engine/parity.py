@@ -136,7 +136,7 @@ def forward_checks(case: Case, mode: str, runner: Runner, losses: dict[str, Tens
     }
     unknown = wanted - runner.seen.keys() - values.keys()
     if unknown:
-        raise InputError(f"{label}: {', '.join(sorted(unknown))}: no such quantity of this model: rename or remove it")
+        print(f"warning: {label}: not compared, being no quantity of ours: {', '.join(sorted(unknown))}", file=sys.stderr)
     for name, value in values.items():
         if name in arrays:
             yield Check(label, name, difference(value.detach(), arrays[name]), LOSS)
