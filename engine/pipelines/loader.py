@@ -306,6 +306,7 @@ class Loader:
 
         if self.device.type == "cpu":
             yield from self._made(make)
+            return
         plans = made_ahead(self._planned(), plan, range(self.config.read_ahead + 1))  # which take longer than the batches
         try:
             for mine, places, report in plans:
