@@ -6,14 +6,11 @@
 
 import numpy as np
 
-from data_tools.record import LEADS
-
 LARGE_UV, EINTHOVEN_UV = 20_000, 20
 # Twice (derived - stored) of III, aVR, aVL and aVF, from I, II, III, aVR, aVL, aVF: doubled, so that there are no halves.
 _TWICE_RESIDUAL = np.array(
     [[-2, 2, -2, 0, 0, 0], [-1, -1, 0, -2, 0, 0], [2, -1, 0, 0, -2, 0], [-1, 2, 0, 0, 0, -2]], np.float32
 )
-FLAGS = (*(f"flat:{lead}" for lead in LEADS), "saturated", "large", "einthoven")
 
 
 def amplitude_flags(low: np.ndarray, high: np.ndarray) -> list[str]:

@@ -110,7 +110,6 @@ class Loop:
 
     def _on_signal(self, *_: Any) -> None:
         self.terminated = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # who asks twice does not want to wait for the step
 
     def _step(self, batch: Batch) -> list[dict[str, Tensor]]:
         """One global batch; what its micro-batches report."""
