@@ -44,8 +44,11 @@ class Attention(nn.Module):
 
     def forward(self, x_RND: Tensor) -> Tensor:
         rows, tokens, width = x_RND.shape
-        qkv = self.qkv(x_RND).view(rows, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        q_RHNd, k_RHNd, v_RHNd = (qkv.contiguous() if x_RND.device.type == "cpu" else qkv).unbind(0)
+        qkv = self.qkv(x_RND)
+        if x_RND.device.type == "cpu":
+            q_RHNd, k_RHNd, v_RHNd = qkv.view(rows, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4).contiguous().unbind(0)
+        else:
+            q_RHNd, k_RHNd, v_RHNd = (part.view(rows, tokens, self.heads, -1).transpose(1, 2) for part in qkv.chunk(3, -1))
         dropout_p = self.dropout if self.training else 0.0
         slow = dropout_p > 0 and x_RND.device.type == "cpu"  # there, torch fuses it without dropout only
         manual = self.kind == "manual" or (self.kind == "auto" and slow)
@@ -83,9 +86,32 @@ class Linear(nn.Linear):
     """On a CPU the bias is added after the product: one that starts from copies of the bias takes 3 % longer."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type != "cpu" or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and x.dim() == 3 and not torch.is_autocast_enabled(x.device.type):
+            y: Tensor = Product.apply(x, self.weight, self.bias)
+            return y
+        if x.device.type != "cpu":
             return super().forward(x)
         return F.linear(x, self.weight).add_(self.bias)
+
+
+class Product(torch.autograd.Function):
+    """x @ weight + bias for a compiler: the bias's gradient is summed row by row first, in the kernel that makes y's gradient,
+    which is not read again for it."""
+
+    @staticmethod
+    def forward(x_RNI: Tensor, weight_OI: Tensor, bias_O: Tensor) -> Tensor:
+        return F.linear(x_RNI, weight_OI, bias_O)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x_RNI, weight_OI = ctx.saved_tensors
+        bias_O = grads[0].sum(1, dtype=torch.float32).sum(0)
+        y_XO = grads[0].flatten(0, 1)
+        return (y_XO @ weight_OI).view_as(x_RNI), y_XO.t() @ x_RNI.flatten(0, 1), bias_O.to(weight_OI.dtype)
 
 
 class Layer(nn.Module):
@@ -99,10 +125,12 @@ class Layer(nn.Module):
         self.norm2 = nn.LayerNorm(config.width)
 
     def forward(self, x_RND: Tensor) -> Tensor:
-        x_RND = self.norm1(x_RND + dropout(self.attention(x_RND), self.dropout, self.training))
-        hidden = dropout(F.gelu(self.fc1(x_RND)), self.activation_dropout, self.training)
-        y: Tensor = self.norm2(x_RND + dropout(self.fc2(hidden), self.dropout, self.training))
-        return y
+        """Sums and norms are of one long matrix: from rows of tokens a compiler would make norm 1's input again, in float32."""
+        x_XD = x_RND.flatten(0, 1)
+        x_XD = self.norm1(x_XD + dropout(self.attention(x_RND).flatten(0, 1), self.dropout, self.training))
+        hidden_RNI = dropout(F.gelu(self.fc1(x_XD.view_as(x_RND))), self.activation_dropout, self.training)
+        y: Tensor = self.norm2(x_XD + dropout(self.fc2(hidden_RNI).flatten(0, 1), self.dropout, self.training))
+        return y.view_as(x_RND)
 
 
 class Encoder(nn.Module):
@@ -126,15 +154,19 @@ class Encoder(nn.Module):
         return self.feature_norm(z_RNF), z_RNF.float().square().mean()
 
     def context(self, z_RNF: Tensor, mask_RN: Tensor | None) -> Tensor:
+        x_RND = self.enter(z_RNF, mask_RN)
+        for layer in self.layers:
+            x_RND = layer(x_RND)
+        return x_RND
+
+    def enter(self, z_RNF: Tensor, mask_RN: Tensor | None) -> Tensor:
+        """What the first layer sees."""
         x_RND = dropout(self.project(z_RNF), self.input_dropout, self.training)
         if mask_RN is not None:
             assert self.mask_embedding is not None, "this encoder was built without a mask embedding"
             x_RND = torch.where(mask_RN[..., None], self.mask_embedding.to(x_RND.dtype), x_RND)
         x_RND = self.norm(x_RND + self.position(x_RND))
-        x_RND = dropout(x_RND, self.dropout, self.training)
-        for layer in self.layers:
-            x_RND = layer(x_RND)
-        return x_RND
+        return dropout(x_RND, self.dropout, self.training)
 
     def forward(self, x_RLT: Tensor) -> Tensor:
         return self.context(self.features(x_RLT)[0], None)

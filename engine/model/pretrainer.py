@@ -22,6 +22,7 @@ from engine.model.draws import Draws, draw
 from engine.model.encoder import Encoder, MaskedEncoder
 from engine.model.heads import LocalHead, pool
 from engine.model.initial import initialise
+from engine.model.quantizer import Quantized
 from engine.objectives.cmsc import authors_cmsc_loss, cmsc_loss
 from engine.objectives.config import ObjectiveConfig
 from engine.objectives.local import diversity, local_loss
@@ -103,10 +104,7 @@ class Pretrainer(nn.Module):
             draws = self.draw(self.config, keys_BS.flatten(), z_RNF.shape[1], self.objective.negatives, self.training)
         c_RND = self.encoder.context(z_RNF, draws.mask_RN)
         tau = torch.ones((), device=z_RNF.device) if tau is None else tau
-        context_RMP, target_RMP, q = self.local(c_RND, z_RNF, draws, tau)
-        loss, accuracy = local_loss(
-            context_RMP, target_RMP, draws.times_RMM, draws.valid_RM, q.codes_RMG, self.objective.temperature
-        )
+        loss, accuracy, q = self.compare(c_RND, z_RNF, draws, tau)
         unused, prob_perplexity, code_perplexity = diversity(q, self.objective.gathered)
         return {
             "loss_local": loss,
@@ -118,6 +116,13 @@ class Pretrainer(nn.Module):
             "masked": q.tokens,
             "masked_share": q.tokens / draws.mask_RN.numel(),
         }, c_RND
+
+    def compare(self, c_RND: Tensor, z_RNF: Tensor, draws: Draws, tau: Tensor) -> tuple[Tensor, Tensor, Quantized]:
+        """The local objective: loss, accuracy, and what was quantised for it."""
+        assert self.local is not None
+        context_RMP, target_RMP, q = self.local(c_RND, z_RNF, draws, tau)
+        chosen = draws.times_RMM, draws.valid_RM, q.codes_RMG
+        return *local_loss(context_RMP, target_RMP, *chosen, self.objective.temperature), q
 
     def _global(self, g_BSD: Tensor, ids_B: Tensor | None) -> tuple[Tensor, Tensor]:
         o = self.objective

@@ -10,6 +10,7 @@ divided by what the devices can do: train.peak_tflops, or a matrix product measu
 import os
 import time
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,17 +43,17 @@ def _now(device: torch.device) -> float:
 
 def compile_model(model: Any, how: str, **options: Any) -> None:
     """`layers` are alike, so they are compiled once: nine tenths of the work; and, each for itself, what else has many small
-    operations: convolutions, draws, the local head. `step`: forward and loss as one graph."""
+    operations. `step`: forward and loss as one graph."""
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch._inductor")  # about itself
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # dynamo looks, not we
     if how == "step":
         model.compile(**options)
     if how == "layers":
-        here = [getattr(model.encoder, "conv", None), getattr(model, "local", None), *getattr(model.encoder, "layers", ())]
-        for part in filter(None, here):  # another encoder or task may have none
-            part.compile(**options)
-        if hasattr(model, "draw"):
-            model.draw = torch.compile(model.draw, **options)
+        for layer in getattr(model.encoder, "layers", ()):  # another encoder may have none
+            layer.compile(**options)
+        for owner, names in ((model.encoder, ("features", "enter")), (model, ("draw", "compare"))):
+            for name in filter(partial(hasattr, owner), names):
+                setattr(owner, name, torch.compile(getattr(owner, name), **options))
 
 
 def memory_gb(device: torch.device) -> float:

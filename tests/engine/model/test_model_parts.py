@@ -1,5 +1,6 @@
 """Each part of the model against the plain way to write it, and the settings against wrong ones."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 from engine.model.config import ModelConfig, flops_per_crop, flops_per_segment, masked_share
 from engine.model.dropout import dropout
-from engine.model.encoder import Encoder, manual_attention
+from engine.model.encoder import Encoder, Linear, manual_attention
 from engine.model.features import ConvStack, NormGelu
 from engine.model.initial import initialise
 from engine.model.position import PositionalConvolution
@@ -148,6 +149,23 @@ def test_positions_by_cosines_are_the_convolution(tokens: int, kernel: int) -> N
     low = made.bfloat16()(x.bfloat16())
     assert low.dtype == torch.bfloat16
     torch.testing.assert_close(low.float(), results[0][0], rtol=0.02, atol=0.02 * float(results[0][0].abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_compiled_linear_is_the_plain_one(dtype: torch.dtype) -> None:
+    linear = Linear(24, 40).to(dtype)
+    x, grad = torch.randn(4, 150, 24, dtype=dtype), torch.randn(4, 150, 40, dtype=dtype)
+    found = []
+    for function in (copy.deepcopy(linear).double(), linear, torch.compile(linear, backend="aot_eager", fullgraph=True)):
+        exact = not found
+        leaf = (x.double() if exact else x.clone()).requires_grad_()
+        y = function(leaf)
+        grads = torch.autograd.grad(y, [leaf, *function.parameters()], grad.to(y.dtype))
+        found.append([t.detach().double() for t in (y, *grads)])
+    for wanted, plain, compiled in zip(*found, strict=True):
+        rounding = torch.finfo(dtype).eps * float(wanted.abs().max())
+        for got in (plain, compiled):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=(1 if dtype == torch.bfloat16 else 8) * rounding)
 
 
 def test_fused_attention_is_the_manual_one() -> None:
