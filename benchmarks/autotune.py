@@ -22,7 +22,11 @@ SWEEP = {"cpu": (2, 4, 8), "cuda": (64, 128, 256, 512)}
 STEPS = {"cpu": 1, "cuda": 10}
 CHOICES: dict[str, dict[str, tuple[Any, ...]]] = {
     "cpu": {"attention": ("sdpa", "manual"), "position": ("conv", "dft")},  # compiling takes minutes there, for nothing
-    "cuda": {"compiled": ("step", "eager"), "attention": ("sdpa", "manual"), "position": ("conv", "blocks", "dft")},
+    "cuda": {
+        "compiled": ("step", "eager"),
+        "attention": ("flash", "efficient", "cudnn", "manual"),
+        "position": ("conv", "blocks", "dft"),
+    },
 }
 ALIKE, BETTER, FALLING = 0.98, 1.01, 0.97
 

@@ -36,7 +36,8 @@ class ModelConfig:
     activation_dropout: float = 0.0
     input_dropout: float = 0.1  # on the projected features
     feature_dropout: float = 0.1  # on the features that are quantised
-    attention: Literal["auto", "sdpa", "manual"] = "auto"  # auto: fused, but on a CPU with dropout, where manual is faster
+    # auto: sdpa, torch's choice of a fused kernel; on a CPU with dropout manual, which is faster. Others: that kernel on a GPU
+    attention: Literal["auto", "sdpa", "flash", "efficient", "cudnn", "manual"] = "auto"
     codebooks: int = 2
     codes: int = 320
     code_width: int = 256  # of all codebooks together
@@ -66,7 +67,7 @@ class ModelConfig:
         for key, allowed in (
             ("conv_norm", ("group", "layer")),
             ("position", ("auto", "conv", "blocks", "dft")),
-            ("attention", ("auto", "sdpa", "manual")),
+            ("attention", ("auto", "sdpa", "flash", "efficient", "cudnn", "manual")),
         ):
             if getattr(self, key) not in allowed:
                 raise ConfigError(f"model.{key}={getattr(self, key)!r}: use {' or '.join(allowed)}")

@@ -9,11 +9,13 @@ norm after the last layer), modules/conv_positional_encoding.py:15-28, modules/m
 engine.model.config.
 """
 
+from contextlib import nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.model.config import ModelConfig
 from engine.model.dropout import dropout
@@ -35,6 +37,13 @@ class MaskedEncoder(Protocol):
         """c_RND, with the masked tokens hidden."""
 
 
+FUSED = {  # on a GPU; on a CPU torch has one
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+
+
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -52,8 +61,11 @@ class Attention(nn.Module):
         dropout_p = self.dropout if self.training else 0.0
         slow = dropout_p > 0 and x_RND.device.type == "cpu"  # there, torch fuses it without dropout only
         manual = self.kind == "manual" or (self.kind == "auto" and slow)
-        attend = manual_attention if manual else F.scaled_dot_product_attention
-        y_RHNd = attend(q_RHNd, k_RHNd, v_RHNd, dropout_p=dropout_p)
+        if manual:
+            y_RHNd = manual_attention(q_RHNd, k_RHNd, v_RHNd, dropout_p)
+        else:
+            with sdpa_kernel(FUSED[self.kind]) if self.kind in FUSED and x_RND.device.type != "cpu" else nullcontext():
+                y_RHNd = F.scaled_dot_product_attention(q_RHNd, k_RHNd, v_RHNd, dropout_p=dropout_p)
         y: Tensor = self.out(y_RHNd.transpose(1, 2).reshape(rows, tokens, width))
         return y
 

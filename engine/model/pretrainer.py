@@ -43,7 +43,8 @@ class Pretrainer(nn.Module):
     ) -> None:
         """`encoder`: another than the authors', with its weights; all else is initialised from `generator`."""
         super().__init__()
-        self.config, self.objective, self.draw = config, objective, draw
+        self.config, self.objective = config, objective
+        self.draw, self.pool = draw, pool  # as attributes, which can be compiled
         local = objective.local > 0
         if local and encoder is not None and not isinstance(encoder, MaskedEncoder):
             raise ConfigError(
@@ -78,7 +79,7 @@ class Pretrainer(nn.Module):
         else:
             parts, c_RND = self._local(x_RLT, keys_BS, tau, draws)
         if self.objective.contrast > 0:
-            g_BSD = pool(c_RND).unflatten(0, (-1, views))
+            g_BSD = self.pool(c_RND).unflatten(0, (-1, views))
             parts["loss_global"], parts["accuracy_global"] = self._global(g_BSD, ids_B)
         weights = self.objective
         loss = sum(

@@ -51,7 +51,7 @@ def compile_model(model: Any, how: str, **options: Any) -> None:
     if how == "layers":
         for layer in getattr(model.encoder, "layers", ()):  # another encoder may have none
             layer.compile(**options)
-        for owner, names in ((model.encoder, ("features", "enter")), (model, ("draw", "compare"))):
+        for owner, names in ((model.encoder, ("features", "enter")), (model, ("draw", "compare", "pool"))):
             for name in filter(partial(hasattr, owner), names):
                 setattr(owner, name, torch.compile(getattr(owner, name), **options))
 

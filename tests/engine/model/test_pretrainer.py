@@ -251,7 +251,11 @@ def test_nothing_in_a_step_breaks_the_graph(how: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "how", ["conv sdpa eager", "blocks manual eager", "dft sdpa eager", "auto auto layers", "auto auto step"]
+    "how",
+    [
+        *("conv sdpa eager", "blocks manual eager", "dft efficient eager", "auto auto layers", "auto auto step"),
+        *("auto efficient layers", "auto manual layers"),
+    ],
 )
 def test_a_gpu_computes_what_a_cpu_does(how: str) -> None:
     position, attention, compiled = how.split()

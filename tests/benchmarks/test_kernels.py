@@ -1,0 +1,63 @@
+"""What the compiler makes for a GPU: read from its code, and, where triton is installed, made."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from benchmarks import kernels
+
+ROOT = Path(kernels.__file__).parents[1]
+CODE = """
+triton_poi_fused_gelu_0 = async_compile.triton('triton_poi_fused_gelu_0', '''
+    inductor_meta={'grid_type': 'Grid1D', 'kernel_num_gb': 1.5e-01, 'no_x_dim': False},
+)
+@triton.jit
+def triton_poi_fused_gelu_0(in_ptr0, out_ptr0, xnumel, XBLOCK : tl.constexpr):
+''')
+triton_red_fused_sum_1 = async_compile.triton('triton_red_fused_sum_1', '''
+    inductor_meta={'kernel_num_gb': 0.25, 'no_x_dim': False},
+def triton_red_fused_sum_1(in_ptr0, out_ptr0, xnumel, XBLOCK : tl.constexpr):
+''')
+def call(args):
+    triton_poi_fused_gelu_0.run(buf0, buf1, 8, stream=raw_stream0)
+    extern_kernels.mm(buf1, buf0, out=buf2)
+    triton_poi_fused_gelu_0.run(buf2, buf1, 8, stream=raw_stream0)
+    triton_red_fused_sum_1.run(buf1, buf3, 8, stream=raw_stream0)
+"""
+
+
+def test_kernels_are_read_from_the_code() -> None:
+    graph = kernels.graph_of("Layer", True, CODE)
+    assert graph.launches == Counter(triton_poi_fused_gelu_0=2, triton_red_fused_sum_1=1)
+    assert graph.gb == {"triton_poi_fused_gelu_0": 0.3, "triton_red_fused_sum_1": 0.25}
+    twelve = kernels.Graph("Layer", True, 12, graph.gb, graph.launches)
+    assert twelve.total_gb == pytest.approx(6.6)
+    _, layers, *each, total = kernels.lines([twelve], True)
+    assert layers.split() == ["12", "x", "Layer,", "backward", "36", "6.60", "1.53"]
+    assert [line.split()[-1] for line in each] == ["triton_poi_fused_gelu_0", "triton_red_fused_sum_1"]
+    assert total.split() == ["all", "36", "6.60", "1.53"]
+
+
+def told(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.kernels", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_a_layer_passes_over_memory_no_more_often_than_it_must(tmp_path: Path) -> None:
+    """Beside its products and attention, forward and backward: 50 times the bytes of its input, of which 20 are the GELU's."""
+    config = tmp_path / "one.yaml"
+    config.write_text("model: {layers: 1}\n")
+    ended = told("--model", str(config), "--batch", "64")
+    if ended.returncode == 2:
+        assert len(ended.stderr.splitlines()) == 1
+        pytest.skip(ended.stderr.strip())
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    gb = {line[:28].strip(): float(line.split()[-2]) for line in ended.stdout.splitlines()[1:]}
+    parts = ("features", "enter", "Layer", "compare", "pool")
+    assert {f"1 x {part}{what}" for part in parts for what in ("", ", backward")} | {"1 x draw", "all"} == set(gb)
+    assert 45 < (gb["1 x Layer"] + gb["1 x Layer, backward"]) * 1e9 / (128 * 156 * 768 * 2) < 52
