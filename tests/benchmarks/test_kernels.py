@@ -49,7 +49,7 @@ def told(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_layer_passes_over_memory_no_more_often_than_it_must(tmp_path: Path) -> None:
-    """Beside its products and attention, forward and backward: 50 times the bytes of its input, of which 20 are the GELU's."""
+    """Beside its products and attention, forward and backward: 49 times the bytes of its input, of which 20 are the GELU's."""
     config = tmp_path / "one.yaml"
     config.write_text("model: {layers: 1}\n")
     ended = told("--model", str(config), "--batch", "64")
@@ -60,4 +60,4 @@ def test_a_layer_passes_over_memory_no_more_often_than_it_must(tmp_path: Path) -
     gb = {line[:28].strip(): float(line.split()[-2]) for line in ended.stdout.splitlines()[1:]}
     parts = ("features", "enter", "Layer", "compare", "pool")
     assert {f"1 x {part}{what}" for part in parts for what in ("", ", backward")} | {"1 x draw", "all"} == set(gb)
-    assert 45 < (gb["1 x Layer"] + gb["1 x Layer, backward"]) * 1e9 / (128 * 156 * 768 * 2) < 52
+    assert 45 < (gb["1 x Layer"] + gb["1 x Layer, backward"]) * 1e9 / (128 * 156 * 768 * 2) < 50.5

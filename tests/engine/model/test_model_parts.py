@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from tiny import SMALL
 from torch import nn
 
 from engine.model.config import ModelConfig, flops_per_crop, flops_per_segment, masked_share
-from engine.model.dropout import dropout
+from engine.model.dropout import chosen, dropout
 from engine.model.encoder import Encoder, Linear, manual_attention
 from engine.model.features import ConvStack, NormGelu
 from engine.model.initial import initialise
@@ -189,23 +190,39 @@ def test_fused_attention_is_the_manual_one() -> None:
     assert dropped.shape == (1, 2, 5, 8) and not torch.allclose(dropped, manual_attention(*q))
 
 
+@pytest.mark.parametrize("how", ["eager", "compiled"])
 @pytest.mark.parametrize("shape, p", [((40, 50, 60), 0.1), ((333, 7), 0.25), ((3,), 0.5)])
-def test_dropout(shape: tuple[int, ...], p: float) -> None:
+def test_dropout(shape: tuple[int, ...], p: float, how: str) -> None:
+    drop = partial(torch.compile(dropout, backend="aot_eager", fullgraph=True) if how == "compiled" else dropout, p=p)
     torch.manual_seed(0)
     x = torch.ones(shape, requires_grad=True)
-    y = dropout(x, p)
-    share = float((y == 0).float().mean())
+    y = drop(x)
+    share = float((y.detach() == 0).float().mean())
     assert share == pytest.approx(p, abs=0.5 if x.numel() < 10 else 5 * (p * (1 - p) / x.numel()) ** 0.5)
     assert float(y.detach().max()) == pytest.approx(1 / (1 - p), rel=1e-4)
     y.sum().backward()
     assert torch.equal(x.grad, y.detach())  # type: ignore[arg-type]
-    assert not torch.equal(dropout(x, p), y) or x.numel() < 10
+    assert not torch.equal(drop(x), y) or x.numel() < 10
     torch.manual_seed(0)
-    assert torch.equal(dropout(x, p), y)
+    assert torch.equal(drop(x), y)
     assert dropout(x, p, training=False) is x and dropout(x, 0.0) is x
     neighbours = (y.detach() == 0).float().flatten()[: x.numel() // 4 * 4].view(-1, 4)
     if len(neighbours) > 1000:  # the four numbers of one draw are independent
         assert (torch.corrcoef(neighbours.t()) - torch.eye(4)).abs().max() < 0.03
+
+
+def test_hashed_dropout_has_no_pattern() -> None:
+    """Neighbours, columns and rows, and masks of seeds that differ by one bit: as independent as random numbers."""
+    count, p, z = 768 * 1000, 0.1, []
+    seeds = [(0, 0), (0, 1), (1, 0), (0, -(2**31)), (2**30, 7), (-1, 2**20)]
+    kept = (chosen(torch.empty(count), p, torch.tensor(pair, dtype=torch.int32)) for pair in seeds)
+    masks = [(keep.float() - (1 - p)) / 0.3 for keep in kept]
+    for i, one in enumerate(masks):
+        z.append(one.mean())
+        z += [(one[lag:] * one[:-lag]).mean() for lag in (1, 2, 3, 64, 156, 768, 1024, 65536)]
+        z += [(one[lag:] * other[: count - lag]).mean() for other in masks[:i] for lag in (0, 1, 768)]
+    scaled = torch.stack(z) * count**0.5
+    assert scaled.abs().max() < 4.5 and scaled.std() == pytest.approx(1, abs=0.2)
 
 
 def one_hot_quantizer(q: Quantizer, z: torch.Tensor, tau: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
