@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from engine.model.config import ModelConfig
 from engine.model.dropout import dropout
 from engine.model.features import ConvStack
+from engine.model.gelu import gelu
 from engine.model.position import PositionalConvolution
 
 
@@ -140,7 +141,7 @@ class Layer(nn.Module):
         """Sums and norms are of one long matrix: from rows of tokens a compiler would make norm 1's input again, in float32."""
         x_XD = x_RND.flatten(0, 1)
         x_XD = self.norm1(x_XD + dropout(self.attention(x_RND).flatten(0, 1), self.dropout, self.training))
-        hidden_RNI = dropout(F.gelu(self.fc1(x_XD.view_as(x_RND))), self.activation_dropout, self.training)
+        hidden_RNI = dropout(gelu(self.fc1(x_XD.view_as(x_RND))), self.activation_dropout, self.training)
         y: Tensor = self.norm2(x_XD + dropout(self.fc2(hidden_RNI).flatten(0, 1), self.dropout, self.training))
         return y.view_as(x_RND)
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.model.config import ModelConfig
+from engine.model.gelu import gelu
 
 
 class ScaleGradient(torch.autograd.Function):
@@ -106,7 +107,7 @@ class PatchBlock(nn.Module):
             y_RTC = self._over_time(y_RTC, keep)
         elif self.norm is not None:
             y_RTC = self.norm(y_RTC)
-        return F.gelu(y_RTC)
+        return gelu(y_RTC)
 
     def _over_time(self, y_RTC: Tensor, keep: int) -> Tensor:
         """Group norm with a group for each channel; in float32, as the authors' (modules/fp32_group_norm.py)."""

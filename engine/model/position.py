@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.model.gelu import gelu
+
 torch.backends.cudnn.allow_tf32 = False  # float32 is float32, as in matrix products
 BLOCK = 26  # 156 tokens are six blocks
 TRAINED = {"cpu": "dft", "cuda": "blocks"}
@@ -40,13 +42,13 @@ class PositionalConvolution(nn.Module):
         if form == "auto":
             form = TRAINED.get(x_RND.device.type, "conv") if self.training else "conv"
         if form == "dft":
-            return F.gelu(by_dft(x_RND, self.weight(), self.groups) + self.bias)
+            return gelu(by_dft(x_RND, self.weight(), self.groups) + self.bias)
         if form == "blocks":
-            return F.gelu(in_blocks(x_RND, self.weight(), self.groups) + self.bias)
+            return gelu(in_blocks(x_RND, self.weight(), self.groups) + self.bias)
         left, right = self.kernel // 2, (self.kernel - 1) // 2  # the authors pad both sides alike and drop the last step
         x_RDN = F.pad(x_RND.transpose(1, 2), (left, right))
         y_RDN = F.conv1d(x_RDN, self.weight(), self.bias, groups=self.groups)
-        return F.gelu(y_RDN.transpose(1, 2))
+        return gelu(y_RDN.transpose(1, 2))
 
 
 def in_blocks(x_RND: Tensor, weight_DcK: Tensor, groups: int) -> Tensor:

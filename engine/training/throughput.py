@@ -19,6 +19,7 @@ from engine.config import TrainConfig
 
 PRODUCTS = 60  # the fastest counts: a machine may be busy for a moment
 COMPILED = {"cpu": "eager", "cuda": "layers"}  # unless train.compile says
+AGAIN = {"realize_opcount_threshold": 45}  # a GPU computes again up to so many operations before it reads float32 from memory
 
 
 def peak_tflops(config: TrainConfig, device: torch.device) -> float:
@@ -44,6 +45,7 @@ def _now(device: torch.device) -> float:
 def compile_model(model: Any, how: str, **options: Any) -> None:
     """`layers` are alike, so they are compiled once: nine tenths of the work; and, each for itself, what else has many small
     operations. `step`: forward and loss as one graph."""
+    options = options or {"options": AGAIN}
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch._inductor")  # about itself
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # dynamo looks, not we
     if how == "step":

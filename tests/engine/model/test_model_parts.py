@@ -14,6 +14,7 @@ from engine.model.config import ModelConfig, flops_per_crop, flops_per_segment, 
 from engine.model.dropout import chosen, dropout
 from engine.model.encoder import Encoder, Linear, manual_attention
 from engine.model.features import ConvStack, NormGelu
+from engine.model.gelu import gelu
 from engine.model.initial import initialise
 from engine.model.position import PositionalConvolution
 from engine.model.pretrainer import Pretrainer
@@ -167,6 +168,20 @@ def test_a_compiled_linear_is_the_plain_one(dtype: torch.dtype) -> None:
         rounding = torch.finfo(dtype).eps * float(wanted.abs().max())
         for got in (plain, compiled):
             torch.testing.assert_close(got, wanted, rtol=0, atol=(1 if dtype == torch.bfloat16 else 8) * rounding)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_compiled_gelu_is_the_exact_one(dtype: torch.dtype) -> None:
+    """To the last bit of bf16, and float32 is left alone."""
+    x = torch.linspace(-9, 9, 100_001, dtype=dtype)
+    grad = torch.cos(x)
+    found = []
+    for function in (F.gelu, torch.compile(gelu, backend="aot_eager", fullgraph=True)):
+        leaf = (x.clone() if found else x.double()).requires_grad_()
+        y = function(leaf)
+        found.append([y.detach().double(), torch.autograd.grad(y, leaf, grad.to(y.dtype))[0].double()])
+    for wanted, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=torch.finfo(dtype).eps / 2 * 1.01, atol=2e-6)
 
 
 def test_fused_attention_is_the_manual_one() -> None:
