@@ -142,6 +142,14 @@ def spread(values: Iterable[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
+def middle(values: Iterable[float]) -> dict[str, float]:
+    """The median, and between which two of the values it lies with 95 %, whatever they are distributed as."""
+    values = sorted(values)
+    beyond = int((len(values) - 1.96 * len(values) ** 0.5) / 2)
+    outer = values[max(0, beyond) : len(values) - max(0, beyond)]
+    return {"median": statistics.median(values), "low": outer[0], "high": outer[-1]}
+
+
 def summary(runs: list[dict[str, float]]) -> dict[str, Any]:
     return {
         "per_s": spread(run["units"] / run["wall_s"] for run in runs),

@@ -39,7 +39,7 @@ def parts(kind: str, options: argparse.Namespace) -> list[list[str]]:
             ["ingest", *records, *repeats, "--headers", "200000", "--only", INGEST],
             ["loader", *records, *repeats, "--seconds", "1.5", "--only", LOADER],
             ["step", *model, *repeats, "--explain"],
-            ["e2e", *loop, *repeats, "--records", "400", "--only", "tar|resident"],
+            ["e2e", *loop, "--repeats", str(5 * options.repeats), "--records", "400", "--only", "tar|resident"],
             ["embed", *loop, *repeats, "--records", "200", "--only", "tar|500 Hz"],
             ["start", *repeats, "--steps", "20"],
             ["scaling", *loop, *repeats, "--steps", "4", "--huge", "1000000"],

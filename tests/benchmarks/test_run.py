@@ -12,6 +12,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -218,6 +219,15 @@ def test_the_loop_beside_the_bare_step(dataset: Dataset, tiny: str, tmp_path: Pa
     result = e2e.told(found, mine)
     assert 0 < result["stall_pct"]["median"] < 100 and result["per_s"]["median"] > 0 and result["checkpoint_s"] > 0
     assert len(list(e2e.lines({"tar": result}))) == 2
+
+
+def test_where_a_median_lies() -> None:
+    """Of a hundred, between the 40th and the 60th or so: in 95 of 100 samples the true one is there."""
+    assert measure.middle([3, 1, 2]) == {"median": 2, "low": 1, "high": 3}
+    draws = np.random.default_rng(0).exponential(size=(400, 60))
+    found = [measure.middle(row) for row in draws]
+    assert 0.92 < np.mean([one["low"] <= np.log(2) <= one["high"] for one in found]) < 0.99
+    assert np.mean([one["high"] - one["low"] for one in found]) < 0.6
 
 
 def test_overhead_is_of_turns_side_by_side(dataset: Dataset, tiny: str, tmp_path: Path) -> None:
