@@ -293,7 +293,7 @@ def test_the_temperature_falls_to_its_end() -> None:
         {"conv": ()},
         {"conv": ((256, 0),)},
         {"conv_norm": "batch"},
-        {"attention": "flash"},
+        {"attention": "fused"},
         {"position": "fft"},
         {"dropout": 1.0},
         {"dropout": float("nan")},
