@@ -76,14 +76,14 @@ def check(name: str, part: Part) -> None:
     lacking += [f"input.{key}" for key in INPUT.get(part["benchmark"], ()) if key not in part["input"]]
     if lacking:
         raise RecordError(f"{name}: incomplete, it lacks {', '.join(lacking)}")
-    if part["benchmark"] != "downstream" and int(part["config"].get("repeats", 0)) < 3:
-        raise RecordError(f"{name}: {part['config'].get('repeats')} repeats show no spread: 3 are the least")
     if part["benchmark"] not in FIGURES:
         raise RecordError(f"{name}: there is no benchmark {part['benchmark']!r}")
     if part["config"].get("device") == "cuda" and not part["hardware"].get("gpus"):
         raise RecordError(f"{name}: incomplete, it lacks hardware.gpus")
     if not part["results"]:
         raise RecordError(f"{name}: {part['benchmark']} has no results")
+    if part["benchmark"] != "downstream" and (repeats := tables.repeated(part)[1]) < 3:
+        raise RecordError(f"{name}: {repeats} repeats show no spread: 3 are the least")
     for case, result in part["results"].items():
         for figure in FIGURES[part["benchmark"]]:
             spread = result.get(figure, {})

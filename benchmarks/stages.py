@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import cost, step
@@ -29,6 +28,7 @@ from benchmarks.step import OURS, Run
 from engine.model.config import ModelConfig
 from engine.model.draws import draw
 from engine.model.dropout import dropout
+from engine.model.gelu import gelu
 from engine.model.heads import pool, take
 from engine.model.pretrainer import Pretrainer
 from engine.objectives.cmsc import cmsc_loss
@@ -129,7 +129,7 @@ def layer_parts(layer: Any, config: ModelConfig, rows: int, tokens: int, some: C
         "attention out": (layer.attention.out, (some(*d),)),
         "dropout, residual, norm 1": (partial(joined, layer.norm1), (some(*d), some(*d))),
         "fc1": (layer.fc1, (some(*d),)),
-        "GELU": (lambda x: dropout(F.gelu(x), config.activation_dropout), (some(*wide),)),
+        "GELU": (lambda x: dropout(gelu(x), config.activation_dropout), (some(*wide),)),
         "fc2": (layer.fc2, (some(*wide),)),
         "dropout, residual, norm 2": (partial(joined, layer.norm2), (some(*d), some(*d))),
     }

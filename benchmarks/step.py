@@ -112,7 +112,7 @@ def runs(base: Run, batches: Sequence[int], compiled: Sequence[str]) -> list[Run
 
 def brief(base: Run) -> list[Run]:
     """A small batch beside the re-creation, then bf16 at growing batches, eager and compiled. On a GPU ours in bf16 alone, and
-    the positional convolution in its other forms."""
+    the positional convolution and attention in their other forms."""
     on_gpu = base.device == "cuda"
     small, *larger = (64, 256, 512) if on_gpu else (2, 4)
     usual, *others = WAYS[base.device]
@@ -121,7 +121,8 @@ def brief(base: Run) -> list[Run]:
     ways = [replace(mine, batch=larger[0], compiled=how) for how in others]
     if on_gpu:
         found = [run for run in found if run.side != OURS or run.precision == "bf16"]
-        ways = [replace(mine, batch=larger[0], position=how) for how in ("conv", "dft")] + ways
+        forms = [{"attention": how} for how in ("efficient", "cudnn")] + [{"position": how} for how in ("conv", "dft")]
+        ways = [replace(mine, batch=larger[0], **form) for form in forms] + ways  # type: ignore[arg-type]
     return found + [replace(mine, batch=batch) for batch in larger] + ways
 
 

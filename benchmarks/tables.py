@@ -216,6 +216,13 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def repeated(part: Part) -> tuple[int, int]:
+    """How often each case was measured: fewest, and as asked for; where that was left open, most."""
+    asked = part["config"].get("repeats")
+    each = [int(r.get("repeats", asked or 0)) for r in part["results"].values()]
+    return min(each), int(asked or max(each))
+
+
 def note(part: Part) -> str:
     hardware, given = part["hardware"], part["input"]
     amount = next(
@@ -231,12 +238,11 @@ def note(part: Part) -> str:
     fresh = ", each in a fresh process" if part["benchmark"] in FRESH and part["config"].get("device") != "cuda" else ""
     gpu = f"{hardware['gpus'][0]['name']}, " if hardware.get("gpus") else ""
     shared = "" if gpu else " shared with others"
-    repeats = part["config"]["repeats"]
-    fewest = min(r.get("repeats", repeats) for r in part["results"].values())  # its time was over
-    repeats = f"{fewest} to {repeats}" if fewest < repeats else repeats
+    fewest, repeats = repeated(part)  # fewer where the time was over
+    many = f"{fewest} to {repeats}" if fewest < repeats else f"{repeats}"
     dirty = ", uncommitted changes" if part["git"]["dirty"] else ""
     return (
         f"{gpu}{hardware['cpu']}, {hardware['cores']} cores{shared} (load {hardware['load_before']:.1f} before){dirty}, "
-        f"{part['date'][:10]}; {amount}; median of {repeats} runs{fresh}; {versions}; "
+        f"{part['date'][:10]}; {amount}; median of {many} runs{fresh}; {versions}; "
         f"[{part['file']}](benchmarks/results/{part['file']}).{left_out}"
     )

@@ -1,4 +1,4 @@
-"""GELU. Compiled in bf16 with half the operations: on a GPU whose memory is fast, those of the exact one take longer than it.
+"""GELU. Compiled in bf16 with two thirds of the operations: on a GPU with fast memory the exact one's take longer than it.
 
 gelu(x) = max(x, 0) - |x| q, where q = erfc(|x| / sqrt 2) / 2 by Abramowitz and Stegun 7.1.26, to 1e-7: a polynomial in
 1 / (1 + c |x|) times exp(-x^2 / 2), which the gradient needs anyway. bf16 itself rounds to 4e-3.
