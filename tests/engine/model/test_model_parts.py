@@ -240,6 +240,26 @@ def test_hashed_dropout_has_no_pattern() -> None:
     assert scaled.abs().max() < 4.5 and scaled.std() == pytest.approx(1, abs=0.2)
 
 
+@pytest.mark.gpu
+def test_a_gpus_kernels_drop_the_same_forward_and_backward() -> None:
+    """The mask is computed twice, and the GELU is the short one."""
+    x = (
+        torch.linspace(0.1, 4, 300 * 768, device="cuda")
+        .view(300, 768)
+        .mul(torch.tensor([1.0, -1.0], device="cuda").repeat(384))
+    )
+    x = x.bfloat16().requires_grad_()
+    y = torch.compile(lambda x: dropout(gelu(x), 0.25), fullgraph=True)(x)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    kept = y.detach() != 0
+    assert float(kept.float().mean()) == pytest.approx(0.75, abs=0.01)
+    leaf = x.detach().double().requires_grad_()
+    (wanted := F.gelu(leaf)).sum().backward()
+    assert leaf.grad is not None
+    for got, exact in ((y.detach(), wanted.detach()), (grad, leaf.grad)):
+        torch.testing.assert_close(got.double(), torch.where(kept, exact / 0.75, 0), rtol=0.01, atol=0.01)
+
+
 def one_hot_quantizer(q: Quantizer, z: torch.Tensor, tau: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """As the authors: a straight-through one-hot vector times the codebook."""
     logits = q.logits(z).view(*z.shape[:2], q.books, q.codes)
