@@ -126,9 +126,9 @@ def test_the_cases() -> None:
     assert len({run.name for run in chosen}) == len(chosen) == 2 + 2 * (2 + 2 * 3)
     assert {run.compiled for run in step.runs(base, [4], ["eager"])} == {"eager"}
     assert "omnilead: bf16, step compiled, 8 crops" in {run.name for run in chosen}
-    for device, largest in (("cpu", 4), ("cuda", 512)):
+    for device, largest, most in (("cpu", 4, 11), ("cuda", 512, 13)):
         few = step.brief(step.Run(step.OURS, "fp32", device=device))
-        assert len({run.name for run in few}) == len(few) < 14 and max(run.batch for run in few) == largest
+        assert len({run.name for run in few}) == len(few) <= most and max(run.batch for run in few) == largest
         assert {run.side for run in few} == {step.PRODUCT, step.RECREATION, step.OURS}
 
 
