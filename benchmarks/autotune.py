@@ -24,7 +24,7 @@ CHOICES: dict[str, dict[str, tuple[Any, ...]]] = {
     "cpu": {"attention": ("sdpa", "manual"), "position": ("conv", "dft")},  # compiling takes minutes there, for nothing
     "cuda": {
         "compiled": ("step", "eager"),
-        "attention": ("flash", "efficient", "cudnn", "manual"),
+        "attention": ("flash", "efficient", "cudnn", "short", "manual"),
         "position": ("conv", "blocks", "dft"),
     },
 }

@@ -175,6 +175,7 @@ def pretend() -> None:
     _triton.has_triton = lambda: True  # type: ignore[assignment]
     target = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32), is_active=lambda: True)
     triton.runtime.driver.set_active(target)
+    triton.JITFunction.run = lambda *_, **__: None
     for module, patterns in ((fuse_attention, "_sfdp_init"), (pad_mm, "_pad_mm_init")):  # these compute on the device
         setattr(module, patterns, lambda *_: None)
     compiler.joint_graph_constant_folding = False  # so does this
@@ -191,7 +192,9 @@ def graphs(model: str, batch: int, how: str) -> list[Graph]:
     """Of one training step, in the order in which they are compiled."""
     import torch
     import torch.nn.functional as F
+    from torch._inductor.codegen.simd_kernel_features import SIMDKernelFeatures
     from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from benchmarks.step import config_file
@@ -231,6 +234,11 @@ def graphs(model: str, batch: int, how: str) -> list[Graph]:
     def flash(q: Any, k: Any, v: Any, dropout_p: float = 0.0) -> Any:  # what a GPU would choose
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p)[0]
 
+    def accesses(kernel: Any) -> Any:  # by the names of what is read, also where a kernel of ours wrote it
+        real = V.graph.scheduler.mutation_real_name
+        return {real.get(name, name): where for name, where in by_version(kernel).items()}
+
+    by_version, SIMDKernelFeatures.buf_accesses = SIMDKernelFeatures.buf_accesses, accesses  # type: ignore[method-assign]
     compile_, torch.compile = torch.compile, compiled  # type: ignore[assignment]
     GraphLowering.compile_to_module, F.scaled_dot_product_attention = written, flash  # type: ignore[assignment, method-assign]
     config = load(config_file(model))
@@ -247,7 +255,7 @@ def graphs(model: str, batch: int, how: str) -> list[Graph]:
 
 
 def graph_of(part: str, backward: bool, code: str) -> Graph:
-    launches = Counter(re.findall(r"\b(triton_\w+)\.run\(", code))
+    launches = Counter(re.findall(r"\b(\w+)\.run\(", code))
     written = re.findall(r"'kernel_num_gb': ([\d.e-]+).*?\ndef (triton_\w+)\(", code, re.DOTALL)
     return Graph(part, backward, 1, {name: float(gb) * launches[name] for gb, name in written}, launches)
 

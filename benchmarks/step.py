@@ -121,7 +121,7 @@ def brief(base: Run) -> list[Run]:
     ways = [replace(mine, batch=larger[0], compiled=how) for how in others]
     if on_gpu:
         found = [run for run in found if run.side != OURS or run.precision == "bf16"]
-        forms = [{"attention": how} for how in ("efficient", "cudnn")] + [{"position": how} for how in ("conv", "dft")]
+        forms = [{"attention": how} for how in ("efficient", "cudnn", "short")] + [{"position": how} for how in ("conv", "dft")]
         ways = [replace(mine, batch=larger[0], **form) for form in forms] + ways  # type: ignore[arg-type]
     return found + [replace(mine, batch=batch) for batch in larger] + ways
 

@@ -36,8 +36,9 @@ class ModelConfig:
     activation_dropout: float = 0.0
     input_dropout: float = 0.1  # on the projected features
     feature_dropout: float = 0.1  # on the features that are quantised
-    # auto: sdpa, torch's choice of a fused kernel; on a CPU with dropout manual, which is faster. Others: that kernel on a GPU
-    attention: Literal["auto", "sdpa", "flash", "efficient", "cudnn", "manual"] = "auto"
+    # auto: sdpa, torch's choice of a fused kernel; on a CPU with dropout manual, which is faster. Others: that kernel on a GPU;
+    # short: our own for up to 256 tokens in 16 bits (engine.model.short), else sdpa
+    attention: Literal["auto", "sdpa", "flash", "efficient", "cudnn", "short", "manual"] = "auto"
     codebooks: int = 2
     codes: int = 320
     code_width: int = 256  # of all codebooks together
@@ -67,11 +68,14 @@ class ModelConfig:
         for key, allowed in (
             ("conv_norm", ("group", "layer")),
             ("position", ("auto", "conv", "blocks", "dft")),
-            ("attention", ("auto", "sdpa", "flash", "efficient", "cudnn", "manual")),
+            ("attention", ("auto", "sdpa", "flash", "efficient", "cudnn", "short", "manual")),
         ):
             if getattr(self, key) not in allowed:
                 raise ConfigError(f"model.{key}={getattr(self, key)!r}: use {' or '.join(allowed)}")
         _divides("model.width", self.width, "model.heads", self.heads)
+        if self.attention == "short" and self.width // self.heads not in (16, 32, 64):
+            seen = f"model.attention=short, model.width={self.width}, model.heads={self.heads}"
+            raise ConfigError(f"{seen}: heads must be 16, 32 or 64 wide: use attention auto")
         _divides("model.width", self.width, "model.position_groups", self.position_groups)
         _divides("model.code_width", self.code_width, "model.codebooks", self.codebooks)
         if not 1e-3 <= self.tau_end <= self.tau_start <= 1e3 or not 0 < self.tau_decay <= 1:

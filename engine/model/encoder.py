@@ -55,11 +55,16 @@ class Attention(nn.Module):
     def forward(self, x_RND: Tensor) -> Tensor:
         rows, tokens, width = x_RND.shape
         qkv = self.qkv(x_RND)
+        dropout_p = self.dropout if self.training else 0.0
+        if self.kind == "short" and qkv.is_cuda and qkv.dtype != torch.float32 and tokens <= 256:
+            from engine.model import short  # needs triton, which torch for a GPU brings
+
+            short_y: Tensor = self.out(short.attention(qkv, self.heads, dropout_p))
+            return short_y
         if x_RND.device.type == "cpu":
             q_RHNd, k_RHNd, v_RHNd = qkv.view(rows, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4).contiguous().unbind(0)
         else:
             q_RHNd, k_RHNd, v_RHNd = (part.view(rows, tokens, self.heads, -1).transpose(1, 2) for part in qkv.chunk(3, -1))
-        dropout_p = self.dropout if self.training else 0.0
         slow = dropout_p > 0 and x_RND.device.type == "cpu"  # there, torch fuses it without dropout only
         manual = self.kind == "manual" or (self.kind == "auto" and slow)
         if manual:

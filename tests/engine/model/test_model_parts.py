@@ -187,8 +187,8 @@ def test_a_compiled_gelu_is_the_exact_one(dtype: torch.dtype) -> None:
 def test_fused_attention_is_the_manual_one() -> None:
     x = torch.randn(2, 12, 320)
     outputs = []
-    for kind in ("sdpa", "cudnn", "manual"):
-        encoder = Encoder(dataclasses.replace(SMALL, attention=kind))
+    for kind in ("sdpa", "cudnn", "short", "manual"):
+        encoder = Encoder(dataclasses.replace(SMALL, attention=kind, heads=3))
         initialise(encoder, torch.Generator().manual_seed(0))
         c = encoder(x)
         c.square().sum().backward()
@@ -197,7 +197,7 @@ def test_fused_attention_is_the_manual_one() -> None:
         for one in fused:
             torch.testing.assert_close(one, manual, rtol=1e-4, atol=1e-5)
     q = torch.randn(3, 1, 2, 5, 8)
-    with_dropout = Encoder(dataclasses.replace(SMALL, attention_dropout=0.1))  # auto, on a CPU: manual
+    with_dropout = Encoder(dataclasses.replace(SMALL, attention_dropout=0.1, heads=3))  # auto, on a CPU: manual
     initialise(with_dropout, torch.Generator().manual_seed(0))
     torch.testing.assert_close(with_dropout.eval()(x), outputs[0][0], rtol=1e-4, atol=1e-5)
     assert with_dropout.train()(x).isfinite().all()
@@ -314,6 +314,7 @@ def test_the_temperature_falls_to_its_end() -> None:
         {"conv": ((256, 0),)},
         {"conv_norm": "batch"},
         {"attention": "fused"},
+        {"attention": "short", "heads": 6},
         {"position": "fft"},
         {"dropout": 1.0},
         {"dropout": float("nan")},
