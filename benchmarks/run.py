@@ -80,6 +80,13 @@ def check_device(device: str) -> None:
         refuse("--device cuda: torch sees no CUDA device here: use --device cpu")
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return super()._get_help_string(action) if action.default else action.help
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.run", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -87,11 +94,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     made: dict[str, argparse.ArgumentParser] = {}
     for name in ("ingest", "loader", "step", "e2e", "embed", "start", "scaling", "suite"):
-        made[name] = command = commands.add_parser(name, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        command.add_argument("--out", type=Path, help="the record; None: benchmarks/results/<benchmark>_<machine>_<date>.json")
+        made[name] = command = commands.add_parser(name, formatter_class=Help)
+        command.add_argument("--out", type=Path, help="the record (default: benchmarks/results/BENCHMARK_MACHINE_DATE.json)")
         command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
         repeats = 3 if name in ("step", "embed", "start", "suite") else 5
-        turns = {"default": None, "help": "turns (None: 60 on a CPU, 5 on a GPU)"} if name == "e2e" else {"default": repeats}
+        turns = {"default": None, "help": "turns (default: 60 on a CPU, 5 on a GPU)"} if name == "e2e" else {"default": repeats}
         command.add_argument("--repeats", type=positive, **turns)  # type: ignore[arg-type]
     for name in ("ingest", "loader", "e2e", "embed", "start"):
         made[name].add_argument("--only", type=regex, metavar="REGEX", default="", help="cases whose name matches")
@@ -104,17 +111,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     made["start"].add_argument("--steps", type=positive, default=150, help="of the whole quick start")
     made["suite"].add_argument("--minutes", type=float, default=15, help="what has not begun by then is left out")
     made["suite"].add_argument("--model", default="paper", help=MODEL)
-    made["suite"].add_argument("--kind", choices=("cpu", "gpu"), help="which parts (None: by --device)")
+    made["suite"].add_argument("--kind", choices=("cpu", "gpu"), help="which parts (default: by --device)")
     of_step(made["step"])
     for name in ("e2e", "scaling", "embed"):
         few = 16 if name == "embed" else 64
-        made[name].add_argument("--model", help=f"{MODEL} (None: small on a CPU, paper on a GPU)")
+        made[name].add_argument("--model", help=f"{MODEL} (default: small on a CPU, paper on a GPU)")
         made[name].add_argument(
-            "--batch", type=positive, help=f"crops at a time on one device (None: {few} on a CPU, 256 on a GPU)"
+            "--batch", type=positive, help=f"crops at a time on one device (default: {few} on a CPU, 256 on a GPU)"
         )
         made[name].add_argument("--threads", type=positive, default=2, help="of torch on a CPU")
     for name, steps in {"e2e": None, "scaling": 10}.items():
-        made[name].add_argument("--steps", type=positive, default=steps, help="of one turn (None: 2 on a CPU, 20 on a GPU)")
+        made[name].add_argument("--steps", type=positive, default=steps, help="of one turn (default: 2 on a CPU, 20 on a GPU)")
     options = parser.parse_args(arguments)
     if options.repeats is not None and options.repeats < 3:
         refuse(f"--repeats {options.repeats}: fewer than 3 show no spread")
@@ -141,11 +148,11 @@ def of_step(command: argparse.ArgumentParser) -> None:
     how.add_argument("--autotune", action="store_true", help="the fastest settings on this machine")
     how.add_argument("--brief", action="store_true", help="fewer cases: what a GPU's owner asks first")
     command.add_argument("--model", default="paper", help=MODEL)
-    command.add_argument("--batches", type=int, nargs="+", help="crops of a micro-batch (None: 4 on a CPU, 64 256 on a GPU)")
-    command.add_argument("--steps", type=int, help="counted steps of one run (None: 2 on a CPU, 20 on a GPU)")
+    command.add_argument("--batches", type=int, nargs="+", help="crops of a micro-batch (default: 4 on a CPU, 64 256 on a GPU)")
+    command.add_argument("--steps", type=int, help="counted steps of one run (default: 2 on a CPU, 20 on a GPU)")
     command.add_argument("--threads", type=int, default=2, help="of torch on a CPU")
     ways = ("eager", "layers", "step")
-    command.add_argument("--compiled", choices=ways, nargs="+", help="by torch.compile (None: eager on a CPU, else all)")
+    command.add_argument("--compiled", choices=ways, nargs="+", help="by torch.compile (default: eager on a CPU, else all)")
     command.add_argument("--precision", choices=("fp32", "autocast", "bf16"), default="bf16", help="of --explain, --autotune")
     command.add_argument("--machine", choices=("this", "h200", "a100"), default="this", help="of --explain")
     command.add_argument("--peak-tflops", type=float, help="of --explain: instead of the machine's")
