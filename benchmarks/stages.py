@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from benchmarks import cost, step
 from benchmarks.measure import Progress, call_fresh, spread
 from benchmarks.step import OURS, Run
+from data_tools.memory import keep_freed_memory
 from engine.model.config import ModelConfig
 from engine.model.draws import draw
 from engine.model.dropout import dropout
@@ -34,7 +35,6 @@ from engine.model.pretrainer import Pretrainer
 from engine.objectives.cmsc import cmsc_loss
 from engine.objectives.config import ObjectiveConfig
 from engine.objectives.local import diversity, local_loss
-from engine.pipelines.batched import keep_freed_memory
 from engine.training.throughput import COMPILED
 
 REPEATS = {"cpu": 3, "cuda": 20}

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from benchmarks.authors_step import AuthorsStep, draw
 from benchmarks.measure import Case, in_fresh_process, run_cases
+from data_tools.memory import keep_freed_memory
 from engine.config import CONFIGS, load
 from engine.model import fairseq
 from engine.model.config import ModelConfig, flops_per_crop
@@ -39,7 +40,6 @@ from engine.model.quantizer import temperature
 from engine.model.reference import Adam, draws_of
 from engine.objectives.config import ObjectiveConfig
 from engine.parity import authors_adam
-from engine.pipelines.batched import keep_freed_memory
 from engine.training.throughput import compile_model
 from engine.training.validation import to_device
 

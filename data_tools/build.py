@@ -25,6 +25,7 @@ from data_tools.dataset import COLUMNS, CROP_SHAPE, META, Dataset, waveform
 from data_tools.errors import DataError, DatasetError, ReadError, StorageError
 from data_tools.finish import finish, recipe_hash
 from data_tools.labels import class_row
+from data_tools.memory import keep_freed_memory
 from data_tools.plan import Plan, Reject, make_plan, record_stem
 from data_tools.prepare import Crop, prepare_crop
 from data_tools.record import EcgRecord
@@ -189,6 +190,7 @@ def _stands(out: Folder, index: int, content: str) -> bool:
 
 def build_shard(task: Task) -> int:
     """One shard: read, prepare and write its crops, then publish tar, index and part in this order. -> crops planned."""
+    keep_freed_memory()
     name = shard_name(task.index)
     temporary = task.out.scratch() / f"{name}.{os.getpid()}.{threading.get_ident()}"
     rows: list[dict[str, Any]] = []

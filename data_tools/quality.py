@@ -21,5 +21,7 @@ def einthoven_flags(crop: np.ndarray, missing: np.ndarray) -> list[str]:
     """III = II - I, and the three augmented leads follow from I and II; only what is there can be compared."""
     if missing[:2].any():
         return []
-    twice_residual = (_TWICE_RESIDUAL @ crop[:6].astype(np.float32))[~missing[2:6]]  # whole numbers below 2**24: exact
-    return ["einthoven"] if twice_residual.size and np.abs(twice_residual).max() > 2 * EINTHOVEN_UV else []
+    twice_residual = _TWICE_RESIDUAL @ crop[:6].astype(np.float32)  # whole numbers below 2**24: exact
+    if missing[2:6].any():
+        twice_residual[missing[2:6]] = 0
+    return ["einthoven"] if max(twice_residual.max(), -twice_residual.min()) > 2 * EINTHOVEN_UV else []

@@ -31,16 +31,13 @@ class TarWriter:
 
     def add(self, key: str, ecg: bytes | memoryview, text: bytes) -> int:
         """One crop; -> the offset of its signal."""
-        line, at = [], 0
-        for ending, data in ((ECG, ecg), (JSON, text)):
-            size = len(data)
-            name = f"{key}.{ending}"
-            self._write(member_header(name, size))
-            line.append(f"{ending} {self.size} {size} {name}")
-            at = at or self.size
-            self._write(data)
-            self._write(bytes(-size % BLOCK))
-        self.index.append(" ".join(line))
+        signal, facts = f"{key}.{ECG}", f"{key}.{JSON}"
+        self._write(member_header(signal, len(ecg)))
+        at = self.size
+        self._write(ecg)
+        before = bytes(-len(ecg) % BLOCK) + member_header(facts, len(text))
+        self.index.append(f"{ECG} {at} {len(ecg)} {signal} {JSON} {self.size + len(before)} {len(text)} {facts}")
+        self._write(before + text + bytes(-len(text) % BLOCK))
         return at
 
     def close(self) -> str:

@@ -36,9 +36,9 @@ import torch
 from tqdm import tqdm
 
 from data_tools.dataset import META, Dataset
+from data_tools.memory import keep_freed_memory
 from data_tools.sources import DataError, Prepared, ReadError, open_sources, prepared
 from engine.model.trained import CONFIG, PREPROCESSING, WEIGHTS, Trained, load, model_folder
-from engine.pipelines.batched import keep_freed_memory
 from engine.pipelines.gather import Gather
 from engine.pipelines.leads import LEADS, ConfigError, in_order
 from engine.pipelines.signals import Input, SignalError, crops

@@ -6,6 +6,7 @@ none is made here. The text is bounded before anything is parsed. Dates, times a
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -48,42 +49,39 @@ class WfdbHeader:
 
 def peek(data: bytes) -> tuple[str, int, float, int]:
     """(name, signals, fs_hz, samples) from the record line alone: all that a plan needs, at a fifth of the cost."""
-    if len(data) > MAX_BYTES:
-        raise ReadError("header too large", f"{len(data)} bytes")
-    for line in data.decode("utf-8", "replace").splitlines():
-        line = line.strip()
+    for line in _lines(data):
         if line and not line.startswith("#"):
             return _record_line(line)
     raise ReadError("empty header")
 
 
+def _lines(data: bytes) -> Iterator[str]:
+    if len(data) > MAX_BYTES:
+        raise ReadError("header too large", f"{len(data)} bytes")
+    return map(str.strip, data.decode("utf-8", "replace").splitlines())
+
+
 def parse_header(data: bytes) -> WfdbHeader:
-    name, n_signals, fs_hz, samples = peek(data)
     lines: list[str] = []
     comments: dict[str, str] = {}
-    for line in data.decode("utf-8", "replace").splitlines():
-        line = line.strip()
+    for line in _lines(data):
         if line.startswith("#"):
             if found := _COMMENT.match(line):
                 comments.setdefault(found[1].lower(), found[2].strip())
         elif line:
             lines.append(line)
+    if not lines:
+        raise ReadError("empty header")
+    name, n_signals, fs_hz, samples = _record_line(lines[0])
     if len(lines) - 1 != n_signals:
         raise ReadError("signal count", f"{n_signals} announced, {len(lines) - 1} described")
     files, formats, gains, zeros, initials, checksums, leads = _signal_lines(lines[1:])
-    of_leads = {gain for gain, lead in zip(gains, leads, strict=True) if lead.upper() in LEAD_INDEX}
-    gain_of = {text: _gain(text) if text in of_leads else _any_gain(text) for text in set(gains)}
-    format_of = {text: _format(text) for text in set(formats)}
-    baselines = ((gain_of[gain][1], int(zero)) for gain, zero in zip(gains, zeros, strict=True))
     return WfdbHeader(
-        name=name,
-        fs_hz=fs_hz,
-        samples=samples,
-        files=files,
-        formats=tuple(format_of[text][0] for text in formats),
-        offsets=tuple(format_of[text][1] for text in formats),
-        gains=tuple(gain_of[text][0] for text in gains),
-        baselines=tuple(zero if baseline is None else baseline for baseline, zero in baselines),
+        name,
+        fs_hz,
+        samples,
+        files,
+        *_meant(formats, gains, zeros, leads),
         initials=tuple(map(int, initials)),
         checksums=tuple(map(int, checksums)),
         leads=leads,
@@ -123,6 +121,23 @@ def _signal_lines(lines: list[str]) -> tuple[tuple[str, ...], ...]:
         if not _FILE.fullmatch(file):
             raise ReadError("signal file name", file[:40])
     return columns
+
+
+@lru_cache(maxsize=64)  # an archive's records are mostly alike
+def _meant(
+    formats: tuple[str, ...], gains: tuple[str, ...], zeros: tuple[str, ...], leads: tuple[str, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], tuple[int, ...]]:
+    """-> formats, offsets, gains, baselines."""
+    of_leads = {gain for gain, lead in zip(gains, leads, strict=True) if lead.upper() in LEAD_INDEX}
+    gain_of = {text: _gain(text) if text in of_leads else _any_gain(text) for text in set(gains)}
+    codes, offsets = zip(*map(_format, formats), strict=True)
+    baselines = ((gain_of[gain][1], int(zero)) for gain, zero in zip(gains, zeros, strict=True))
+    return (
+        codes,
+        offsets,
+        tuple(gain_of[text][0] for text in gains),
+        tuple(zero if baseline is None else baseline for baseline, zero in baselines),
+    )
 
 
 @lru_cache(maxsize=1024)

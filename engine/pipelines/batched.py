@@ -9,12 +9,13 @@ everything that is drawn comes in as parameters (augment_draws), so the same bat
 import ctypes
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Literal, cast
 
 import numpy as np
 import torch
 
+from data_tools.memory import keep_freed_memory
 from engine.pipelines import counter
 from engine.pipelines.augment import AugmentConfig, Axis, Ops, augment, axis, torch_ops
 from engine.pipelines.augment_draws import Params, draws, white, white_bank
@@ -24,7 +25,6 @@ from engine.pipelines.order import Places
 
 FS_HZ, CROP, HALF = 500.0, 5000, 2500
 MV_PER_UV = 1e-3
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 CHUNK = 16  # crops, 4 MB of float32: measured 4 to 32
 Views = Literal["halves", "window"]
 
@@ -42,16 +42,6 @@ def parameters(config: AugmentConfig, views: Views, seed: int, places: Places) -
     if views == "window":
         p["start"] = (counter.uniform(seed, Stream.WINDOW, places.epoch, crop) * (HALF + 1)).astype(np.int64)
     return p
-
-
-@cache
-def keep_freed_memory() -> None:
-    """glibc gives megabyte-sized buffers back to the kernel when they are freed, and the next batch pays for every page anew:
-    on a CPU two thirds of the time of noise. From now on this process keeps up to 256 MB of them. Without glibc: nothing."""
-    with suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-        mallopt(M_MMAP_THRESHOLD, 32 * 2**20)
-        mallopt(M_TRIM_THRESHOLD, 256 * 2**20)
 
 
 def alone() -> None:

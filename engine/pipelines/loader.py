@@ -24,10 +24,11 @@ import numpy as np
 import torch
 
 from data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset
+from data_tools.memory import keep_freed_memory
 from engine.pipelines import dali
 from engine.pipelines.augment import AugmentConfig
 from engine.pipelines.augment_draws import Params
-from engine.pipelines.batched import HALF, Augmenter, Views, alone, factor, keep_freed_memory, parameters
+from engine.pipelines.batched import HALF, Augmenter, Views, alone, factor, parameters
 from engine.pipelines.gather import Desk, Filled, Gather, Hold, Report, made_ahead, read_ahead
 from engine.pipelines.order import Order, Places, Rows, shards_needed
 from engine.pipelines.resident import Plan, Resident
