@@ -22,8 +22,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def attention(qkv: Tensor, heads: int, dropout_p: float = 0.0) -> Tensor:
-    seeds = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=qkv.device)
-    y_RND: Tensor = Short.apply(qkv.contiguous(), heads, round(dropout_p * 256), seeds)[0]
+    dropped = round(dropout_p * 256)
+    draw = {"dtype": torch.int32, "device": qkv.device}
+    seeds = torch.randint(-(2**31), 2**31, (2,), **draw) if dropped else torch.zeros(2, **draw)
+    y_RND: Tensor = Short.apply(qkv.contiguous(), heads, dropped, seeds)[0]
     return y_RND
 
 

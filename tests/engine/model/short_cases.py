@@ -54,13 +54,15 @@ def test_it_is_attention(rows: int, tokens: int, heads: int, d: int, p: float, d
 
 
 def test_large_scores_and_strange_strides() -> None:
-    """A softmax of one score of a thousand is one, and a gradient may come as a view."""
+    """A softmax of one score of a thousand is one, a gradient may come as a view, and without dropout nothing is drawn."""
     qkv = torch.zeros(1, 20, 3, 1, 16, dtype=LOW, device=DEVICE)
     qkv[:, :, :2, :, 0] = 60.0
     qkv[:, 3, 1, :, 0] = 100.0
     qkv[:, :, 2] = torch.arange(20.0, device=DEVICE)[:, None, None].to(LOW)
     leaf = qkv.flatten(2).requires_grad_()
+    before = torch.cuda.get_rng_state() if DEVICE == "cuda" else torch.get_rng_state()
     y = short.attention(leaf, 1)
+    assert torch.equal(before, torch.cuda.get_rng_state() if DEVICE == "cuda" else torch.get_rng_state())
     assert torch.equal(y, torch.full_like(y, 3))
     y.sum().backward()  # a gradient of stride 0
     assert leaf.grad is not None
