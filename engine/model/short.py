@@ -104,7 +104,8 @@ def backward_kernel(
     qkv, grad, y_grad, y, sums, seeds,
     N: tl.constexpr, H: tl.constexpr, d: tl.constexpr, dropped: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """The zeros read beyond the last token add nothing to a sum; what they themselves are given is not written."""
+    """The zeros read beyond the last token add nothing to a sum, but as keys could have an infinite share; what they are given
+    themselves is not written."""
     program = tl.program_id(0)
     qkv += offset(program, N, H, 3 * H * d, d)
     grad += offset(program, N, H, 3 * H * d, d)
@@ -132,6 +133,7 @@ def backward_kernel(
         for i in tl.static_range(0, N, BLOCK):
             scores = tl.dot(q[i // BLOCK], k.T, input_precision="ieee")
             shares = tl.exp2(scores * to_base_2 - total[i // BLOCK][:, None])
+            shares = tl.where(keys[None, :] < N, shares, 0)
             given = tl.dot(dy[i // BLOCK], v.T, input_precision="ieee")
             used = shares
             if dropped:

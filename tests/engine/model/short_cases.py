@@ -85,3 +85,17 @@ def test_its_zeros_are_random() -> None:
     z = {name: float((a * b).mean()) * a.numel() ** 0.5 for name, (a, b) in pairs.items()}
     assert max(map(abs, z.values())) < 4, z
     assert 0.4 < sum(value**2 for value in z.values()) / len(z) < 2
+
+
+def test_scores_far_below_zero() -> None:
+    """The zeros beyond the last token would be the highest scores of all."""
+    qkv = torch.randn(1, 20, 3, 1, 16, generator=torch.Generator().manual_seed(3))
+    qkv[:, :, 0, :, 0], qkv[:, :, 1, :, 0] = 60, -60
+    leaf = qkv.flatten(2).to(DEVICE, LOW).requires_grad_()
+    exact = leaf.detach().double().requires_grad_()
+    q, k, v = exact.view(20, 3, 16).unbind(1)
+    wanted = (q @ k.t() / 4).softmax(-1) @ v
+    short.attention(leaf, 1).square().sum().backward()
+    wanted.square().sum().backward()
+    assert leaf.grad is not None and exact.grad is not None
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=0, atol=0.01 * float(exact.grad.abs().max()))
