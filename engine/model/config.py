@@ -94,6 +94,8 @@ class ModelConfig:
         return prod(kernel for _, kernel in self.conv)
 
     def tokens(self, samples: int) -> int:
+        if samples < self.patch:
+            raise ConfigError(f"model.conv: a token takes {self.patch} samples, of {samples}: use fewer or shorter blocks")
         return samples // self.patch
 
 
@@ -123,7 +125,7 @@ def flops_per_segment(config: ModelConfig, samples: int = 2500, negatives: int =
         length //= kernel
         flops += 2 * length * width * kernel * out
         width = out
-    tokens, d = length, config.width
+    tokens, d = config.tokens(samples), config.width
     if width != d:
         flops += 2 * tokens * width * d
     flops += 2 * tokens * (d // config.position_groups) * config.position_kernel * d

@@ -132,8 +132,8 @@ def backward_kernel(
         dv = tl.zeros((KEYS, d), tl.float32)
         for i in tl.static_range(0, N, BLOCK):
             scores = tl.dot(q[i // BLOCK], k.T, input_precision="ieee")
+            scores = tl.where(keys[None, :] < N, scores, -float("inf"))
             shares = tl.exp2(scores * to_base_2 - total[i // BLOCK][:, None])
-            shares = tl.where(keys[None, :] < N, shares, 0)
             given = tl.dot(dy[i // BLOCK], v.T, input_precision="ieee")
             used = shares
             if dropped:

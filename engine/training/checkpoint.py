@@ -12,15 +12,16 @@ Another number of ranks: ZeRO's parts are cut anew by DeepSpeed's universal form
 DeepSpeed's files are pickles: load only checkpoints that are your own.
 """
 
+import fcntl
 import json
 import os
 import shutil
 import zipfile
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import google_crc32c
 import torch
@@ -42,6 +43,23 @@ class WriteError(Exception):
 
 def folder(run: Path) -> Path:
     return run / "checkpoints"
+
+
+@contextmanager
+def claimed(run: Path, ranks: Ranks) -> Iterator[None]:
+    """Two on one run would take away each other's checkpoints."""
+    with ExitStack() as held:
+        _together(ranks, lambda: _lock(held.enter_context(open(run / ".lock", "w")), run))
+        yield
+
+
+def _lock(file: TextIO, run: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise CheckpointError(f"{run}: another process trains here: wait for it, or use run=NEW") from None
+    except OSError:  # this file system knows no locks
+        pass
 
 
 def save(engine: Any, run: Path, state: dict[str, Any], loader_state: dict[str, Any], ranks: Ranks, keep: int) -> Path:
@@ -81,7 +99,7 @@ def _make_room(root: Path, path: Path, engine: Any) -> None:
     clean(root)
     shutil.rmtree(path, ignore_errors=True)
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
-    needed, free = 14 * parameters + 2**20, shutil.disk_usage(root).free  # fp32 weights and two moments, bf16 weights
+    needed, free = 16 * parameters + 2**20, shutil.disk_usage(root).free  # two copies of the weights, two moments
     if free < needed:
         raise WriteError(
             f"{path}: needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free: make room, run again; {_good(root)}"
@@ -111,17 +129,20 @@ def _publish(root: Path, path: Path, state: dict[str, Any], keep: int) -> None:
     write(root / LATEST, path.name)
     if state.get("best", {}).get("step") == state["step"]:
         write(root / BEST, path.name)
-    prune(root, keep)
+    prune(root, path, keep)
 
 
 def write(path: Path, text: str) -> None:
     """All of it or nothing, on the disk when this returns."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     _sync(path.parent)
 
 
@@ -148,11 +169,12 @@ def step_of(path: Path) -> int:
     return int(number) if number.isdigit() else -1
 
 
-def prune(root: Path, keep: int) -> None:
-    """The last `keep` and the best stay."""
+def prune(root: Path, newest: Path, keep: int) -> None:
+    """The last `keep` up to the newest stay, and the best. Later steps are those that were found damaged and passed over."""
     best = (root / BEST).read_text().strip() if (root / BEST).is_file() else ""
     whole = sorted((p for p in root.glob("step-*") if (p / MANIFEST).is_file()), key=step_of)
-    for path in whole[:-keep]:
+    later = [path for path in whole if step_of(path) > step_of(newest)]
+    for path in whole[: len(whole) - len(later)][:-keep] + later:
         if path.name != best:
             (path / MANIFEST).unlink()  # from here on it is no checkpoint
             shutil.rmtree(path)
@@ -240,8 +262,14 @@ def to_universal(path: Path) -> Path:
     shutil.rmtree(temporary, ignore_errors=True)
     wish = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
     arguments = Namespace(input_folder=str(path), output_folder=str(temporary), inject_missing_state=True, **wish)
-    with _silence():
-        ds_to_universal.main(arguments)
+    try:
+        with _silence():
+            ds_to_universal.main(arguments)
+    except (OSError, RuntimeError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise WriteError(
+            f"{path}: cannot be cut for another number of ranks: {str(error).splitlines()[0]}: make room"
+        ) from error
     (path / "latest_universal").unlink(missing_ok=True)
     os.replace(temporary, done)
     return done

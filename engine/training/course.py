@@ -83,6 +83,8 @@ class Door:
             return self.say(error, 2)
         except (TrainError, WriteError) as error:
             return self.say(error, 1)
+        except KeyboardInterrupt:
+            return self.say(TrainError("stopped outside of training: the same command goes on"), 1)
         except torch.OutOfMemoryError as error:
             return self.say(TrainError(f"{str(error).split('. ')[0]}: {LESS}"), 1)
         except OSError as error:  # a bad place to write to; later, a disk that is full
@@ -127,41 +129,49 @@ def train(config: Settings, door: Door) -> int:
 
     ranks = distributed.start(config.train.timeout_s, config.train.deterministic)
     try:
-        task = door.task(config, datasets, ranks)
-        found, saved = resume_from(config, run, ranks, datasets, task)
-        loader_state = checkpoint.read_loader_state(found, ranks, saved["world"]) if found and saved else None
-        loader = make_loader(config, datasets, ranks, task, loader_state)
-        total = config.train.steps or math.ceil((config.train.epochs or 0) * loader.steps_per_epoch)
-
-        universal = bool(found and saved and checkpoint.recut(found, saved, ranks))
-        engine, adam = make_engine(config, ranks, task, universal)
-        progress = Progress()
-        if found and saved:
-            checkpoint.load(engine, found, universal)
-            progress = Progress(**{name: saved[name] for name in vars(progress)})
-
-        told = facts(config, datasets, ranks) | task.facts() | {"steps": total}
-        tracker = Tracker(run, config, task.keys, told, progress.step, total) if ranks.first else None
-        if tracker:
-            for line in (heading(config, loader, ranks, progress, engine), *task.remarks):
-                tracker.note(line)
-        loop = Loop(task, config, run, ranks, engine, adam, loader, datasets, progress, total, tracker)
-        gc.collect()
-        gc.freeze()  # or a collection would go through all that has been imported, in the middle of a step
-        try:
-            done = loop.train()
-        finally:
-            gc.unfreeze()
-            loader.close()
-            if tracker:
-                tracker.close()
-        if ranks.first:
-            finish(config, run, task, done)
+        with checkpoint.claimed(run, ranks):
+            go(config, door, datasets, run, ranks)
     except BaseException:
         distributed.abandon()
         raise
     distributed.close()
     return 0
+
+
+def go(config: Settings, door: Door, datasets: Sequence[Dataset], run: Path, ranks: Ranks) -> None:
+    """Begin, or go on."""
+    task = door.task(config, datasets, ranks)
+    found, saved = resume_from(config, run, ranks, datasets, task)
+    loader_state = checkpoint.read_loader_state(found, ranks, saved["world"]) if found and saved else None
+    loader = make_loader(config, datasets, ranks, task, loader_state)
+    total = config.train.steps or math.ceil((config.train.epochs or 0) * loader.steps_per_epoch)
+
+    if saved and saved["step"] > total:
+        raise ConfigError(f"{run}: has done {saved['step']} steps, of {total}: give it more, or use run=NEW")
+    universal = bool(found and saved and checkpoint.recut(found, saved, ranks))
+    engine, adam = make_engine(config, ranks, task, universal)
+    progress = Progress()
+    if found and saved:
+        checkpoint.load(engine, found, universal)
+        progress = Progress(**{name: saved[name] for name in vars(progress)})
+
+    told = facts(config, datasets, ranks) | task.facts() | {"steps": total}
+    tracker = Tracker(run, config, task.keys, told, progress.step, total) if ranks.first else None
+    if tracker:
+        for line in (heading(config, loader, ranks, progress, engine), *task.remarks):
+            tracker.note(line)
+    loop = Loop(task, config, run, ranks, engine, adam, loader, datasets, progress, total, tracker)
+    gc.collect()
+    gc.freeze()  # or a collection would go through all that has been imported, in the middle of a step
+    try:
+        done = loop.train()
+    finally:
+        gc.unfreeze()
+        loader.close()
+        if tracker:
+            tracker.close()
+    if ranks.first:
+        finish(config, run, task, done)
 
 
 def open_datasets(config: Settings) -> list[Dataset]:

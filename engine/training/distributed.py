@@ -122,8 +122,8 @@ def _check_port(rank: int) -> None:
     if rank or "TORCHELASTIC_RUN_ID" in os.environ:
         return
     port = os.environ.get("MASTER_PORT", "")
-    if not port.isdigit():
-        raise ConfigError(f"MASTER_PORT={port!r}: must be a free port: start with deepspeed or torchrun")
+    if not port.isdigit() or not 0 < int(port) < 2**16:
+        raise ConfigError(f"MASTER_PORT={port!r}: must be a free port, 1 to 65535: start with deepspeed or torchrun")
     with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

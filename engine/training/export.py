@@ -9,6 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from engine.config import Settings
 from engine.model.trained import CARD, CONFIG, FORMAT, PREPROCESSING, WEIGHTS, save_weights
 from engine.pipelines.leads import describe
@@ -25,7 +27,10 @@ def export(run: Path, path: Path, config: Settings, task: Task | type[Task]) -> 
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        save_weights(weights, temporary / WEIGHTS)
+        try:
+            save_weights(weights, temporary / WEIGHTS)
+        except SafetensorError as error:
+            raise checkpoint.WriteError(f"{out}: {error}: make room, then --export {run}") from error
         for name, content in documents(config, state, task, sum(w.numel() for w in weights.values())).items():
             (temporary / name).write_text(content)
         if out.exists():

@@ -212,7 +212,7 @@ class Loop:
         return bool(by_step) or time.monotonic() - self.saved_at_s >= 60 * t.save_every_minutes
 
     def _save(self) -> None:
-        if self.saved_at_step == self.progress.step and self.progress.best.get("step") != self.progress.step:
+        if self.saved_at_step == self.progress.step:  # to write it again would first take it away
             return
         self.progress.skipped_steps, self.progress.in_a_row = int(self.adam.skipped), int(self.adam.in_a_row)
         state = facts(self.config, self.datasets, self.ranks) | self.task.facts() | vars(self.progress)

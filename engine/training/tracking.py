@@ -8,6 +8,7 @@ A run that goes on after a kill drops the lines after the step that it goes on f
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import sys
@@ -57,7 +58,8 @@ class Tracker:
         self.boards.close()
 
     def _write(self, name: str, row: dict[str, Any], prefix: str = "") -> None:
-        self.files[name].write(json.dumps(row) + "\n")
+        row = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+        self.files[name].write(json.dumps(row, allow_nan=False) + "\n")
         curves = {prefix + key: value for key, value in row.items() if key != "step" and value is not None}
         self.boards.log(curves, int(row["step"]))
 
@@ -66,7 +68,7 @@ class Tracker:
 
 
 def line(row: dict[str, Any], total: int, left_s: float) -> str:
-    parts = " + ".join(f"{k[5:]} {row[k]:.3f}" for k in row if k.startswith("loss_") and row[k] is not None)
+    parts = ", ".join(f"{k[5:]} {row[k]:.3f}" for k in row if k.startswith("loss_") and row[k] is not None)
     speed = f"{row['crops_per_s']:.1f} crops/s, data wait {row['data_wait_pct']:.1f} %, MFU {100 * row['mfu']:.1f} %"
     parts = f" ({parts})" if parts else ""
     return f"step {row['step']}/{total}  loss {row['loss']:.4f}{parts}  lr {row['lr']:.2g}  {speed}  {_duration(left_s)} left"
