@@ -77,7 +77,7 @@ class TrainConfig(Section):
     epochs: float | None = Field(default=None, gt=0, le=1e6)
     batch_crops: int = Field(default=512, ge=1)  # of all ranks together, whatever their number
     # Crops of a rank at a time; None: all. With fewer, gradients are accumulated, but contrasted crops meet only within a part
-    # (of all ranks): the candidates of CMSC, SimCLR and 3KG are then micro_batch x ranks crops, not batch_crops.
+    # (of all ranks): candidates of CMSC, SimCLR, 3KG are then micro_batch x ranks crops. Diversity of codes is of a part too.
     micro_batch: int | None = Field(default=None, ge=1)
     precision: Literal["auto", "bf16", "fp32"] = "bf16"  # auto: bf16 where the hardware has it, and the run is told so
     zero_stage: int | None = Field(default=None, ge=0, le=3)  # None: as the DeepSpeed JSON says, else 1

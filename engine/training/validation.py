@@ -108,11 +108,14 @@ class HeldOut:
         return {name: value for name, value in zip(sums, means.tolist(), strict=True) if name in wanted}
 
 
-def count_of(dataset: Dataset, roles: dict[str, Any]) -> int:
+def count_of(dataset: Dataset, roles: dict[str, Any], also: dict[str, Any] | None = None) -> int:
+    """Crops of a role; those that are of another too."""
     try:
-        return len(Rows.of(dataset, **roles))
+        asked = [Rows.of(dataset, **one) for one in (roles, also) if one is not None]
     except OrderError:  # none has the role
         return 0
+    some = [rows.numbers for rows in asked if rows.numbers is not None]
+    return len(np.intersect1d(some[0], some[1], assume_unique=True)) if len(some) == 2 else min(map(len, asked))
 
 
 def by_patient(dataset: Dataset, rows: np.ndarray) -> dict[str, int]:

@@ -122,3 +122,11 @@ def test_a_run_validates_on_them_and_another_share_is_refused(archive: Path, tmp
     for share, says in ((0.2, "data.hold_out was 0.3 and is 0.2"), (1e-9, "holds nobody"), (1.0, "less than 1")):
         ended = pretrain(tmp_path, bare.root.url, data__hold_out=share, **how)
         assert ended.codes == [2] and says in ended.output and len(ended.output.splitlines()) == 1, ended.output
+
+
+@pytest.mark.parametrize("side, roles, said", [("valid", {}, True), ("train", {}, True), ("valid", {"dx": "test"}, False)])
+def test_validation_on_what_is_trained_on_is_said(
+    side: str, roles: dict[str, str], said: bool, dataset: Dataset, tmp_path: Path
+) -> None:
+    ended = pretrain(tmp_path, dataset.root.url, train__steps=1, **{f"data__{side}": roles})
+    assert ended.ok and ("that it is trained on" in ended.output) is said, ended.output
