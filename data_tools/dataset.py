@@ -12,6 +12,7 @@
 import hashlib
 import io
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ CROP_BYTES = 2 * len(LEADS) * CROP_SAMPLES
 SHARD_CROPS = 1024
 META, SAMPLES, REJECTS, STORE = "dataset.json", "samples.parquet", "rejects.csv", "store.zarr"
 MAX_META = 256 * 2**20
+_SHARD, _SHA256 = re.compile(r"[A-Za-z0-9_-]{1,64}\.tar", re.ASCII), re.compile(r"[0-9a-f]{64}")
 
 COLUMNS = pa.schema(
     [
@@ -161,6 +163,8 @@ class Dataset:
     def addresses(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """shard, offset and crc32c of every crop: 16 bytes each."""
         table = self.table(["shard", "offset", "crc32c"])
+        if lacking := [name for name in table.column_names if table[name].null_count]:
+            raise DatasetError(f"{self.root.url}/{SAMPLES}: {lacking[0]} is missing in some rows: build the dataset again")
         return tuple(table[name].to_numpy() for name in ("shard", "offset", "crc32c"))
 
     def select(self, pretrain: bool | None = None, dx: str | None = None, identity: str | None = None) -> np.ndarray:
@@ -198,12 +202,20 @@ def misshapen(meta: dict[str, Any]) -> str | None:
     def has(facts: Any, **kinds: type) -> bool:
         return isinstance(facts, dict) and all(type(facts.get(name)) is kind for name, kind in kinds.items())
 
+    def is_shard(facts: Any) -> bool:
+        """Name and sum become names of files: nothing else may be in them."""
+        return (
+            has(facts, name=str, crops=int, bytes=int, sha256=str)
+            and bool(_SHARD.fullmatch(facts["name"]) and _SHA256.fullmatch(facts["sha256"]))
+            and min(facts["crops"], facts["bytes"]) >= 0
+        )
+
     shards = meta.get("shards")
     right = {
         "crops": has(meta, crops=int),
         "formats": meta.get("formats") in (["tar"], ["zarr"], ["tar", "zarr"]),
         "samples": has(meta.get("samples"), bytes=int, sha256=str),
-        "shards": isinstance(shards, list) and all(has(s, name=str, crops=int, bytes=int, sha256=str) for s in shards),
+        "shards": isinstance(shards, list) and all(map(is_shard, shards)),
     }
     return next((name for name, holds in right.items() if not holds), None)
 

@@ -167,11 +167,17 @@ def links_in(place: Folder) -> str:
 
 @lru_cache(maxsize=8)
 def _connect(url: str, anonymous: bool) -> Any:
+    """`patiently` tries again; the two libraries beneath would too, and a server that stalls be waited for half an hour."""
+    options: dict[str, Any] = {"anon": True} if anonymous else {}
     try:
         import fsspec
 
-        options: dict[str, Any] = {"use_listings_cache": False} if url.startswith("s3:") else {}
-        return fsspec.core.url_to_fs(url, **options, **({"anon": True} if anonymous else {}))[0]
+        if not url.startswith("s3:"):
+            return fsspec.core.url_to_fs(url, **options)[0]
+        once = {"retries": {"total_max_attempts": 1}}
+        fs = fsspec.core.url_to_fs(url, use_listings_cache=False, config_kwargs=once, **options)[0]
+        fs.retries = 2  # a part of many fails more often than a whole
+        return fs
     except ImportError as error:
         raise StorageError(f"{url} needs the extra s3: pip install 'omnilead[s3]' ({error})") from None
 
@@ -210,7 +216,7 @@ class RemoteFolder:
 
     def read(self, name: str, limit: int) -> bytes:
         try:  # one request: a byte more than the limit tells whether there is more
-            data = self.read_range(name, 0, limit + 1)
+            data = self.patiently(self.path(name), lambda: self._range(name, 0, limit + 1))
         except FileNotFoundError:
             raise ReadError("missing file", name) from None
         if len(data) > limit:
@@ -218,18 +224,23 @@ class RemoteFolder:
         return data
 
     def read_range(self, name: str, start: int, size: int) -> bytes:
-        path = self.path(name)
-
         def call() -> bytes:
-            try:
-                data: bytes = self.fs.cat_file(path, start=start, end=start + size)
-            except OSError as error:  # HTTP 416: an empty object has no range
-                if error.errno == errno.EINVAL and not self.fs.info(path)["size"]:
-                    return b""
-                raise
+            data = self._range(name, start, size)
+            if len(data) < size and start + len(data) < self.fs.info(self.path(name))["size"]:
+                raise OSError(f"{len(data)} bytes arrived of {size}")
             return data
 
-        return self.patiently(path, call)
+        return self.patiently(self.path(name), call)
+
+    def _range(self, name: str, start: int, size: int) -> bytes:
+        path = self.path(name)
+        try:
+            data: bytes = self.fs.cat_file(path, start=start, end=start + size)
+        except OSError as error:  # HTTP 416: an empty object has no range
+            if error.errno == errno.EINVAL and not self.fs.info(path)["size"]:
+                return b""
+            raise
+        return data
 
     def size(self, name: str) -> int:
         return int(self.patiently(self.path(name), lambda: self.fs.info(self.path(name))["size"]))

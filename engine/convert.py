@@ -105,6 +105,8 @@ def to_fairseq(run: Path, out: Path) -> None:
         except (OSError, ValueError, safetensors.SafetensorError) as error:
             raise ConfigError(f"{folder}: no model of ours: {type(error).__name__}: {error}".splitlines()[0]) from error
         config = config_of(document, folder / CONFIG)
+    if not any(name.startswith("local.") for name in state):
+        raise ConfigError(f"{run}: was trained without the local objective, whose heads their wav2vec 2.0 needs: it stays here")
     origin = _origin(document, folder / CONFIG)
     back = theirs(state, config, origin.get("spelling", "parametrizations"))
     order = origin.get("order") or list(back)

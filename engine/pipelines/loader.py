@@ -64,10 +64,15 @@ class LoaderConfig:
     cache_bytes: int = 100 * 2**30
 
     def __post_init__(self) -> None:
-        for name, known in (("backend", BACKENDS), ("views", ("halves", "window"))):
+        for name, known in (
+            ("backend", BACKENDS),
+            ("views", ("halves", "window")),
+            ("check", ("first", "always", "never")),
+            ("on_corrupt", ("stop", "skip")),
+        ):
             if getattr(self, name) not in known:
                 raise LoaderError(f"pipeline.{name}={getattr(self, name)!r}: use one of {', '.join(known)}")
-        for name in ("threads", "read_ahead"):
+        for name in ("threads", "read_ahead", "micro_batch"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise LoaderError(f"pipeline.{name}={value}: at least 1 is needed")
 
@@ -387,10 +392,13 @@ class Loader:
     def _restored(self, state: State) -> int:
         for name in sorted(self.recipe.keys() | state["recipe"].keys()):
             before, now = state["recipe"].get(name), self.recipe.get(name)
+            while isinstance(before, dict) and isinstance(now, dict) and before != now:  # what in it differs
+                part = next(key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key))
+                name, before, now = f"{name}.{part}", before.get(part), now.get(part)
             if before != now:
                 raise LoaderError(f"cannot go on: {name} was {before} and is {now}: set it back, or begin a new run")
         step, rest = divmod(int(state["crops_seen"]), self.config.batch_crops)
-        if rest:
+        if rest or step < 0:
             raise LoaderError(f"cannot go on: crops_seen={state['crops_seen']} is no whole number of batches")
         return step
 

@@ -121,6 +121,35 @@ def test_metadata_of_another_form_is_one_line(name: str, value: Any, dataset: Da
         Dataset.open(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "../../outside.tar"},
+        {"name": "/etc/outside.tar"},
+        {"sha256": "/home/somebody/precious"},
+        {"sha256": "A" * 64},
+        {"bytes": -1},
+        {"crops": -1},
+    ],
+    ids=str,
+)
+def test_no_name_of_a_strangers_dataset_leads_elsewhere(change: dict[str, Any], dataset: Dataset, tmp_path: Path) -> None:
+    """A shard's name and sum are names of files in the dataset, and in the cache of one far away."""
+    first, *others = dataset.meta["shards"]
+    meta = dataset.meta | {"shards": [first | change, *others]}
+    (tmp_path / "dataset.json").write_text(json.dumps(meta | {"fingerprint": fingerprint(meta)}))
+    with pytest.raises(DatasetError, match=r"dataset\.json: shards has not the form of version 1"):
+        Dataset.open(str(tmp_path))
+
+
+def test_rows_without_an_address_are_one_line(dataset: Dataset, tmp_path: Path) -> None:
+    root = tmp_path / "copy"
+    shutil.copytree(dataset.root.url, root)
+    column("offset", lambda values: [None, *values[1:]])(root)
+    with pytest.raises(DatasetError, match=r"samples\.parquet: offset is missing in some rows"):
+        Dataset.open(str(root)).addresses  # noqa: B018
+
+
 def test_a_sound_dataset_passes_every_check(archive: Path, dataset: Dataset) -> None:
     assert verify(dataset, open_sources(str(archive)), deep=True) == []
     assert verify(dataset, workers=2) == []

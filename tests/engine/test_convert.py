@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine import convert
@@ -306,6 +306,15 @@ def test_a_damaged_config_is_one_line(change: Any, told: str, tmp_path: Path, ca
     assert convert.main(["to-fairseq", str(tmp_path / "out"), str(tmp_path / "b.pt")]) == 2
     err = capsys.readouterr().err
     assert told in err and err.count("\n") == 1 and not (tmp_path / "b.pt").exists()
+
+
+def test_a_model_without_the_local_objective_stays_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    convert.from_fairseq(saved(tmp_path / "a.pt"), tmp_path / "out")
+    path = tmp_path / "out" / "model.safetensors"
+    save_file({name: w for name, w in load_file(path).items() if not name.startswith("local.")}, path)
+    assert convert.main(["to-fairseq", str(tmp_path / "out"), str(tmp_path / "b.pt")]) == 2
+    err = capsys.readouterr().err
+    assert "trained without the local objective" in err and err.count("\n") == 1
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:

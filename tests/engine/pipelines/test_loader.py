@@ -125,7 +125,7 @@ def test_another_world_size_goes_on_with_the_same_batches(dataset: Dataset) -> N
     [
         ({"batch_crops": 8}, "batch_crops was 16 and is 8"),
         ({"seed": 1}, "seed"),
-        ({"augment": AugmentConfig()}, "augment"),
+        ({"augment": AugmentConfig()}, r"cannot go on: augment\.\w+ was \S+ and is \S+: "),
         ({"views": "window"}, "views"),
         ({"block_shards": 1}, "block_shards"),
         ({"backend": "resident"}, "backend"),
@@ -135,6 +135,13 @@ def test_a_state_of_another_run_is_refused(changes: dict[str, Any], named: str, 
     state = some(loader(dataset), 1)[-1][1]
     with pytest.raises(LoaderError, match=named):
         loader(dataset, state=state, **changes)
+
+
+def test_a_state_before_the_beginning_is_refused(dataset: Dataset) -> None:
+    state = some(loader(dataset), 1)[-1][1]
+    state["crops_seen"] = -16
+    with pytest.raises(LoaderError, match="crops_seen=-16"):
+        loader(dataset, state=state)
 
 
 def test_a_state_of_another_dataset_or_dali_is_refused(dataset: Dataset) -> None:
@@ -324,7 +331,14 @@ def test_the_meter_says_where_time_went(backend: str, stages: tuple[str, ...], d
     assert source.meter.snapshot()["crops_per_s"] == 0
 
 
-@pytest.mark.parametrize("changes", [{"backend": "cuda"}, {"views": "thirds"}, {"threads": 0}, {"read_ahead": 0}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"backend": "cuda"}, {"views": "thirds"}, {"threads": 0}, {"read_ahead": 0}),
+        *({"check": "foo"}, {"on_corrupt": "ignore"}, {"micro_batch": 0}),
+    ],
+    ids=str,
+)
 def test_impossible_settings_are_one_line(changes: dict[str, Any]) -> None:
     with pytest.raises(LoaderError, match=f"pipeline.{next(iter(changes))}"):
         LoaderConfig(**changes)
