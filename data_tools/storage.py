@@ -167,7 +167,8 @@ def links_in(place: Folder) -> str:
 
 @lru_cache(maxsize=8)
 def _connect(url: str, anonymous: bool) -> Any:
-    """`patiently` tries again; the two libraries beneath would too, and a server that stalls be waited for half an hour."""
+    """`patiently` tries again; the two libraries beneath would too, and a server that stalls be waited for half an hour. With
+    s3fs's limit of 15 s an answer it is two minutes."""
     options: dict[str, Any] = {"anon": True} if anonymous else {}
     try:
         import fsspec
@@ -176,7 +177,7 @@ def _connect(url: str, anonymous: bool) -> Any:
             return fsspec.core.url_to_fs(url, **options)[0]
         once = {"retries": {"total_max_attempts": 1}}
         fs = fsspec.core.url_to_fs(url, use_listings_cache=False, config_kwargs=once, **options)[0]
-        fs.retries = 2  # a part of many fails more often than a whole
+        fs.retries = 1
         return fs
     except ImportError as error:
         raise StorageError(f"{url} needs the extra s3: pip install 'omnilead[s3]' ({error})") from None
