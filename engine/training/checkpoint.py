@@ -21,7 +21,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import google_crc32c
 import torch
@@ -49,11 +49,15 @@ def folder(run: Path) -> Path:
 def claimed(run: Path, ranks: Ranks) -> Iterator[None]:
     """Two on one run would take away each other's checkpoints."""
     with ExitStack() as held:
-        _together(ranks, lambda: _lock(held.enter_context(open(run / ".lock", "w")), run))
+        _together(ranks, lambda: _lock(run, held))
         yield
 
 
-def _lock(file: TextIO, run: Path) -> None:
+def _lock(run: Path, held: ExitStack) -> None:
+    try:
+        file = held.enter_context(open(run / ".lock", "w"))  # noqa: SIM115
+    except OSError as error:
+        raise CheckpointError(f"{run}: {error.strerror}: choose another with --set run=RUN") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

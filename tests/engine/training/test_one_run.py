@@ -17,6 +17,7 @@ from engine.config import load
 from engine.model.config import ModelConfig
 from engine.pipelines.leads import ConfigError
 from engine.training import checkpoint
+from engine.training.checkpoint import CheckpointError
 from engine.training.distributed import Ranks
 from engine.training.tracking import Tracker
 
@@ -72,6 +73,14 @@ def test_two_processes_do_not_share_a_run(dataset: Dataset, tmp_path: Path) -> N
         ended = wait(tmp_path, start(tmp_path, settings(tmp_path, dataset.root.url), world=2))
         assert ended.codes == [2, 2] and "Traceback" not in ended.output
     assert pretrain(tmp_path, dataset.root.url, train__steps=1).ok
+
+
+def test_a_place_that_takes_no_lock_is_refused_in_a_line(tmp_path: Path) -> None:
+    with (
+        pytest.raises(CheckpointError, match=r"there: .*: choose another with --set run=RUN"),
+        checkpoint.claimed(tmp_path / "not there", ALONE),
+    ):
+        raise AssertionError
 
 
 def test_a_run_is_not_made_shorter(dataset: Dataset, tmp_path: Path) -> None:
