@@ -19,7 +19,7 @@ from engine.pipelines.loader import Batch
 from engine.training.distributed import Ranks
 from engine.training.similarity import Seen
 from engine.training.task import Task
-from engine.training.validation import HeldOut, Patients, Probe, arguments, count_of, taught
+from engine.training.validation import HeldOut, Patients, Probe, arguments, taught
 
 DIAGNOSED = 16  # crops of a rank
 COLLAPSED_SHARE, COLLAPSED_LOGS = 0.02, 3  # of all codes; log lines in a row
@@ -41,7 +41,7 @@ class Pretraining(Task):
         self.held_out, self.probe = HeldOut(config, datasets, ranks), Probe(config, datasets, ranks)
         if not self.held_out.crops:
             self.remarks = [nothing_held_out(config)]
-        elif seen := sum(count_of(dataset, self.held_out.roles, taught(config)) for dataset in self.held_out.datasets):
+        elif not config.data.hold_out and (seen := self.held_out.taught()):
             self.remarks = [f"validates on {seen} crops that it is trained on (data.train, data.valid): no held-out loss"]
         self.flops_per_crop = flops_per_crop(config.model, HALF, local=config.objective.local > 0)
         self.low_logs = 0

@@ -85,6 +85,10 @@ class HeldOut:
         self.batches = min(config.train.valid_batches, sum(counts) // max(self.crops, 1))
         self.ids = Patients(self.datasets) if self.crops and config.objective.needs_ids else None
 
+    def taught(self) -> int:
+        """How many of all that could be drawn are trained on too."""
+        return sum(count_of(dataset, self.roles, taught(self.config)) for dataset in self.datasets)
+
     def losses(self, engine: Any) -> dict[str, float]:
         """Means over the batches; one pass, at most train.valid_batches. A rank has some of them whole, so that the figures
         hang neither on the ranks nor on the micro-batch; all call the engine equally often, as ZeRO stage 3 must."""
