@@ -86,7 +86,7 @@ def evaluate(args: argparse.Namespace) -> None:
     document = told.document()
     print("\n".join(lines(told, document)))
     if args.json:
-        write_whole(args.json, (json.dumps(document, indent=1) + "\n").encode())
+        write_whole(args.json, json.dumps(document, indent=1) + "\n")
     if args.report:
         print(evaluation.report(told, args.report))
 

@@ -39,6 +39,7 @@ import numpy as np
 
 from data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset, DatasetError
 from engine.pipelines.chunks import ChunkError, Chunks
+from engine.pipelines.meter import Meter
 from engine.pipelines.order import Rows
 from engine.pipelines.staging import StagingError
 
@@ -150,9 +151,11 @@ class Gather:
         source: Literal["tar", "zarr"] | None = None,
         staged: Mapping[int, Hold] | None = None,
         rows: Sequence[Rows] | None = None,
+        meter: Meter | None = None,
     ) -> None:
         """`source`: which twin to read, tar if it is there. `staged`: for datasets (by index) that are far away. `rows`: which
         crops of each dataset may come in the place of a bad one; None: any."""
+        self.meter = meter or Meter()
         self.check, self.on_corrupt, self.threads, self.pin = check, on_corrupt, threads, pin
         self._sources = [_Source(dataset, source, (staged or {}).get(i)) for i, dataset in enumerate(datasets)]
         self._file = lru_cache(MAX_DESCRIPTORS - threads)(_File)  # each thread may hold one that was just evicted
@@ -177,10 +180,11 @@ class Gather:
             if out.shape != (len(rows), *CROP_SHAPE) or out.dtype != np.int16 or not out.flags.c_contiguous:
                 raise ValueError(f"{out.dtype} {list(out.shape)} cannot hold {len(rows)} crops of int16 {list(CROP_SHAPE)}")
             out = partial(Desk, out.__getitem__, lambda position, row: None)
-        bad = sorted(self._fill(index, rows, out))
-        if bad and self.on_corrupt == "stop":
-            raise DatasetError(bad[0].reason)
-        skipped = [skip for one in bad for skip in self._substitute(one, rows, out)]
+        with self.meter.timed("read"):
+            bad = sorted(self._fill(index, rows, out))
+            if bad and self.on_corrupt == "stop":
+                raise DatasetError(bad[0].reason)
+            skipped = [skip for one in bad for skip in self._substitute(one, rows, out)]
         return Report(rows, tuple(skipped))
 
     def _substitute(self, bad: Bad, rows: np.ndarray, out: Desks) -> Iterator[tuple[int, int, str]]:

@@ -13,7 +13,6 @@ DALI where there is a GPU and torch where there is none.
 
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,13 +22,14 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset
+from data_tools.dataset import CROP_SHAPE, Dataset
 from data_tools.memory import keep_freed_memory
 from engine.pipelines import dali
 from engine.pipelines.augment import AugmentConfig
 from engine.pipelines.augment_draws import Params
 from engine.pipelines.batched import HALF, Augmenter, Views, alone, factor, parameters
 from engine.pipelines.gather import Desk, Filled, Gather, Hold, Report, made_ahead, read_ahead
+from engine.pipelines.meter import Meter
 from engine.pipelines.order import Order, Places, Rows, shards_needed
 from engine.pipelines.resident import Plan, Resident
 from engine.pipelines.staging import Staging
@@ -99,28 +99,6 @@ class Planned(NamedTuple):
         return self.places.row
 
 
-@dataclass
-class Meter:
-    """Where the time goes; `snapshot` starts anew."""
-
-    crops: int = 0
-    waited_s: float = 0.0
-    busy_s: dict[str, float] = field(default_factory=dict)
-    since: float = field(default_factory=time.perf_counter)
-
-    def snapshot(self) -> dict[str, float]:
-        wall = max(time.perf_counter() - self.since, 1e-9)
-        facts = {"crops_per_s": self.crops / wall, "bytes_per_s": self.crops * CROP_BYTES / wall}
-        facts |= {"data_wait_pct": 100 * self.waited_s / wall} | {f"{k}_pct": 100 * v / wall for k, v in self.busy_s.items()}
-        self.crops, self.waited_s, self.busy_s, self.since = 0, 0.0, {}, time.perf_counter()
-        return facts
-
-    def add(self, stage: str, since: float) -> float:
-        now = time.perf_counter()
-        self.busy_s[stage] = self.busy_s.get(stage, 0.0) + now - since
-        return now
-
-
 def resolve(backend: str, device: torch.device) -> str:
     """`auto` in full, and why."""
     if backend != "auto":
@@ -177,8 +155,10 @@ class Loader:
         self.stagings = self._stagings(datasets)
         staged: dict[int, Hold] = {d: staging.hold for d, staging in self.stagings.items()}
         self.threads, pin = config.threads or THREADS.get(device.type, 2), device.type == "cuda"
-        self.gather = Gather(datasets, config.check, config.on_corrupt, self.threads, pin, config.source, staged, rows)
         self.meter = Meter()
+        self.gather = Gather(
+            datasets, config.check, config.on_corrupt, self.threads, pin, config.source, staged, rows, self.meter
+        )
 
     @property
     def steps_per_epoch(self) -> int:
@@ -191,21 +171,21 @@ class Loader:
 
     def __iter__(self) -> Iterator[tuple[Batch, State]]:
         batches = {"torch": self._torch, "dali": self._dali, "resident": self._resident}[self.backend]()
-        asked = time.perf_counter()
-        for batch, blob in batches:
-            self.meter.waited_s += time.perf_counter() - asked
-            self.meter.crops += len(batch.places)
+        while True:
+            with self.meter.timed("wait"):
+                batch, blob = next(batches)
+            self.meter.done(len(batch.places))
             self.step += 1
             yield batch, {"crops_seen": self.step * self.config.batch_crops, "recipe": self.recipe, "dali": blob}
-            asked = time.perf_counter()
 
     def _planned(self) -> Iterator[Planned]:
         """Small batches are planned several at once: the same numpy calls, whose cost is that of being called."""
         each = self.config.batch_crops // self.world
         steps = max(1, PLANNED_CROPS // each)
         for first in count(self.step, steps):
-            places = self.order.slice(first, self.rank, self.world, steps, self.config.micro_batch)
-            p = self._parameters(places)
+            with self.meter.timed("plan"):
+                places = self.order.slice(first, self.rank, self.world, steps, self.config.micro_batch)
+                p = self._parameters(places)
             for part in (slice(at, at + each) for at in range(0, len(places), each)):
                 yield Planned(places[part], {name: values[part] for name, values in p.items()})
 
@@ -232,19 +212,17 @@ class Loader:
         upload = Upload(self.device) if self.device.type == "cuda" else None
         try:
             while True:
-                now = time.perf_counter()
-                if upload:
-                    upload.wait()  # asking for the next batch gives the last one's buffer back
-                planned, crops, report = next(filled)
-                now = self.meter.add("gather_wait", now)
-                places, drawn = self._as_read(planned, report)
-                p = self.augmenter.to_device(drawn)
-                now = self.meter.add("draws", now)
-                if upload:
-                    x = self.augmenter(upload(torch.from_numpy(crops)), p)
-                else:
-                    x = self.augmenter.into(torch.from_numpy(crops), p, next(outs))
-                self.meter.add("augment", now)
+                with self.meter.timed("read_wait"):
+                    if upload:
+                        upload.wait()  # asking for the next batch gives the last one's buffer back
+                    planned, crops, report = next(filled)
+                with self.meter.timed("augment"):
+                    places, drawn = self._as_read(planned, report)
+                    p = self.augmenter.to_device(drawn)
+                    if upload:
+                        x = self.augmenter(upload(torch.from_numpy(crops)), p)
+                    else:
+                        x = self.augmenter.into(torch.from_numpy(crops), p, next(outs))
                 yield Batch(x, places, report.skipped), None
         finally:
             filled.close()  # type: ignore[attr-defined]
@@ -264,9 +242,8 @@ class Loader:
         batches = made_ahead(self._planned(), make, self._outs(self.config.read_ahead + 1))
         try:
             while True:
-                now = time.perf_counter()
-                batch = next(batches)
-                self.meter.add("gather_wait", now)
+                with self.meter.timed("read_wait"):
+                    batch = next(batches)
                 yield batch, None
         finally:
             batches.close()
@@ -301,22 +278,28 @@ class Loader:
         def plan(planned: Planned, _: Any = None) -> tuple[Plan, Places, Report]:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # of this thread, or memory would be pinned for another GPU
-            report = resident.report(planned.places)
-            places, drawn = self._as_read(planned, report)
-            return resident.plan(places, drawn), places, report
+            with self.meter.timed("plan"):
+                report = resident.report(planned.places)
+                places, drawn = self._as_read(planned, report)
+                return resident.plan(places, drawn), places, report
 
         def make(planned: Planned, out: torch.Tensor) -> Batch:
             alone()
             mine, places, report = plan(planned)
-            return Batch(resident.batch(mine, out), places, report.skipped)
+            with self.meter.timed("augment"):
+                return Batch(resident.batch(mine, out), places, report.skipped)
 
         if self.device.type == "cpu":
             yield from self._made(make)
             return
         plans = made_ahead(self._planned(), plan, range(self.config.read_ahead + 1))  # which take longer than the batches
         try:
-            for mine, places, report in plans:
-                yield Batch(resident.batch(mine), places, report.skipped), None
+            while True:
+                with self.meter.timed("read_wait"):
+                    mine, places, report = next(plans)
+                with self.meter.timed("augment"):
+                    x = resident.batch(mine)
+                yield Batch(x, places, report.skipped), None
         finally:
             plans.close()
 
@@ -327,12 +310,10 @@ class Loader:
 
         def feed() -> Iterator[tuple[int, np.ndarray, Params]]:
             for step in count(self.step):
-                now = time.perf_counter()
-                planned, crops, report = next(filled)
-                now = self.meter.add("gather_wait", now)
+                with self.meter.timed("read_wait"):
+                    planned, crops, report = next(filled)
                 places, p = self._as_read(planned, report)
                 ahead[step] = places, report.skipped
-                self.meter.add("draws", now)
                 yield step, crops, p
 
         each = self.config.batch_crops // self.world
@@ -344,7 +325,8 @@ class Loader:
         )
         try:
             while True:
-                step, x = pipeline.run()
+                with self.meter.timed("augment", without="read_wait"):
+                    step, x = pipeline.run()
                 places, skipped = ahead.pop(step)
                 self._blob = pipeline.checkpoint()
                 yield Batch(x, places, skipped), self._blob
@@ -368,7 +350,7 @@ class Loader:
         return stagings
 
     def _staging(self, number: int, dataset: Dataset) -> Staging:
-        needed = (shard for d, shard in shards_needed(self.order, self.step * self.config.batch_crops) if d == number)
+        needed = shards_needed(self.order, number, self.step * self.config.batch_crops)
         together = self.config.block_shards
         return Staging(dataset, str(self.config.cache_dir), self.config.cache_bytes, max(4, together), needed, together)
 

@@ -54,15 +54,28 @@ def deal(position: np.ndarray, quotas: Sequence[int]) -> tuple[np.ndarray, np.nd
     cycle, place = np.divmod(position, sum(quotas))
     dataset, turn = np.full(position.shape, len(quotas) - 1, np.int16), np.empty(position.shape, np.int64)
     open_ = np.ones(position.shape, bool)
-    for d, quota in enumerate(quotas[:-1]):  # each against all that come after it (Bresenham)
+    for d, quota in enumerate(quotas[:-1]):  # each against all that come after it
         rest = sum(quotas[d:])
-        before = (place * quota + rest // 2) // rest
-        taken = open_ & (((place + 1) * quota + rest // 2) // rest > before)
+        before = _dealt(place, quota, rest)
+        taken = open_ & (_dealt(place + 1, quota, rest) > before)
         dataset[taken], turn[taken] = d, (cycle * quota + before)[taken]
         open_ &= ~taken
         place = place - before
     turn[open_] = (cycle * quotas[-1] + place)[open_]
     return dataset, turn
+
+
+def turns_before(position: int, quotas: Sequence[int], dataset: int) -> int:
+    """How many turns a dataset has had before a position, whosever turn that is."""
+    cycle, place = divmod(position, sum(quotas))
+    for d in range(dataset):
+        place -= _dealt(place, quotas[d], sum(quotas[d:]))
+    return cycle * quotas[dataset] + _dealt(place, quotas[dataset], sum(quotas[dataset:]))
+
+
+def _dealt(places: Any, quota: int, rest: int) -> Any:
+    """How many of the first so many places are one dataset's, which has `quota` of each `rest` (Bresenham)."""
+    return (places * quota + rest // 2) // rest
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,16 +216,17 @@ class Order:
         return self._at(np.arange(crops_seen, crops_seen + count, dtype=np.int64))
 
     def _at(self, position: np.ndarray) -> Places:
-        if len(self.rows) == 1:
-            epoch, i = np.divmod(position, self.crops_per_epoch)
-            return Places(np.zeros(len(position), np.int16), self._row(0, epoch, i), epoch)
         dataset, turn = deal(position, self._quotas)
         row, epoch = np.empty((2, len(position)), np.int64)
-        for d, rows in enumerate(self.rows):
+        for d in range(len(self.rows)):
             mine = np.flatnonzero(dataset == d)
-            epoch[mine], i = np.divmod(turn[mine], len(rows))
-            row[mine] = self._row(d, epoch[mine], i)
+            row[mine], epoch[mine] = self.own(d, turn[mine])
         return Places(dataset, row, epoch)
+
+    def own(self, dataset: int, turn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """A dataset's crops by their turns: (row, epoch)."""
+        epoch, i = np.divmod(turn, self.crops_per_epoch if len(self.rows) == 1 else len(self.rows[dataset]))
+        return self._row(dataset, epoch, i), epoch
 
     def batch(self, step: int) -> Places:
         return self.slice(step, 0, 1)
@@ -295,21 +309,20 @@ def quality(order: Order, epoch: int = 0) -> dict[str, float]:
     }
 
 
-def shards_needed(order: Order, crops_seen: int) -> Iterator[tuple[int, int]]:
-    """(dataset, shard) in the order in which they are first needed from here on, each once an epoch of its dataset; no end."""
-    named: list[tuple[int, set[int]]] = [(-1, set()) for _ in order.rows]
-    for start in counting(crops_seen, LOOK_AHEAD):
-        places = order.places(start, LOOK_AHEAD)
-        shard, offsets = _shards(order, places)
-        _, first = np.unique(places.epoch * offsets[-1] + shard, return_index=True)
-        for k in np.sort(first).tolist():
-            d, epoch = int(places.dataset[k]), int(places.epoch[k])
-            if named[d][0] != epoch:  # a dataset's own positions only grow: an earlier epoch does not come back
-                named[d] = epoch, set()
-            s = int(shard[k] - offsets[d])
-            if s not in named[d][1]:
-                named[d][1].add(s)
-                yield d, s
+def shards_needed(order: Order, dataset: int, crops_seen: int) -> Iterator[int]:
+    """A dataset's shards in the order in which they are first needed from here on, each once an epoch of it; no end."""
+    first = turns_before(crops_seen, order._quotas, dataset)
+    now, named = -1, set[int]()
+    for start in counting(first, LOOK_AHEAD):
+        row, epoch = order.own(dataset, np.arange(start, start + LOOK_AHEAD, dtype=np.int64))
+        shard = order.rows[dataset].shard(row)
+        _, new = np.unique(epoch * len(order.rows[dataset].first) + shard, return_index=True)
+        for k in np.sort(new).tolist():
+            if epoch[k] != now:
+                now, named = int(epoch[k]), set()
+            if shard[k] not in named:
+                named.add(int(shard[k]))
+                yield int(shard[k])
 
 
 def _shards(order: Order, places: Places) -> tuple[np.ndarray, np.ndarray]:

@@ -55,10 +55,6 @@ class Staging:
         largest = max((self._bytes(shard) for shard in range(len(self.shards))), default=0)
         if max_bytes < largest:
             raise StagingError(f"{self.cache}: a cache of {max_bytes} bytes cannot hold one shard of {largest}: {MORE}")
-        try:
-            self.cache.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StagingError(f"{self.cache}: {error.strerror}") from None
         self._order = iter(order)
         self._current: list[int] = []  # the last `together` that the order has reached: asked for in every batch
         self._coming: list[int] = list(islice(self._order, ahead))
@@ -71,6 +67,12 @@ class Staging:
         self._verified: set[int] = set()
         self._closing = threading.Event()
         self._state = threading.Condition()
+        try:
+            self.cache.mkdir(parents=True, exist_ok=True)
+            with self._alone():
+                self._make_room(None, 0)  # an earlier run may have had more
+        except OSError as error:
+            raise StagingError(f"{self.cache}: {error.strerror}") from None
         atexit.register(self.close)
         for _ in range(DOWNLOADS):  # daemons: a program that ends must not wait for the network
             threading.Thread(target=self._work, name="staging", daemon=True).start()
@@ -294,9 +296,9 @@ class Staging:
             raise result[0]
         return result[0]
 
-    def _make_room(self, shard: int, need: int) -> bool:
+    def _make_room(self, shard: int | None, need: int) -> bool:
         """Evicts files that nobody has locked, those asked for longest ago first; what the order needs now or next only for a
-        shard that is asked for, and of that the farthest first."""
+        shard that is asked for (or for none), and of that the farthest first."""
         files = []
         for entry in os.scandir(self.cache):
             if _CACHED.fullmatch(entry.name):
@@ -304,7 +306,7 @@ class Staging:
                     files.append((entry.stat().st_mtime_ns, entry.stat().st_size, Path(entry.path)))
         used, there = need + sum(size for _, size, _ in files), {path.stem for _, _, path in files}
         with self._state:
-            order, asked = [*self._current, *self._coming], shard in self._asked
+            order, asked = [*self._current, *self._coming], shard is None or shard in self._asked
             failed = {one for one, error in self._done.items() if error is not None}
         if not asked:  # nor does it take the room of those before it that are still to be fetched
             sooner = set(takewhile(lambda one: one != shard, order)) - failed

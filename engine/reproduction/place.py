@@ -74,7 +74,7 @@ class Place:
             shutil.rmtree((self.out / job.result).parent / "checkpoints", ignore_errors=True)
 
     def keep(self, path: Path, value: Any) -> None:
-        write_whole(path, (json.dumps(value, indent=1) + "\n").encode())
+        write_whole(path, json.dumps(value, indent=1) + "\n")
 
     def accept(self, job: Job) -> bool:
         """Whether a job that ended well has left what it was to leave; an evaluation's file counts from here on."""
@@ -110,7 +110,7 @@ def begin(place: Place, plan: Plan, scale: Scale, data: Data) -> None:
         path = place.out / start
         if not path.exists():
             path.parent.mkdir(exist_ok=True)
-            write_whole(path, yaml.safe_dump(tree, sort_keys=False).encode())
+            write_whole(path, yaml.safe_dump(tree, sort_keys=False))
 
 
 def about(scale: Scale, data: Data) -> dict[str, Any]:

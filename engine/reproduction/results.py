@@ -113,8 +113,8 @@ def write(place: Place, table: Table, plan: Plan, scale: Scale, data: Data, seed
     path = place.out / f"table-{table.number}"
     about = {"table": table.number, "title": table.title, "protocol": told, "scale": scale.name, "data": asdict(data)}
     place.keep(path.with_suffix(".json"), about | {"cells": [asdict(cell) for cell in found]})
-    write_whole(path.with_suffix(".csv"), as_csv(found).encode())
-    write_whole(path.with_suffix(".md"), markdown(table, found, told).encode())
+    write_whole(path.with_suffix(".csv"), as_csv(found))
+    write_whole(path.with_suffix(".md"), markdown(table, found, told))
 
 
 def as_csv(found: list[Cell]) -> str:

@@ -30,7 +30,7 @@ HEAD = ("class", "positives", "said", "AUROC", "AUPRC", "F", "sensitivity", "spe
 
 def report(evaluation: Diagnoses | Identities, out: Path) -> Path:
     """All of the page or nothing."""
-    write_whole(out, build(evaluation).encode())
+    write_whole(out, build(evaluation))
     return out
 
 

@@ -278,7 +278,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]
 
 
 def write_report(run: Path) -> Path:
-    write_whole(run / REPORT, build(run).encode())
+    write_whole(run / REPORT, build(run))
     return run / REPORT
 
 

@@ -134,14 +134,23 @@ def writable(place: Path, flag: str) -> None:
         raise ConfigError(f"{flag} {place}: {folder} may not be written to: choose another folder")
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """All of it or nothing."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """All of it or nothing, on the disk when this returns."""
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         with open(temporary, "wb") as file:
-            file.write(content)
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

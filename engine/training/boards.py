@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from engine.config import Settings
 from engine.pipelines.leads import ConfigError
-from engine.training.checkpoint import write
+from engine.scoring.rundir import write_whole
 
 NAMES = "boards.json"
 MLFLOW_PARAMS, MLFLOW_LETTERS = 100, 500  # of one call, of one value
@@ -134,7 +134,7 @@ def open_boards(run: Path, config: Settings, step: int, note: Callable[[str], No
             raise ConfigError(f"train.track: {kind} does not begin: {' '.join(str(error).split())[:250]}") from None
     names |= {kind: board.name for kind, board in boards.boards.items() if board.name}
     if names:
-        write(path, json.dumps(names) + "\n")
+        write_whole(path, json.dumps(names) + "\n")
     return boards
 
 

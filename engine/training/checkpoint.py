@@ -27,6 +27,7 @@ import google_crc32c
 import torch
 import torch.distributed as dist
 
+from engine.scoring.rundir import sync, write_whole
 from engine.training.distributed import Ranks, lost_a_rank
 
 LATEST, BEST, MANIFEST, STATE, UNIVERSAL = "latest", "best", "manifest.json", "state.json", "universal"
@@ -73,7 +74,7 @@ def save(engine: Any, run: Path, state: dict[str, Any], loader_state: dict[str, 
     _together(ranks, lambda: _make_room(root, path, engine))
     try:
         engine.save_checkpoint(str(root), tag=tag, save_latest=False)
-        write(path / f"loader-rank{ranks.rank}.json", json.dumps(loader_state))
+        write_whole(path / f"loader-rank{ranks.rank}.json", json.dumps(loader_state))
     except (OSError, RuntimeError) as error:
         if lost_a_rank(error):
             raise
@@ -116,7 +117,7 @@ def _good(root: Path) -> str:
 
 
 def _publish(root: Path, path: Path, state: dict[str, Any], keep: int) -> None:
-    write(path / STATE, json.dumps(state, indent=1))
+    write_whole(path / STATE, json.dumps(state, indent=1))
     expected = state["world"] if state["zero_stage"] else 0
     parts = list(path.glob("*optim_states.pt"))
     if len(parts) != expected:
@@ -128,34 +129,12 @@ def _publish(root: Path, path: Path, state: dict[str, Any], keep: int) -> None:
         if file.suffix == ".pt" and not zipfile.is_zipfile(file):
             raise CheckpointError(f"{file}: is cut off")
         manifest[file.name] = {"bytes": file.stat().st_size, "crc32c": crc32c(file, sync=True)}
-    write(path / MANIFEST, json.dumps(manifest, indent=1))
-    _sync(path)
-    write(root / LATEST, path.name)
+    write_whole(path / MANIFEST, json.dumps(manifest, indent=1))
+    sync(path)
+    write_whole(root / LATEST, path.name)
     if state.get("best", {}).get("step") == state["step"]:
-        write(root / BEST, path.name)
+        write_whole(root / BEST, path.name)
     prune(root, path, keep)
-
-
-def write(path: Path, text: str) -> None:
-    """All of it or nothing, on the disk when this returns."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    _sync(path.parent)
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def crc32c(path: Path, sync: bool = False) -> int:

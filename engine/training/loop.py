@@ -159,6 +159,7 @@ class Loop:
             self.tracker.note(concern)
         self.tracker.log(
             values
+            | self.loader.meter.snapshot()  # a rank's own crops_per_s gives way to that of all
             | self.meter.snapshot()
             | self.task.values(step - 1)
             | {
@@ -167,7 +168,6 @@ class Loop:
                 "epoch": self.progress.crops_seen / self.loader.order.crops_per_epoch,
                 "lr": self.adam.param_groups[0]["lr"],
                 "grad_norm": float(self.adam.norm),
-                "data_wait_pct": self.loader.meter.snapshot()["data_wait_pct"],
                 "skipped_steps": int(self.adam.skipped),
                 "memory_gb": throughput.memory_gb(self.ranks.device),
             }

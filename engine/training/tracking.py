@@ -20,8 +20,8 @@ import torch
 import yaml  # type: ignore[import-untyped]
 
 from engine.config import Settings
+from engine.scoring.rundir import write_whole
 from engine.training.boards import open_boards
-from engine.training.checkpoint import write
 
 METRICS, VALIDATION = "metrics.jsonl", "validation.jsonl"
 PACKAGES = ("torch", "deepspeed", "numpy", "pydantic", "safetensors", "nvidia-dali-cuda130", "nvidia-dali-cuda120")
@@ -33,8 +33,8 @@ class Tracker:
     ) -> None:
         self.run, self.keys, self.total, self.first, self.began = run, keys, total, step, time.perf_counter()
         run.mkdir(parents=True, exist_ok=True)
-        write(run / "config.yaml", yaml.safe_dump(config.tree(), sort_keys=False))
-        write(run / "run.json", json.dumps(facts | hardware() | versions(), indent=1) + "\n")
+        write_whole(run / "config.yaml", yaml.safe_dump(config.tree(), sort_keys=False))
+        write_whole(run / "run.json", json.dumps(facts | hardware() | versions(), indent=1) + "\n")
         self.boards = open_boards(run, config, step, _say)
         for name in (METRICS, VALIDATION):
             _cut(run / name, step)
@@ -43,6 +43,7 @@ class Tracker:
     def log(self, row: dict[str, Any]) -> None:
         whole = {key: row.get(key) for key in self.keys}
         self._write(METRICS, whole)
+        self.boards.log({key: value for key, value in row.items() if key not in whole}, int(row["step"]))
         _say(line(whole, self.total, self._left_s(int(row["step"]))))
 
     def validated(self, row: dict[str, Any]) -> None:
@@ -95,7 +96,7 @@ def _cut(path: Path, step: int) -> None:
                 kept.append(text)
         except (ValueError, KeyError, TypeError):
             continue
-    write(path, "".join(f"{text}\n" for text in kept))
+    write_whole(path, "".join(f"{text}\n" for text in kept))
 
 
 def versions() -> dict[str, Any]:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
@@ -24,6 +25,7 @@ from engine.pipelines.augment import AugmentConfig, ThreeKG
 from engine.pipelines.batched import Augmenter, alone, parameters
 from engine.pipelines.dali import InFlight
 from engine.pipelines.loader import Batch, Loader, LoaderConfig, LoaderError, State
+from engine.pipelines.meter import Meter
 from engine.pipelines.resident import Resident
 
 CPU = torch.device("cpu")
@@ -314,21 +316,34 @@ def test_auto_says_what_it_chose(dataset: Dataset, caplog: pytest.LogCaptureFixt
     assert "auto: torch, because the device is cpu" in caplog.text
 
 
+STAGES = {"plan", "read", "read_wait", "wait"}
+
+
 @pytest.mark.parametrize(
-    ("backend", "stages"),
+    ("backend", "noise", "stages"),
     [
-        ("torch", ("gather_wait_pct", "draws_pct", "augment_pct")),
-        ("dali", ("gather_wait_pct", "draws_pct")),
-        ("resident", ("gather_wait_pct",)),
+        ("torch", "", STAGES),  # by the thread that reads
+        ("torch", "emg", STAGES | {"augment"}),
+        ("dali", "emg", STAGES | {"augment"}),
+        ("resident", "emg", STAGES | {"augment"}),  # read before the first batch
     ],
 )
-def test_the_meter_says_where_time_went(backend: str, stages: tuple[str, ...], dataset: Dataset) -> None:
-    source = loader(dataset, backend)
+def test_the_meter_says_where_time_went(backend: str, noise: str, stages: set[str], dataset: Dataset) -> None:
+    source = loader(dataset, backend, augment=AugmentConfig(rlm=0.5, noise=noise))
     some(source, 3)
     facts = source.meter.snapshot()
-    assert facts["crops_per_s"] > 0
-    assert {"data_wait_pct", *stages, "bytes_per_s"} <= set(facts)
+    assert set(facts) == {"crops_per_s", "data_bytes_per_s", *(f"data_{stage}_pct" for stage in stages)}
+    assert all(value > 0 for value in facts.values())
+    assert facts["data_read_wait_pct"] <= facts["data_wait_pct"] <= 100
     assert source.meter.snapshot()["crops_per_s"] == 0
+
+
+def test_a_stage_within_a_stage_is_counted_once() -> None:
+    meter = Meter()
+    with meter.timed("augment", without="read_wait"), meter.timed("read_wait"):
+        time.sleep(0.05)
+    facts = meter.snapshot()
+    assert facts["data_read_wait_pct"] > 50 > facts["data_augment_pct"] >= 0
 
 
 @pytest.mark.parametrize(

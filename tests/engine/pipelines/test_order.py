@@ -229,21 +229,27 @@ def test_block_order_mixes_the_crops_of_a_block_and_the_blocks_themselves() -> N
 @unhurried
 @given(any_order(), st.integers(0, 200))
 def test_shards_are_needed_in_the_order_in_which_their_crops_come(order: Order, crops_seen: int) -> None:
-    expected: list[tuple[int, int]] = []
-    named = set()
+    expected: dict[int, dict[tuple[int, int], None]] = {d: {} for d in range(len(order.rows))}
     for d, row, epoch in listed(order.places(crops_seen, 200)):
-        shard = int(order.rows[d].shard(np.array([row]))[0])
-        if (d, epoch, shard) not in named:
-            named.add((d, epoch, shard))
-            expected.append((d, shard))
+        expected[d][epoch, int(order.rows[d].shard(np.array([row]))[0])] = None
     with patch.object(order_module, "LOOK_AHEAD", 64):
-        assert list(islice(shards_needed(order, crops_seen), len(expected))) == expected
+        for d, keys in expected.items():
+            assert list(islice(shards_needed(order, d, crops_seen), len(keys))) == [shard for _, shard in keys]
 
 
 def test_shards_needed_looks_far_ahead() -> None:
     rows = sized(50_000, shard=100)
-    coming = list(islice(shards_needed(Order((rows,), 50, block_shards=4), 25_200), 248 + 500))
+    coming = list(islice(shards_needed(Order((rows,), 50, block_shards=4), 0, 25_200), 248 + 500))
     assert len(set(coming[:248])) == 248 and len(set(coming[248:])) == 500
+
+
+def test_the_shards_of_a_dataset_that_is_seldom_asked_for_are_known_as_soon() -> None:
+    """Not by going through the millions of crops of others that come between."""
+    order = Order((sized(10**7), sized(10**5, shard=100)), 512, weights=(1, 1e-6), block_shards=4)
+    asked: list[int] = []
+    with patch.object(Order, "own", lambda self, d, turn, own=Order.own: asked.append(d) or own(self, d, turn)):
+        assert len(set(islice(shards_needed(order, 1, 10**9), 8))) == 8
+    assert set(asked) == {1} and len(asked) < 3
 
 
 def test_quality_tells_a_good_shuffle_from_a_bad_one() -> None:

@@ -136,8 +136,7 @@ def test_training_from_a_bucket(bucket: str, ten: Dataset, tmp_path: Path, stagi
     """Two epochs in block order, with room for a block and two shards: right bytes, each shard fetched once an epoch."""
     dataset, root = through(Dataset.open(bucket))
     order = Order((Rows.of(dataset),), batch_crops=2, block_shards=2)
-    needed = (shard for _, shard in shards_needed(order, 0))
-    staging = Staging(dataset, tmp_path, room(ten, 4), ahead=2, order=needed, together=2)
+    staging = Staging(dataset, tmp_path, room(ten, 4), ahead=2, order=shards_needed(order, 0, 0), together=2)
     stagings.append(staging)
     with closing(Gather([dataset], staged={0: staging.hold})) as gather:
         yielded: list[list[int]] = []
@@ -406,6 +405,16 @@ def test_what_an_earlier_run_left_is_verified(ten: Dataset, tmp_path: Path, stag
     stagings.append(Staging(dataset, tmp_path, room(ten, 10)))
     assert all(right(stagings[0].path(shard), ten, shard) for shard in (0, 1))
     assert root.shards() == [0]
+
+
+def test_what_an_earlier_run_left_is_within_the_bound_too(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
+    stagings.append(Staging(ten, tmp_path, room(ten, 10)))
+    for shard in range(6):
+        stagings[0].path(shard)
+    before = cached(tmp_path)
+    stagings.append(Staging(ten, tmp_path, room(ten, 3), order=[2, 5]))
+    assert before == room(ten, 6) and cached(tmp_path) <= room(ten, 3)
+    assert {stagings[1]._file(shard).exists() for shard in (2, 5)} == {True}  # what comes next stays
 
 
 def test_close_wakes_who_waits(ten: Dataset, tmp_path: Path) -> None:

@@ -65,14 +65,14 @@ def test_killed_between_any_two_files_of_a_checkpoint(name: str, dataset: Datase
 
 def die_before(name: str) -> None:
     """Before the second checkpoint's file of this name is there."""
-    written, calls = checkpoint.write, iter(range(10))
+    written, calls = checkpoint.write_whole, iter(range(10))
 
     def deadly(path: Path, text: str) -> None:
         if path.name == name and next(calls) == 1:
             os._exit(9)
         written(path, text)
 
-    checkpoint.write = deadly
+    checkpoint.write_whole = deadly
 
 
 def progress(run: Path) -> int:

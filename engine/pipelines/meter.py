@@ -1,0 +1,48 @@
+"""Where a loader's time goes: how much of the time since the last `snapshot` each stage was at work, in percent.
+
+    plan        which crops come next, and the parameters of their augmentations
+    read        crops out of their shards, checked; where they are only scaled and masked, that too
+    read_wait   waiting for the thread that does both ahead
+    augment     the rest
+    wait        the training, for its batches
+
+Stages beside each other add up to more than 100.
+"""
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from data_tools.dataset import CROP_BYTES
+
+
+class Meter:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._crops, self._since, self._busy_s = 0, time.perf_counter(), defaultdict[str, float](float)
+
+    @contextmanager
+    def timed(self, stage: str, without: str = "") -> Iterator[None]:
+        """`without`: another within it, in the same thread, that is counted by itself."""
+        other, began = self._busy_s[without], time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - began
+            with self._lock:
+                self._busy_s[stage] += seconds - (self._busy_s[without] - other)
+
+    def done(self, crops: int) -> None:
+        self._crops += crops
+
+    def snapshot(self) -> dict[str, float]:
+        with self._lock:
+            seconds, crops = max(time.perf_counter() - self._since, 1e-9), self._crops
+            shares = {f"data_{stage}_pct": 100 * busy / seconds for stage, busy in sorted(self._busy_s.items()) if stage}
+            self._begin()
+        return {"crops_per_s": crops / seconds, "data_bytes_per_s": crops * CROP_BYTES / seconds, "data_wait_pct": 0.0} | shares
