@@ -5,7 +5,7 @@
 
 Tensors that know shapes and no numbers go through the model in bf16, and what `train.compile` says through the compiler, which
 is told of an H200. Its kernels are written and never run; a kernel's bytes are what it must read and write once. Not counted:
-matrix products and attention, which are the library's, and what runs uncompiled. Needs g++ and a build of torch without CUDA.
+matrix products and attention, which are the library's, and what runs uncompiled. Needs g++.
 """
 
 import argparse
@@ -40,7 +40,8 @@ H200 = {
     "total_memory": 141 * 10**9,
     "L2_cache_size": 60 * 2**20,
 }
-# Autograd asks a device for its guard and its hooks, before anything is computed on it; a build without CUDA has neither.
+# Autograd asks a device for its guard and its hooks, before anything is computed on it. A build without CUDA has neither, one
+# with CUDA has those of a driver that may not be there: these stand in their place.
 DEVICE = """
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -53,7 +54,7 @@ struct Guard final : impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
   Stream exchangeStream(Stream) const noexcept override { return Stream(Stream::DEFAULT, here); }
 };
 static Guard guard;
-__attribute__((constructor)) static void known() {
+extern "C" void known() {
   impl::device_guard_impl_registry[size_t(DeviceType::CUDA)].store(&guard);
 }
 namespace at {
@@ -70,7 +71,7 @@ struct CUDAHooks : CUDAHooksInterface {
   DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
   int getNumGPUs() const override { return 1; }
 };
-REGISTER_CUDA_HOOKS(CUDAHooks)
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 }
 """
 
@@ -124,8 +125,6 @@ def lacking() -> str:
         return "triton is not installed: pip install triton"
     if shutil.which("g++") is None:
         return "g++ is not installed: apt install g++"
-    if next(torch_folder().glob("lib/libtorch_cuda*"), None):
-        return "this torch is built with CUDA: on its GPU, measure (python -m benchmarks.run step)"
     return ""
 
 
@@ -144,9 +143,11 @@ def pretend() -> None:
         libraries = [f"-L{torch_at}/lib", f"-Wl,-rpath,{torch_at}/lib", "-lc10", "-ltorch_cpu"]
         command = ["g++", "-std=c++20", "-w", "-fPIC", "-shared", f"-I{torch_at}/include", str(source), "-o", str(made)]
         subprocess.run(command + libraries, check=True)
-        ctypes.CDLL(str(made))
+        device = ctypes.CDLL(str(made))
 
     import torch
+
+    device.known()
 
     known: dict[str, Any] = {
         "is_available": True,
@@ -169,6 +170,7 @@ def pretend() -> None:
     from torch._functorch import config as autograd
     from torch._inductor import config as compiler
     from torch._inductor.fx_passes import fuse_attention, pad_mm
+    from torch._subclasses import fake_tensor
     from torch.utils import _triton
     from triton.backends.compiler import GPUTarget
 
@@ -176,8 +178,9 @@ def pretend() -> None:
     target = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32), is_active=lambda: True)
     triton.runtime.driver.set_active(target)
     triton.JITFunction.run = lambda *_, **__: None
-    for module, patterns in ((fuse_attention, "_sfdp_init"), (pad_mm, "_pad_mm_init")):  # these compute on the device
-        setattr(module, patterns, lambda *_: None)
+    computing = (fuse_attention, "_sfdp_init"), (pad_mm, "_pad_mm_init"), (fake_tensor, "init_gpu_context")
+    for module, on_the_device in computing:
+        setattr(module, on_the_device, lambda *_: None)
     compiler.joint_graph_constant_folding = False  # so does this
     compiler.profile_bandwidth = True  # kernels carry their bytes
     compiler.fx_graph_cache = autograd.enable_autograd_cache = False

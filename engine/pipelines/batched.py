@@ -70,7 +70,7 @@ class Augmenter:
     @property
     def only_scales(self) -> bool:
         """Neither noise nor 3KG: all that is left is a factor for each lead, its mask among them."""
-        return not (self.config.kinds or self.config.threekg) and self.config.output_leads == ALL
+        return self.config.threekg is None and not self.config.kinds and self.config.output_leads == ALL
 
     def to_device(self, p: Params) -> dict[str, torch.Tensor]:
         """A few kilobytes a batch, in one asynchronous copy each."""
