@@ -22,7 +22,8 @@ HAS_MOSAIC = find_spec("streaming") is not None  # mosaicml-streaming pins versi
 STAGES = {"crop": ("", 0.0), "RLM": ("", 0.5), "physio3+RLM": ("physio3", 0.5), "physio4+RLM": ("physio4", 0.5)}
 PEER_NOISE = {"RLM": (), "physio3+RLM": ("powerline", "emg", "wander"), "physio4+RLM": ("powerline", "emg", "wander", "shift")}
 PEER_CROPS = 512  # 122 MB of .mat files
-BATCHES = (64, 256, 1024)
+BACKENDS = {"torch": "torch", "resident": "resident", "dali": "dali on the CPU"}
+BATCHES, THREADS = (64, 256, 1024), (1, 2)
 FILLED = 4  # batches that lie ready between the stages
 
 
@@ -39,24 +40,22 @@ def prepare(work: Path, records: int) -> Path:
     return work / "dataset"
 
 
-def cases(dataset: Path, work: Path, seconds: float) -> dict[str, Case]:
+def cases(dataset: Path, work: Path, seconds: float, sizes: bool = False) -> dict[str, Case]:
+    """`sizes`: of every backend and stage each batch and number of threads, and not only of gather and of RLM by torch."""
     found: dict[str, Case] = {}
     for batch in BATCHES:
-        for threads in (1, 2):
-            found[f"gather: tar, batch {batch}, {threads} threads"] = (
-                gather,
-                (dataset, "tar", "first", batch, threads, seconds),
-            )
-    found["gather: tar, each crop's crc32c, batch 256, 1 threads"] = (gather, (dataset, "tar", "always", 256, 1, seconds))
-    for threads in (1, 2):
-        found[f"gather: zarr, batch 256, {threads} threads"] = (gather, (dataset, "zarr", "first", 256, threads, seconds))
+        for threads in THREADS:
+            found[f"gather: tar, batch {batch}{told(threads)}"] = (gather, (dataset, "tar", "first", batch, threads, seconds))
+    found["gather: tar, each crop's crc32c, batch 256"] = (gather, (dataset, "tar", "always", 256, 1, seconds))
+    for threads in THREADS:
+        found[f"gather: zarr, batch 256{told(threads)}"] = (gather, (dataset, "zarr", "first", 256, threads, seconds))
     for stage in STAGES:
-        for batch in BATCHES if stage == "RLM" else (256,):
-            found[f"{stage}: torch, batch {batch}"] = (ours, (dataset, "torch", stage, batch, seconds))
-            if stage == "RLM":
-                found[f"RLM: torch, batch {batch}, 2 threads"] = (ours, (dataset, "torch", stage, batch, seconds, 2))
-        found[f"{stage}: resident, batch 256"] = (ours, (dataset, "resident", stage, 256, seconds))
-        found[f"{stage}: dali on the CPU, batch 256"] = (ours, (dataset, "dali", stage, 256, seconds))
+        for backend, name in BACKENDS.items():
+            for batch in BATCHES if sizes or (stage, backend) == ("RLM", "torch") else (256,):
+                for threads in (1,) if backend == "resident" else THREADS:  # which has read all of it before
+                    if threads == 1 or sizes or (stage, backend) == ("RLM", "torch"):
+                        case = f"{stage}: {name}, batch {batch}{told(threads)}"
+                        found[case] = (ours, (dataset, backend, stage, batch, seconds, threads))
     for stage in PEER_NOISE:
         for workers in (0, 2):
             name = f"{stage}: re-creation of fairseq-signals' loader, {workers} workers"
@@ -67,6 +66,10 @@ def cases(dataset: Path, work: Path, seconds: float) -> dict[str, Case]:
     if HAS_MOSAIC:
         found["RLM: mosaicml-streaming and DataLoader, 0 workers"] = (mosaic, (work / "mosaic", seconds))
     return found
+
+
+def told(threads: int) -> str:
+    return f", {threads} threads" if threads > 1 else ""
 
 
 Stream = Iterator[float]
@@ -103,7 +106,7 @@ def gather(dataset: Path, source: str, check: str, batch: int, threads: int, sec
     stream.close()
 
 
-def ours(dataset: Path, backend: str, stage: str, batch: int, seconds: float, threads: int | None = None) -> Stream:
+def ours(dataset: Path, backend: str, stage: str, batch: int, seconds: float, threads: int) -> Stream:
     import torch
 
     from engine.pipelines.augment import AugmentConfig

@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.tables import Part, is_peer, number
+from benchmarks.tables import Part, at_one_size, is_peer, number
 
 OURS, OTHERS, INK = "#2f6690", "#b5b5bd", "#333333"
 NAMES = {"cost": "a step by its stages", "step": "one training step"}
@@ -15,7 +15,7 @@ UNITS = {"ingest": "records (plan: headers)", "loader": "crops of 10 s", "step":
 WAY = {  # case -> what a crop passes through, in this order; the first case that was measured counts
     ("ingest", "read: omnilead"): "read a WFDB record",
     ("ingest", "ingest: omnilead, tar"): "archive to verified shards",
-    ("loader", "gather: tar, batch 256, 1 threads"): "shards to memory",
+    ("loader", "gather: tar, batch 256"): "shards to memory",
     ("loader", "RLM: torch, batch 256"): "to a batch, with lead masking",
     ("loader", "physio3+RLM: torch, batch 256"): "to a batch, with noise too",
     ("e2e", "tar: small, 64 crops"): "train the small model, whole loop",
@@ -54,7 +54,8 @@ def title_of(part: Part) -> str:
 
 
 def shown(part: Part) -> dict[str, Any]:
-    return {name: r for name, r in part["results"].items() if not name.startswith(("verify", "matrix product"))}
+    results = at_one_size(part) if part["benchmark"] == "loader" else part["results"]
+    return {name: r for name, r in results.items() if not name.startswith(("verify", "matrix product"))}
 
 
 def rates(part: Part) -> Figure:

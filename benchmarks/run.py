@@ -106,6 +106,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         made[name].add_argument("--records", type=positive, default=records, help="size of the synthetic archive")
     made["ingest"].add_argument("--headers", type=positive, default=1_000_000, help="of the large plan")
     made["loader"].add_argument("--seconds", type=float, default=3, help="of one run, warm-up aside")
+    made["loader"].add_argument("--sizes", action="store_true", help="batches of 64 to 1024, 1 and 2 threads, for every case")
     made["loader"].add_argument("--alone", action="store_true", help="our backends, without peers; always so on a GPU")
     made["scaling"].add_argument("--huge", type=positive, default=10_000_000, help="crops of the dataset")
     made["start"].add_argument("--steps", type=positive, default=150, help="of the whole quick start")
@@ -180,7 +181,9 @@ def run_loader(work: Path, options: argparse.Namespace) -> Part:
     alone, left_out = options.alone or options.device == "cuda", dict[str, str]()
     dataset = (e2e if alone else loader).prepare(work, options.records)
     opened, threads = Dataset.open(str(dataset)), max(2, len(os.sched_getaffinity(0)) // 4)
-    cases = feed.cases(dataset, options.device, threads) if alone else loader.cases(dataset, work, options.seconds)
+    cases = (
+        feed.cases(dataset, options.device, threads) if alone else loader.cases(dataset, work, options.seconds, options.sizes)
+    )
     results = run_cases(only(cases, options.only), options.repeats, say, left_out, in_one_process=alone)
     given = {"archive": "synthetic", "crops": len(opened), "dataset": opened.fingerprint}
     return {"input": given, "results": results, "left_out": left_out}

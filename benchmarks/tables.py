@@ -32,6 +32,28 @@ def rates(part: Part) -> Iterator[str]:
     yield rows("| | per CPU-second | lowest to highest | per second | against the peer | peak memory |", lines)
 
 
+def loader(part: Part) -> Iterator[str]:
+    usual = at_one_size(part)
+    yield from rates(part | {"results": usual})
+    swept: dict[str, dict[str, str]] = {}
+    for name, r in part["results"].items():
+        what, _, size = name.partition(SIZE)
+        swept.setdefault(what, {})[size] = f"{number(per_cpu(r))} ({number(r['per_s']['median'])})"
+    if len(usual) < len(part["results"]):
+        swept = {what: cells for what, cells in swept.items() if len(cells) > 1}
+        sizes = list(dict.fromkeys(size for cells in swept.values() for size in cells))
+        lines = [[what, *(cells.get(size, "") for size in sizes)] for what, cells in swept.items()]
+        yield rows(f"| per CPU-second (per second), batch of | {' | '.join(sizes)} |", lines)
+
+
+def at_one_size(part: Part) -> Part:
+    """A CPU's cases without those of other sizes than 256 crops and one thread."""
+    results: Part = part["results"]
+    if part["config"].get("device") == "cuda":
+        return results
+    return {name: r for name, r in results.items() if name.partition(SIZE)[2] in ("", "256")}
+
+
 def step(part: Part) -> Iterator[str]:
     lines = []
     for name, r in part["results"].items():
@@ -177,7 +199,7 @@ def mean(told: Part | None) -> str:
 TABLES: dict[str, tuple[str, Callable[[Part], Iterator[str]]]] = {
     "downstream": ("Does pre-training help? A model of a million parameters, fine-tuned for minutes", downstream),
     "ingest": ("Archive to dataset: records (read, ingest, plan, synth) or GB (verify)", rates),
-    "loader": ("Dataset to batches: crops of 10 s as float32 millivolts in torch (gather: as stored, int16)", rates),
+    "loader": ("Dataset to batches: crops of 10 s as float32 millivolts in torch (gather: as stored, int16)", loader),
     "step": ("One training step: crops of 10 s", step),
     "cost": ("Where a step's time goes, largest gap first", cost),
     "autotune": ("The fastest settings", autotune),
@@ -188,6 +210,7 @@ TABLES: dict[str, tuple[str, Callable[[Part], Iterator[str]]]] = {
 }
 
 
+SIZE = ", batch "
 FRESH = ("ingest", "loader", "step", "scaling", "start")
 
 

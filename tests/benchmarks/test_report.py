@@ -175,6 +175,17 @@ def test_what_is_no_record_is_one_line(text: str, tmp_path: Path) -> None:
         report.load(tmp_path / "r.json")
 
 
+def test_other_sizes_of_a_case_stand_in_a_table_of_their_own() -> None:
+    results = dict.fromkeys(("RLM: torch, batch 64", "RLM: torch, batch 256", "RLM: torch, batch 256, 2 threads"), RATES)
+    part = {"benchmark": "loader", "config": {"device": "cpu"}, "results": results | {"crop: dali, batch 256": RATES}}
+    main, sizes = tables.loader(part)
+    assert [line.split(" |")[0] for line in main.splitlines()[2:]] == ["| RLM: torch, batch 256", "| crop: dali, batch 256"]
+    assert sizes.splitlines()[0].endswith("batch of | 64 | 256 | 256, 2 threads |")
+    assert sizes.splitlines()[2:] == ["| RLM: torch | 50 (100) | 50 (100) | 50 (100) |"]
+    on_gpu = part | {"config": {"device": "cuda"}}
+    assert len(list(tables.loader(on_gpu))) == 1 and len(plots.shown(on_gpu)) == 4 > len(plots.shown(part))
+
+
 def test_the_worst_case_is_held_against_the_bar() -> None:
     def of(rate: float) -> dict[str, Any]:
         return {"per_cpu_s": spread(rate), "per_s": spread(rate)}
