@@ -11,6 +11,22 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from augmenting import (
+    CROPS,
+    EVERYTHING,
+    FS_HZ,
+    NUMPY,
+    PLAIN,
+    REFERENCE,
+    SAMPLES,
+    TORCH,
+    Params,
+    apply,
+    assert_uniform,
+    many,
+    parameters,
+    signal,
+)
 from scipy.spatial.transform import Rotation
 
 from engine.pipelines import picture
@@ -22,55 +38,17 @@ from engine.pipelines.augment import (
     augment,
     axis,
     dali_ops,
-    numpy_ops,
     refit_limb_leads,
-    torch_ops,
 )
 from engine.pipelines.augment_draws import (
     DOWER,
     FROM_DIPOLE,
     INVERSE_DOWER,
     TO_DIPOLE,
-    WHITE_BANK,
     draws,
     threekg_matrix,
-    white,
-    white_bank,
 )
-from engine.pipelines.leads import LEADS, ConfigError
-
-FS_HZ, SAMPLES = 500.0, 2500
-REFERENCE = Path(__file__).parents[3].parent / "shared" / "parity" / "masks_and_augs.npz"
-NUMPY, TORCH = numpy_ops(), torch_ops()
-PLAIN = AugmentConfig(rlm=0)
-CROPS = np.array([7, 3, 1_000_000])
-Params = dict[str, np.ndarray]
-
-
-@pytest.fixture(scope="module")
-def bank() -> np.ndarray:
-    return white_bank(5)
-
-
-def signal(crops: int = 3, samples: int = SAMPLES, views: int = 2) -> np.ndarray:
-    """[B, S, L, T] of some heart's dipole: Einthoven and Dower hold."""
-    rng = np.random.default_rng(1)
-    dipole = rng.normal(size=(crops, views, 3, samples))
-    return (FROM_DIPOLE @ dipole).astype(np.float32)
-
-
-def parameters(config: AugmentConfig, bank: np.ndarray, crop_B: np.ndarray = CROPS, samples: int = SAMPLES) -> Params:
-    p = draws(config, 5, np.full(crop_B.shape, 2), crop_B, samples=samples)
-    return p | {"white": white(bank, p["white_start"], samples)} if "white_start" in p else p
-
-
-def apply(x: np.ndarray, p: Params, config: AugmentConfig, ops: Ops = NUMPY) -> np.ndarray:
-    time = axis(x.shape[-1], FS_HZ, ops)
-    if ops is not TORCH:
-        return np.asarray(augment(x, p, config, time, ops))
-    given: Any = {name: torch.from_numpy(values) for name, values in p.items()}
-    result: np.ndarray = augment(torch.from_numpy(x.copy()), given, config, time, ops).numpy()
-    return result
+from engine.pipelines.leads import ConfigError
 
 
 def apply_in_dali(x: np.ndarray, p: Params, config: AugmentConfig) -> np.ndarray:
@@ -88,29 +66,6 @@ def apply_in_dali(x: np.ndarray, p: Params, config: AugmentConfig) -> np.ndarray
     for name, values in given.items():
         pipeline.feed_input(name, list(values))
     return np.stack([np.array(sample) for sample in pipeline.run()[0]])
-
-
-EVERYTHING = {
-    "rlm": AugmentConfig(),
-    "powerline": replace(PLAIN, noise="powerline"),
-    "powerline of 3 components": replace(PLAIN, noise="powerline", powerline_components=3, powerline_hz=60),
-    "emg": replace(PLAIN, noise="emg"),
-    "wander": replace(PLAIN, noise="wander"),
-    "shift": replace(PLAIN, noise="shift"),
-    "authors powerline": replace(PLAIN, noise="authors_powerline"),
-    "authors emg": replace(PLAIN, noise="authors_emg"),
-    "authors wander": replace(PLAIN, noise="authors_wander"),
-    "authors shift": replace(PLAIN, noise="authors_shift"),
-    "physio4 and rlm": AugmentConfig(noise="physio4"),
-    "physio4 per lead and rlm": AugmentConfig(noise="physio4", per_lead=True),
-    "authors physio4 and rlm": AugmentConfig(noise="authors_physio4"),
-    "physio3 with limb leads refitted": replace(PLAIN, noise="physio3", dependency=True),
-    "3kg": replace(PLAIN, threekg=ThreeKG()),
-    "3kg without time mask": replace(PLAIN, threekg=ThreeKG(time_mask=0)),
-    "all at once, three leads": AugmentConfig(noise="physio4", threekg=ThreeKG(), leads="3", padded=False),
-    "physio3 and rlm, two padded leads": AugmentConfig(noise="physio3", leads="2"),
-    "physio3 and rlm, one lead": AugmentConfig(noise="physio3", leads="1", padded=False),
-}
 
 
 @pytest.mark.parametrize("config", EVERYTHING.values(), ids=EVERYTHING)
@@ -207,143 +162,6 @@ def test_the_authors_values(kind: str, defaults: str, seed: int) -> None:
     p = _authors_parameters(kind, np.random.RandomState(seed), maximum)
     for ops in (NUMPY, TORCH):
         np.testing.assert_allclose(apply(x, p, config, ops)[0], expected, atol=5e-6, rtol=0)
-
-
-# The draws
-
-
-def test_draws_belong_to_the_crop(bank: np.ndarray) -> None:
-    config = replace(EVERYTHING["physio4 per lead and rlm"], threekg=ThreeKG())
-    epoch, crop = np.array([0, 0, 1, 3, 3]), np.array([5, 9, 5, 123_456_789, 0])
-    whole, order = draws(config, 11, epoch, crop), np.array([3, 1, 4, 0, 2])
-    permuted = draws(config, 11, epoch[order], crop[order])
-    parts = [draws(config, 11, epoch[i : i + 1], crop[i : i + 1]) for i in range(5)]
-    three_views = draws(config, 11, epoch, crop, views=3)
-    for name, values in whole.items():
-        assert values.dtype in (np.float32, np.bool_) or name == "white_start"
-        assert values.shape[:2] == (5, 2) and (values.shape[2] in (1, 12))
-        np.testing.assert_array_equal(permuted[name], values[order])
-        np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), values)
-        np.testing.assert_array_equal(three_views[name][:, :2], values)
-
-
-def test_draws_differ_by_seed_epoch_crop_and_view() -> None:
-    config = replace(EVERYTHING["physio4 and rlm"], threekg=ThreeKG())
-    one = draws(config, 1, np.array([0, 1, 0]), np.array([4, 4, 5]))
-    other = draws(config, 2, np.array([0, 1, 0]), np.array([4, 4, 5]))
-    for name, values in one.items():
-        if name == "powerline_hz":
-            continue
-        rows = [*values.reshape(6, -1), other[name][0, 0].ravel()]
-        assert len({row.tobytes() for row in rows}) == 7, name
-
-
-def test_a_lead_draws_the_same_whichever_leads_are_seen() -> None:
-    twelve = draws(AugmentConfig(noise="physio4", per_lead=True), 1, np.zeros(9, int), np.arange(9))
-    three = draws(AugmentConfig(noise="physio4", per_lead=True, leads="3", padded=False), 1, np.zeros(9, int), np.arange(9))
-    for name, values in three.items():
-        np.testing.assert_array_equal(values, twelve[name][:, :, [0, 1, 7]])
-
-
-def many(config: AugmentConfig, crops: int = 4000) -> Params:
-    return draws(config, 3, np.zeros(crops, int), np.arange(crops))
-
-
-def assert_uniform(values: np.ndarray, low: float, high: float) -> None:
-    """By its quartiles and ends, which 8,000 draws hit within 2 % of the range."""
-    tolerance = 0.02 * (high - low)
-    assert low <= values.min() and values.max() <= high
-    quartiles = low + (high - low) * np.array([0, 0.25, 0.5, 0.75, 1])
-    np.testing.assert_allclose(np.quantile(values, [0, 0.25, 0.5, 0.75, 1]), quartiles, atol=tolerance)
-
-
-@pytest.mark.parametrize("per_lead", [False, True])
-def test_the_papers_distributions(per_lead: bool) -> None:
-    largest = AmplitudeMv(powerline=0.5, emg=0.4, wander=0.3, shift=0.2)
-    p = many(AugmentConfig(noise="physio4", per_lead=per_lead, amplitude_mv=largest, powerline_components=2))
-    leads = 12 if per_lead else 1
-    assert {values.shape[2] for name, values in p.items() if name not in ("keep", "white_start")} == {leads}
-    assert_uniform(p["powerline_amplitude"], 0, 0.5)
-    assert_uniform(p["powerline_phase"], 0, 2 * np.pi)
-    np.testing.assert_array_equal(p["powerline_phase"][..., 0], p["powerline_phase"][..., 1])
-    assert np.unique(p["powerline_hz"]).tolist() == [50, 100]
-    assert_uniform(p["emg_amplitude"], 0, 0.4)
-    assert_uniform(p["white_start"], 0, WHITE_BANK - SAMPLES)
-    assert_uniform(p["wander_amplitude"], 0, 0.3)
-    assert_uniform(p["wander_phase"], 0, 2 * np.pi)
-    assert_uniform(p["wander_hz"][..., 0], 0.01, 0.2)
-    np.testing.assert_allclose(p["wander_hz"][..., 2], 3 * p["wander_hz"][..., 0], rtol=1e-6)
-    assert abs(p["wander_gain"].mean() - 1) < 0.02 and abs(p["wander_gain"].std() - 0.5) < 0.02
-    assert_uniform(p["shift_amplitude"], -0.2, 0.2)
-    length = p["shift_stop"] - p["shift_start"]
-    assert abs(length.mean() - 500) < 5 and abs(length.std() - 100) < 5
-    assert p["shift_start"].min() >= 0 and p["shift_stop"].max() <= SAMPLES
-    assert_uniform(p["shift_start"] / (SAMPLES - length), 0, 1)
-    amplitudes = np.stack([p[name][..., 0].ravel() for name in p if name.endswith("amplitude")])
-    assert np.abs(np.corrcoef(amplitudes) - np.eye(4)).max() < 0.05  # no two streams draw the same numbers
-
-
-def test_the_authors_distributions() -> None:
-    p = many(AugmentConfig(noise="authors_physio4", amplitude_mv=AmplitudeMv(0.1, 0.1, 0.1, 0.1)))
-    shapes = {name: values.shape[2:] for name, values in p.items()}
-    assert shapes["powerline_amplitude"] == (1, 1) and shapes["emg_amplitude"] == (12, 1)
-    assert shapes["wander_gain"] == (12, 1) and shapes["wander_hz"] == (1, 3) and shapes["shift_amplitude"] == (12, 1)
-    assert abs((p["powerline_hz"] == 60).mean() - 0.5) < 0.02 and np.unique(p["powerline_hz"]).tolist() == [50, 60]
-    assert_uniform(p["wander_hz"], 0.01, 0.2)
-    assert np.abs(np.corrcoef(p["wander_hz"].reshape(-1, 3).T) - np.eye(3)).max() < 0.05
-    sign = np.where(p["shift_amplitude"] > 0, 1, -1)
-    assert abs((sign > 0).mean() - 0.5) < 0.01
-    assert_uniform(sign - p["shift_amplitude"], 0, 0.1)
-    assert np.ptp(sign - p["shift_amplitude"], axis=2).max() < 1e-6  # one U(0, max) for all leads
-
-
-def test_white_noise_is_white_and_each_leads_own(bank: np.ndarray) -> None:
-    p = draws(AugmentConfig(noise="emg"), 5, np.zeros(20, int), np.arange(20))
-    noise = white(bank, p["white_start"], SAMPLES)
-    assert noise.shape == (20, 2, 12, SAMPLES)
-    assert abs(noise.mean()) < 0.005 and abs(noise.std() - 1) < 0.005 and abs((noise**4).mean() - 3) < 0.05
-    assert abs((noise[..., 1:] * noise[..., :-1]).mean()) < 0.005
-    between = np.corrcoef(noise[0].reshape(24, SAMPLES))
-    assert np.abs(between - np.eye(24)).max() < 0.12
-    same = white(torch.from_numpy(bank), torch.from_numpy(p["white_start"]), SAMPLES)
-    np.testing.assert_array_equal(same.numpy(), noise)
-
-
-# Random lead masking
-
-
-def test_masked_leads_are_exactly_zero_and_the_others_whole(bank: np.ndarray) -> None:
-    config = AugmentConfig(noise="physio4", threekg=ThreeKG(time_mask=0))
-    p = parameters(config, bank)
-    bare = {name: values for name, values in p.items() if name != "keep"}
-    for ops in (NUMPY, TORCH):
-        masked, whole = apply(signal(), p, config, ops), apply(signal(), bare, config, ops)
-        np.testing.assert_array_equal(masked, np.where(p["keep"], whole, 0))
-        assert np.all((masked == 0).all(axis=-1) == ~p["keep"][..., 0])
-
-
-def test_half_of_the_leads_independently_for_each_half() -> None:
-    keep = many(AugmentConfig())["keep"][..., 0]
-    assert abs(keep.mean() - 0.5) < 0.01 and np.abs(keep.mean(axis=0) - 0.5).max() < 0.04
-    assert np.abs(np.corrcoef(keep.reshape(len(keep), 24).T) - np.eye(24)).max() < 0.08
-    assert abs(many(AugmentConfig(rlm=0.2))["keep"].mean() - 0.8) < 0.01
-    assert "keep" not in many(AugmentConfig(rlm=0), 4)
-
-
-@pytest.mark.parametrize("leads", range(1, 13))
-@pytest.mark.parametrize("padded", [True, False])
-def test_keep_one_on_any_number_of_leads(leads: int, padded: bool) -> None:
-    config = AugmentConfig(leads=LEADS[:leads], padded=padded)
-    free = many(config)["keep"][..., 0]
-    kept = many(replace(config, rlm_keep_one=True))["keep"][..., 0]
-    assert free.shape[2] == (12 if padded else leads) and not free[..., leads:].any()
-    nothing = ~free.any(axis=-1)
-    assert abs(nothing.mean() - 0.5**leads) < 0.02
-    assert kept.any(axis=-1).all()
-    np.testing.assert_array_equal(kept[~nothing], free[~nothing])
-    assert (kept[nothing].sum(axis=-1) == 1).all()
-    sure = many(replace(config, rlm=1, rlm_keep_one=True))["keep"][..., :leads, 0]
-    assert (sure.sum(axis=-1) == 1).all() and np.abs(sure.mean(axis=(0, 1)) - 1 / leads).max() < 0.03
 
 
 # Anatomy

@@ -1,0 +1,65 @@
+"""Places whose reads are noted, and caches that are looked into."""
+
+import fcntl
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from data_tools.dataset import Dataset
+from data_tools.storage import Folder
+
+CROPS = 2
+
+
+@dataclass
+class Root:
+    """A place whose reads are noted, and done by `how` if it wants to."""
+
+    inner: Folder
+    how: Callable[["Root", str, int, int], bytes] = lambda root, *what: root.inner.read_range(*what)
+    reads: list[tuple[str, int]] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.inner, name)
+
+    def read_range(self, name: str, start: int, size: int) -> bytes:
+        self.reads.append((name, start))
+        return self.how(self, name, start, size)
+
+    def shards(self) -> list[int]:
+        """In the order in which their downloads began."""
+        return [int(name[7:12]) for name, start in self.reads if start == 0]
+
+
+def through(dataset: Dataset, how: Callable[[Root, str, int, int], bytes] | None = None) -> tuple[Dataset, Root]:
+    root = Root(dataset.root, how) if how else Root(dataset.root)
+    return Dataset(root, dataset.meta), root
+
+
+def room(dataset: Dataset, shards: int) -> int:
+    return shards * dataset.shards[0]["bytes"]
+
+
+def cached(cache: Path) -> int:
+    """Bytes at one moment: whoever claims, evicts or renames does so under this lock."""
+    with open(cache / "lock", "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return sum(path.stat().st_size for path in cache.glob("*.*"))
+
+
+def right(path: str, dataset: Dataset, shard: int) -> bool:
+    return Path(path).read_bytes() == Path(dataset.root.url, "shards", dataset.shards[shard]["name"]).read_bytes()
+
+
+def named(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == name]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not happen within 5 s")
