@@ -107,7 +107,7 @@ def _make_room(root: Path, path: Path, engine: Any) -> None:
     needed, free = 16 * parameters + 2**20, shutil.disk_usage(root).free  # two copies of the weights, two moments
     if free < needed:
         raise WriteError(
-            f"{path}: needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free: make room, run again; {_good(root)}"
+            f"{path}: needs {needed / 1e6:,.0f} MB, {free / 1e6:,.0f} MB are free: make room, run again; {_good(root)}"
         )
 
 
