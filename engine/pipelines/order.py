@@ -70,7 +70,7 @@ def turns_before(position: int, quotas: Sequence[int], dataset: int) -> int:
     cycle, place = divmod(position, sum(quotas))
     for d in range(dataset):
         place -= _dealt(place, quotas[d], sum(quotas[d:]))
-    return cycle * quotas[dataset] + _dealt(place, quotas[dataset], sum(quotas[dataset:]))
+    return cycle * quotas[dataset] + int(_dealt(place, quotas[dataset], sum(quotas[dataset:])))
 
 
 def _dealt(places: Any, quota: int, rest: int) -> Any:

@@ -42,12 +42,11 @@ class Tracker:
 
     def log(self, row: dict[str, Any]) -> None:
         whole = {key: row.get(key) for key in self.keys}
-        self._write(METRICS, whole)
-        self.boards.log({key: value for key, value in row.items() if key not in whole}, int(row["step"]))
+        self._write(METRICS, whole, row)
         _say(line(whole, self.total, self._left_s(int(row["step"]))))
 
     def validated(self, row: dict[str, Any]) -> None:
-        self._write(VALIDATION, row, "valid/")
+        self._write(VALIDATION, row, {f"valid/{key}": value for key, value in row.items()})
         _say("  ".join(["  validation", *(f"{k} {v:.4g}" for k, v in row.items() if k not in ("step", "crops_seen"))]))
 
     def note(self, text: str) -> None:
@@ -58,14 +57,19 @@ class Tracker:
             file.close()
         self.boards.close()
 
-    def _write(self, name: str, row: dict[str, Any], prefix: str = "") -> None:
-        row = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
-        self.files[name].write(json.dumps(row, allow_nan=False) + "\n")
-        curves = {prefix + key: value for key, value in row.items() if key != "step" and value is not None}
-        self.boards.log(curves, int(row["step"]))
+    def _write(self, name: str, row: dict[str, Any], curves: dict[str, Any]) -> None:
+        """`curves`: for the boards, and more than a file's line has."""
+        step = int(row["step"])
+        self.files[name].write(json.dumps(_finite(row), allow_nan=False) + "\n")
+        shown = {key: value for key, value in _finite(curves).items() if not key.endswith("step") and value is not None}
+        self.boards.log(shown, step)
 
     def _left_s(self, step: int) -> float:
         return (time.perf_counter() - self.began) / max(step - self.first, 1) * (self.total - step)
+
+
+def _finite(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
 
 
 def line(row: dict[str, Any], total: int, left_s: float) -> str:
