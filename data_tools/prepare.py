@@ -103,18 +103,21 @@ def fill(record: EcgRecord, index: int, out: np.ndarray) -> tuple[np.ndarray, np
     flags: list[str] = []
     out[:, stop - start :] = 0
     body = out[:, : stop - start]
-    if _is_canonical(record, rows):
-        body[:] = record.signal[:, start:stop]
-        missing = body.min(axis=1) == -MAX_UV - 1
-    else:
-        missing, flags = _convert(record, rows, start, body)
+    try:
+        if _is_canonical(record, rows):
+            body[:] = record.signal[:, start:stop]
+            missing = body.min(axis=1) == -MAX_UV - 1
+        else:
+            missing, flags = _convert(record, rows, start, body)
+    except (ArithmeticError, TypeError, ValueError) as error:  # as in `carefully`: a source of one's own may hand over anything
+        raise ReadError("unreadable record", f"{type(error).__name__} in its conversion") from None
     body[missing] = 0
     return body, missing, flags
 
 
 def _is_canonical(record: EcgRecord, rows: dict[int, int]) -> bool:
     """Already 12 leads in order at 500 Hz in whole microvolts, no baseline: the bytes can be taken as they are."""
-    if record.signal.dtype != np.int16 or record.fs_hz != FS_HZ or unit_name(record.unit) != "mV":
+    if record.signal.dtype != np.int16 or rate_ratio(record.fs_hz) != (1, 1) or unit_name(record.unit) != "mV":
         return False
     if len(record.leads) != len(LEADS) or any(rows.get(lead) != lead for lead in range(len(LEADS))):
         return False
@@ -155,8 +158,8 @@ def _convert(record: EcgRecord, rows: dict[int, int], start: int, body: np.ndarr
         np.clip(values, -MAX_MV, MAX_MV, out=values)
     if some:
         values[invalid] = 0.0
-    if record.fs_hz != FS_HZ:
-        values = _resample(values, *rate_ratio(record.fs_hz))[:, lead_in : lead_in + body.shape[1]]
+    if (ratio := rate_ratio(record.fs_hz)) != (1, 1):  # 500.001 Hz is 500 Hz
+        values = _resample(values, *ratio)[:, lead_in : lead_in + body.shape[1]]
     values *= 1000.0
     np.rint(values, out=values)
     saturated = bool(values.max() > MAX_UV or values.min() < -MAX_UV)

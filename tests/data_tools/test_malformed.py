@@ -491,6 +491,8 @@ class Floats(Source):
         "eleven-gains": ({"gain": (1.0,) * 11}, "gain"),
         "gain-0": ({"gain": 0.0}, "gain"),
         "gain-nan": ({"gain": (*(1.0,) * 11, np.nan)}, "gain"),
+        "gain-text": ({"gain": ("1.0 mV",) * 12}, "unreadable record"),
+        "gain-none": ({"gain": None, "signal": ecg()}, "unreadable record"),
         "unit": ({"unit": "kV"}, "unknown unit"),
         "rate": ({"fs_hz": float("nan")}, "sampling rate"),
         "patient": ({"patient": 17}, "record field"),

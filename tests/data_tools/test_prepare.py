@@ -177,6 +177,17 @@ def test_a_constant_stays_constant_to_the_very_ends() -> None:
     assert np.abs(out[:11] - 700).max() <= 1
 
 
+@pytest.mark.parametrize("fs_hz", [499.999, 500.001])
+@pytest.mark.parametrize("gain", [1000.0, 200.0])
+def test_a_rate_that_is_500_but_for_rounding_is_500(fs_hz: float, gain: float) -> None:
+    """Whether the samples can be taken as they are or not."""
+    x = limb_consistent(CROP)
+    told, found = prepared(record(x, fs_hz=fs_hz, gain=gain))
+    wanted_told, wanted = prepared(record(x, gain=gain))
+    assert told == wanted_told
+    np.testing.assert_array_equal(found, wanted)
+
+
 @pytest.mark.parametrize("fs_hz", [0.0, -500.0, 49.0, 2001.0, float("nan"), 499.99, float("inf")])
 def test_impossible_rates_are_refused(fs_hz: float) -> None:
     with pytest.raises(ReadError, match="sampling rate"):
