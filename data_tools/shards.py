@@ -4,7 +4,7 @@ Headers are written by hand: a fixed 512-byte form without times, owners or link
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import BinaryIO
 
 BLOCK = 512
@@ -36,14 +36,14 @@ class TarWriter:
         at = self.size
         self._write(ecg)
         before = bytes(-len(ecg) % BLOCK) + member_header(facts, len(text))
-        self.index.append(f"{ECG} {at} {len(ecg)} {signal} {JSON} {self.size + len(before)} {len(text)} {facts}")
+        self.index.append(_line(at, len(ecg), signal, self.size + len(before), len(text), facts))
         self._write(before + text + bytes(-len(text) % BLOCK))
         return at
 
     def close(self) -> str:
         """End of archive; -> the index's text."""
         self._write(bytes(2 * BLOCK))
-        return f"v1.2 {len(self.index)}\n" + "".join(line + "\n" for line in self.index)
+        return _index(self.index)
 
     def _write(self, data: bytes | memoryview) -> None:
         self.file.write(data)
@@ -51,11 +51,25 @@ class TarWriter:
         self.size += len(data)
 
 
-def read_index(text: str) -> Iterator[dict[str, tuple[int, int, str]]]:
-    """Each crop's members: {"ecg": (offset, size, name), "json": ...}."""
-    lines = text.splitlines()
-    if not lines or lines[0].split() != ["v1.2", str(len(lines) - 1)]:
-        raise ValueError("not an index of version v1.2 with as many lines as it says")
-    for line in lines[1:]:
-        words = line.split()
-        yield {words[i]: (int(words[i + 1]), int(words[i + 2]), words[i + 3]) for i in range(0, len(words), 4)}
+def index_of(shard: memoryview, offsets: Iterable[int]) -> str:
+    """The index of a finished shard, from the headers of its members."""
+    lines = []
+    for at in offsets:
+        signal, size = _member(shard, at)
+        below = at + size + -size % BLOCK + BLOCK
+        facts, length = _member(shard, below)
+        lines.append(_line(at, size, signal, below, length, facts))
+    return _index(lines)
+
+
+def _member(shard: memoryview, at: int) -> tuple[str, int]:
+    header = bytes(shard[at - BLOCK : at])
+    return header[:100].rstrip(b"\0").decode("ascii"), int(header[124:135], 8)
+
+
+def _line(at: int, size: int, signal: str, below: int, length: int, facts: str) -> str:
+    return f"{ECG} {at} {size} {signal} {JSON} {below} {length} {facts}\n"
+
+
+def _index(lines: list[str]) -> str:
+    return f"v1.2 {len(lines)}\n" + "".join(lines)

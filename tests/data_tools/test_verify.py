@@ -86,6 +86,8 @@ DAMAGES: dict[str, tuple[Damage, bool, str]] = {  # what, needs --deep, a word o
     "missing shard": (lambda root: (root / "shards" / "00000.tar").unlink(), False, "missing file"),
     "missing index": (lambda root: (root / "shards" / "00000.idx").unlink(), False, "missing file"),
     "wrong index": (flip("shards/00000.idx", 20), False, "00000.idx"),
+    "wrong name in the index": (flip("shards/00000.idx", 35), False, "00000.idx"),
+    "wrong end of the index": (flip("shards/00000.idx", -10), False, "00000.idx"),
     "flipped table": (flip("samples.parquet", 500), False, "samples.parquet"),
     "flipped zarr chunk": (flip("store.zarr/c/0/0/0", 40_000), True, "store.zarr"),
     "role moved": (column("pretrain", everyone_pretrains), False, "pretrain"),
