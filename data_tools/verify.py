@@ -1,7 +1,8 @@
 """Is a dataset what it says? Every byte, every row, every role; with the archive at hand, every sample to the LSB.
 
 Always: dataset.json's fingerprint, sha256 of tables and shards, crc32c, address and range of every crop, the DALI index,
-counts, roles drawn again and checked for leaks. `source`: each crop is prepared anew from the archive and compared.
+counts, roles drawn again and checked for leaks, form and sizes of the zarr twin. `source`: each crop is prepared anew from
+the archive and compared.
 `deep`: tar headers and JSON against the rows, flags and waveform hashes derived again, padding zero, the zarr twin decoded.
 Findings are sentences that name file, crop and check; an empty list means that everything holds.
 """
@@ -14,6 +15,7 @@ import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import google_crc32c
@@ -67,8 +69,8 @@ def verify(
         for crops, findings in cluster.run(check_shard, checks, workers):
             found += findings
             bar.update(crops)
-    if "zarr" in dataset.meta["formats"] and (deep or not dataset.shards):
-        found += _store(dataset, table, quiet)
+    if "zarr" in dataset.meta["formats"]:
+        found += _store(dataset, table, deep or not dataset.shards, quiet)
     if sources:
         found += _against(dataset, table, sources, key, quiet)
     return found
@@ -195,12 +197,25 @@ def _derived(crop: np.ndarray, row: dict[str, Any]) -> Iterator[str]:
         yield f"flags are {flags}, {row['flags']} in {SAMPLES}"
 
 
-def _store(dataset: Dataset, table: pa.Table, quiet: bool) -> list[str]:
-    """Every chunk decoded; zarr checks its own crc32c of the compressed bytes, ours is of the crop."""
-    found: list[str] = []
-    store = dataset.store
-    if store.shape != (len(table), *CROP_SHAPE):
-        return [f"{STORE}: shape {store.shape}, {(len(table), *CROP_SHAPE)} expected"]
+def _store(dataset: Dataset, table: pa.Table, deep: bool, quiet: bool) -> list[str]:
+    """Form and sizes. `deep`: every chunk decoded; zarr checks its own crc32c of the compressed bytes, ours is of the crop."""
+    try:
+        store = dataset.store
+    except DatasetError as error:
+        return [str(error)]
+    for what, seen, due in (
+        ("shape", store.shape, (len(table), *CROP_SHAPE)),
+        ("type", str(store.dtype), "int16"),
+        ("chunks", store.chunks, (1, *CROP_SHAPE)),
+        ("shards", store.shards and store.shards[1:], CROP_SHAPE),
+        ("attributes", dict(store.attrs), {}),
+        ("dimensions", store.metadata.dimension_names, ("crop", "lead", "sample")),
+    ):
+        if seen != due:
+            return [f"{STORE}: {what} {seen}, {due} expected"[:200]]
+    found = list(islice(_objects(dataset, store.shards[0]), MOST))
+    if found or not deep:
+        return found
     checksums = table["crc32c"].to_pylist()
     for start in tqdm(range(0, len(table), 64), unit=" chunks", desc="zarr", disable=quiet):
         try:
@@ -211,6 +226,25 @@ def _store(dataset: Dataset, table: pa.Table, quiet: bool) -> list[str]:
         wrong = [start + i for i, crop in enumerate(block) if google_crc32c.value(crop.tobytes()) != checksums[start + i]]
         found += [f"{STORE}: crop {row} fails its crc32c" for row in wrong]
     return found[:MOST]
+
+
+def _objects(dataset: Dataset, most: int) -> Iterator[str]:
+    """Is every storage object, of up to `most` crops, there, and as long as the index at its end says?"""
+    tail = 16 * most + 4
+    for block, start in enumerate(range(0, len(dataset), most)):
+        name = f"{STORE}/c/{block}/0/0"
+        try:
+            size = dataset.root.size(name)
+            index = dataset.root.read_range(name, max(0, size - tail), tail)
+        except FileNotFoundError:
+            yield f"{name}: missing file"
+            continue
+        if len(index) != tail or google_crc32c.value(index[:-4]) != int.from_bytes(index[-4:], "little"):
+            yield f"{name}: {size} bytes, the last of which are no index (truncated or replaced)"
+            continue
+        ends = np.frombuffer(index[:-4], "<u8").reshape(most, 2)[: len(dataset) - start].sum(axis=1)
+        if int(ends.max()) != size - tail:
+            yield f"{name}: {size} bytes, its index says another number, or lacks a crop"
 
 
 def _against(dataset: Dataset, table: pa.Table, sources: list[Source], key: bytes | None, quiet: bool) -> list[str]:

@@ -145,6 +145,13 @@ def test_help_is_there(command: tuple[str, ...], capsys: pytest.CaptureFixture[s
     assert "usage" in out
 
 
+def test_verify_says_what_it_did_not_read(dataset: Dataset, capsys: pytest.CaptureFixture[str]) -> None:
+    told = "of store.zarr form and sizes alone: --deep reads it"
+    for deep in ((), ("--deep",)):
+        code, out, _ = run(capsys, "verify", dataset.root.url, "--workers", 1, *deep)
+        assert code == 0 and (told in out) == (not deep)
+
+
 def test_verify_exits_1_and_says_why(dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import shutil
 

@@ -1,6 +1,7 @@
 """`verify` must find what we break, name it, and find nothing where nothing is broken."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -79,6 +80,21 @@ def truncate(root: Path) -> None:
     path.write_bytes(path.read_bytes()[:-200_000])
 
 
+def cut_in_the_middle(root: Path) -> None:
+    path = root / "store.zarr" / "c" / "0" / "0" / "0"
+    data = path.read_bytes()
+    path.write_bytes(data[:50_000] + data[60_000:])
+
+
+def edited(name: str, old: str, new: str) -> Damage:
+    def damage(root: Path) -> None:
+        text = (root / name).read_text()
+        assert old in text
+        (root / name).write_text(text.replace(old, new))
+
+    return damage
+
+
 DAMAGES: dict[str, tuple[Damage, bool, str]] = {  # what, needs --deep, a word of the finding
     "flipped sample": (flip("shards/00000.tar", 70_000), False, "crc32c"),
     "flipped tar header": (flip("shards/00000.tar", 3), False, "sha256"),
@@ -90,6 +106,14 @@ DAMAGES: dict[str, tuple[Damage, bool, str]] = {  # what, needs --deep, a word o
     "wrong end of the index": (flip("shards/00000.idx", -10), False, "00000.idx"),
     "flipped table": (flip("samples.parquet", 500), False, "samples.parquet"),
     "flipped zarr chunk": (flip("store.zarr/c/0/0/0", 40_000), True, "store.zarr"),
+    "missing zarr": (lambda root: shutil.rmtree(root / "store.zarr"), False, "store.zarr"),
+    "missing zarr chunk": (lambda root: (root / "store.zarr/c/0/0/0").unlink(), False, "store.zarr/c/0/0/0: missing file"),
+    "truncated zarr chunk": (lambda root: os.truncate(root / "store.zarr/c/0/0/0", 900_000), False, "truncated"),
+    "zarr chunk with a hole": (cut_in_the_middle, False, "store.zarr/c/0/0/0"),
+    "zarr of no form": (lambda root: (root / "store.zarr/zarr.json").write_text("[]"), False, "store.zarr"),
+    "zarr of other words": (edited("store.zarr/zarr.json", "endian", "endman"), False, "store.zarr"),
+    "zarr of another shape": (edited("store.zarr/zarr.json", "5000", "2500"), False, "shape"),
+    "zarr with a note": (edited("store.zarr/zarr.json", '"attributes": {', '"attributes": {"a": 1'), False, "attributes"),
     "role moved": (column("pretrain", everyone_pretrains), False, "pretrain"),
     "rows swapped": (column("record", swap_first_two), True, "should"),
     "addresses swapped": (column("offset", swap_first_two), False, "crc32c"),
