@@ -33,6 +33,7 @@ from data_tools.storage import Folder, folder
 
 FORMAT_VERSION = 1
 CLASSES = ABBREVIATIONS  # the columns of `labels`
+PLANS = ("paper", "all", "paper-split")
 CROP_SAMPLES = 5000
 CROP_SHAPE = (len(LEADS), CROP_SAMPLES)
 CROP_BYTES = 2 * len(LEADS) * CROP_SAMPLES
@@ -64,6 +65,14 @@ COLUMNS = pa.schema(
         ("fs_source_hz", pa.float64()),
     ]
 )
+NOT_ALWAYS = ("patient", "dx_role", "id_role", "age", "sex")  # all other columns say something of every crop
+
+
+class Meta(dict[str, Any]):
+    """What dataset.json says: to need what it does not say is that file's error, and no program's."""
+
+    def __missing__(self, name: str) -> Any:
+        raise DatasetError(f"{META}: says nothing of {name}: restore the file")
 
 
 @dataclass(frozen=True)
@@ -88,7 +97,7 @@ class Dataset:
             raise DatasetError(f"{url}/{META}: its fingerprint is not that of its contents: it was changed by hand")
         if wrong := misshapen(meta):
             raise DatasetError(f"{url}/{META}: {wrong} has not the form of version {FORMAT_VERSION}: restore the file")
-        return cls(root, meta)
+        return cls(root, Meta(meta))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Dataset, (self.root, self.meta)  # another process reads for itself
@@ -115,6 +124,8 @@ class Dataset:
             raise DatasetError(
                 f"{self.root.url}: {SAMPLES} has {table.num_rows} rows, {META} says {len(self)}: restore the file"
             )
+        if lacking := [name for name in table.column_names if name not in NOT_ALWAYS and table[name].null_count]:
+            raise DatasetError(f"{self.root.url}/{SAMPLES}: {lacking[0]} is missing in some rows: build the dataset again")
         return table
 
     def parts(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
@@ -163,8 +174,6 @@ class Dataset:
     def addresses(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """shard, offset and crc32c of every crop: 16 bytes each."""
         table = self.table(["shard", "offset", "crc32c"])
-        if lacking := [name for name in table.column_names if table[name].null_count]:
-            raise DatasetError(f"{self.root.url}/{SAMPLES}: {lacking[0]} is missing in some rows: build the dataset again")
         return tuple(table[name].to_numpy() for name in ("shard", "offset", "crc32c"))
 
     def select(self, pretrain: bool | None = None, dx: str | None = None, identity: str | None = None) -> np.ndarray:
@@ -210,12 +219,26 @@ def misshapen(meta: dict[str, Any]) -> str | None:
             and min(facts["crops"], facts["bytes"]) >= 0
         )
 
-    shards = meta.get("shards")
+    def is_source(facts: Any) -> bool:
+        return has(facts, name=str, licence=str, records=dict, crops=int, dropped_s=float) and has(
+            facts["records"], seen=int, used=int, refused=int
+        )
+
+    def are_names(names: Any) -> bool:
+        return isinstance(names, list) and all(isinstance(name, str) for name in names)
+
+    shards, sources, whose = meta.get("shards"), meta.get("sources", []), meta.get("role_sources", {})
     right = {
         "crops": has(meta, crops=int),
-        "formats": meta.get("formats") in (["tar"], ["zarr"], ["tar", "zarr"]),
         "samples": has(meta.get("samples"), bytes=int, sha256=str),
+        "rejects": "rejects" not in meta or has(meta["rejects"], bytes=int, sha256=str),  # not in the first datasets
         "shards": isinstance(shards, list) and all(map(is_shard, shards)),
+        "formats": meta.get("formats") in ((["tar"], ["tar", "zarr"]) if shards else (["zarr"],)),
+        "seed": isinstance(meta.get("seed", 0), int),
+        "plan": meta.get("plan", "all") in PLANS,
+        "role_sources": isinstance(whose, dict) and whose.keys() <= {"dx", "id"} and all(map(are_names, whose.values())),
+        "roles": isinstance(meta.get("roles", {}), dict),
+        "sources": isinstance(sources, list) and all(map(is_source, sources)),
     }
     return next((name for name, holds in right.items() if not holds), None)
 

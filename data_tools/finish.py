@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from data_tools import pseudonyms, splits, store
 from data_tools.dataset import COLUMNS, FORMAT_VERSION, META, REJECTS, SAMPLES, STORE, Dataset, fingerprint
-from data_tools.errors import DatasetError, StorageError
+from data_tools.errors import DatasetError, ReadError, StorageError, one_line
 from data_tools.plan import Plan, Reject
 from data_tools.prepare import SPEC, SPEC_HASH
 from data_tools.storage import Folder
@@ -56,7 +56,7 @@ def finish(
         gone = pa.array(np.full(len(table), -1))
         table = table.set_column(0, COLUMNS[0], gone.cast(pa.int32())).set_column(1, COLUMNS[1], gone)
     _remove_strays(out, shards, settings.format)
-    samples = _parquet(table)
+    samples, refused = _parquet(table), _csv(rejects)
     meta = {
         "format_version": FORMAT_VERSION,
         "fs_hz": SPEC["fs_hz"],
@@ -75,11 +75,12 @@ def finish(
         "roles": role_counts(table),
         "formats": {"tar": ["tar"], "zarr": ["zarr"], "both": ["tar", "zarr"]}[settings.format],
         "samples": {"bytes": len(samples), "sha256": hashlib.sha256(samples).hexdigest()},
+        "rejects": {"bytes": len(refused), "sha256": hashlib.sha256(refused).hexdigest()},
         "shards": shards,
     }
     try:
         out.write(SAMPLES, samples)
-        out.write(REJECTS, _csv(rejects))
+        out.write(REJECTS, refused)
         out.write(META, (json.dumps(meta | {"fingerprint": fingerprint(meta)}, indent=1) + "\n").encode())
     except OSError as error:
         raise StorageError(f"writing the tables in {out.url}: {error.strerror or error}") from None
@@ -215,8 +216,15 @@ def _shown(rejects: list[Reject], key: bytes | None) -> list[Reject]:
 
 
 def read_rejects(base: Dataset) -> list[Reject]:
-    text = base.root.read(REJECTS, 2**31).decode()
-    return [(row[0], row[1], row[2], row[3]) for row in list(csv.reader(io.StringIO(text)))[1:]]
+    told, file = base.meta.get("rejects"), f"{base.root.url}/{REJECTS}"
+    try:
+        data = base.root.read(REJECTS, told["bytes"] if told else 2**31)
+        if told and hashlib.sha256(data).hexdigest() != told["sha256"]:
+            raise DatasetError(f"{file}: fails its sha256: restore the file")
+        _, *rows = csv.reader(io.StringIO(data.decode()))
+        return [(source, record, reason, detail) for source, record, reason, detail in rows]
+    except (ReadError, ValueError, csv.Error) as error:
+        raise DatasetError(one_line(f"{file}: {error}: restore the file")) from None
 
 
 def _csv(rejects: list[Any]) -> bytes:

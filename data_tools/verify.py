@@ -21,19 +21,25 @@ from typing import Any
 import google_crc32c
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from data_tools import cluster, pseudonyms, quality
-from data_tools.dataset import CROP_BYTES, CROP_SHAPE, REJECTS, SAMPLES, STORE, Dataset, waveform
+from data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, META, REJECTS, SAMPLES, STORE, Dataset, waveform
 from data_tools.errors import DatasetError, ReadError
-from data_tools.finish import assign_roles, read_rejects, role_counts, role_sources
+from data_tools.finish import assign_roles, read_rejects, recipe_hash, role_counts, role_sources
 from data_tools.labels import class_row
-from data_tools.prepare import CROP, FS_HZ, HALF, MAX_UV, prepare_crop
+from data_tools.plan import Reject
+from data_tools.prepare import CROP, FS_HZ, HALF, MAX_UV, SPEC, prepare_crop
 from data_tools.record import LEADS
 from data_tools.shards import index_of, member_header
 from data_tools.sources.base import Source, carefully
 
 MOST = 20  # findings of one shard; a broken disk has thousands
+FLAGS = (  # in rejects.csv, of records that were used
+    *("lead not measured", "flat lead", "saturated", "large", "einthoven"),
+    *("checksum differs", "first value differs", "diagnosis without a code", "not in ptbxl_database.csv"),
+)
 ROW_COLUMNS = ("crc32c", "waveform", "source", "record", "patient", "start_s", "halves", "missing_leads", "flags", "dx")
 JSON_COLUMNS = (*ROW_COLUMNS[2:], "labels", "age", "sex", "fs_source_hz")
 
@@ -59,8 +65,13 @@ def verify(
     data = dataset.root.read(SAMPLES, dataset.meta["samples"]["bytes"])
     if hashlib.sha256(data).hexdigest() != dataset.meta["samples"]["sha256"]:
         return [f"{SAMPLES}: fails its sha256"]  # nothing below can be trusted
-    table = dataset.table()
-    found = _tables(dataset, table)
+    try:
+        table, rejects = dataset.table(), read_rejects(dataset)
+    except DatasetError as error:
+        return [str(error)]
+    if others := set(pq.read_schema(pa.BufferReader(data)).names) - set(COLUMNS.names):
+        return [f"{SAMPLES}: has columns that version 1 has not: {', '.join(sorted(others))}"[:200]]
+    found = [*_facts(dataset, table), *_tables(dataset, table)]
     starts = np.searchsorted(table["shard"].to_numpy(), np.arange(len(dataset.shards) + 1))
     if len(table) != dataset.meta["crops"] or (dataset.shards and starts[-1] != len(table)):
         return [*found, f"{SAMPLES}: {len(table)} rows, {dataset.meta['crops']} crops in dataset.json"]
@@ -72,8 +83,30 @@ def verify(
     if "zarr" in dataset.meta["formats"]:
         found += _store(dataset, table, deep or not dataset.shards, quiet)
     if sources:
-        found += _against(dataset, table, sources, key, quiet)
+        found += _against(dataset, table, sources, rejects, key, quiet)
     return found
+
+
+def _facts(dataset: Dataset, table: pa.Table) -> Iterator[str]:
+    """What dataset.json says, beside what version 1 is, what the rows say and what is there."""
+    meta = dataset.meta
+    for name in ("fs_hz", "leads", "uv_per_lsb", "crop_samples"):
+        if meta[name] != SPEC[name]:
+            yield f"{META}: {name} {meta[name]}, {SPEC[name]} expected"[:200]
+    if recipe_hash(meta["preprocessing"]) != meta["preprocessing_sha256"]:
+        yield f"{META}: preprocessing fails its sha256"
+    groups = table.group_by("source").aggregate([("record", "count"), ("record", "count_distinct")]).to_pylist()
+    counts = {group["source"]: (group["record_count"], group["record_count_distinct"]) for group in groups}
+    for source in meta["sources"]:
+        records, (crops, used) = source["records"], counts.pop(source["name"], (0, 0))
+        if (source["crops"], records["used"], records["seen"]) != (crops, used, used + records["refused"]):
+            yield f"{META}: counts of {source['name']} are not those of {SAMPLES}: {crops} crops of {used} records"
+    yield from (f"{META}: sources lack {name}" for name in counts)
+    ours = {name for shard in dataset.shards for name in (shard["name"], shard["name"].removesuffix(".tar") + ".idx")}
+    strays = [name for name in dataset.root.names("shards") if name.removeprefix("shards/") not in ours]
+    if "zarr" not in meta["formats"] and dataset.root.exists(f"{STORE}/zarr.json"):
+        strays.append(STORE)
+    yield from (f"{name}: not a part of the dataset" for name in strays[:MOST])
 
 
 def _tables(dataset: Dataset, table: pa.Table) -> list[str]:
@@ -89,9 +122,6 @@ def _tables(dataset: Dataset, table: pa.Table) -> list[str]:
             found.append(f"{SAMPLES}: {column} of {wrong} crops is not what seed {dataset.meta['seed']} draws")
     if role_counts(table) != dataset.meta["roles"]:
         found.append("dataset.json: counts per role differ from the rows")
-    crops = sum(source["crops"] for source in dataset.meta["sources"])
-    if crops != len(table):
-        found.append(f"dataset.json: sources count {crops} crops, {SAMPLES} has {len(table)}")
     labels = [class_row(tuple(dx)) for dx in table["dx"].to_pylist()]
     if labels != table["labels"].to_pylist():
         found.append(f"{SAMPLES}: labels are not those of the dx codes")
@@ -247,7 +277,9 @@ def _objects(dataset: Dataset, most: int) -> Iterator[str]:
             yield f"{name}: {size} bytes, its index says another number, or lacks a crop"
 
 
-def _against(dataset: Dataset, table: pa.Table, sources: list[Source], key: bytes | None, quiet: bool) -> list[str]:
+def _against(
+    dataset: Dataset, table: pa.Table, sources: list[Source], rejects: list[Reject], key: bytes | None, quiet: bool
+) -> list[str]:
     """The archive read again: every crop of every record that it holds must be the dataset's, bit for bit."""
     if dataset.meta["pseudonyms"] != (pseudonyms.fingerprint(key) if key else None):
         return ["the dataset's names are pseudonyms: --pseudonymize with the same KEYFILE is needed to compare"]
@@ -255,7 +287,7 @@ def _against(dataset: Dataset, table: pa.Table, sources: list[Source], key: byte
     columns = (table[name].to_pylist() for name in ("source", "record", "start_s", "crc32c"))
     for row, (filed, name, start_s, _) in enumerate(labels := list(zip(*columns, strict=True))):
         rows.setdefault((filed, name), {})[round(start_s * FS_HZ) // CROP] = row
-    refused = {tuple(line[:2]) for line in read_rejects(dataset)}
+    refused = {(filed, name) for filed, name, reason, _ in rejects if reason not in FLAGS}
     found: list[str] = []
     crop = np.empty(CROP_SHAPE, "<i2")
     for source in sources:

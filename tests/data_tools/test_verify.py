@@ -95,6 +95,16 @@ def edited(name: str, old: str, new: str) -> Damage:
     return damage
 
 
+def old_rejects(text: str) -> Damage:
+    """Of a dataset that does not tell its sum."""
+
+    def damage(root: Path) -> None:
+        (root / "rejects.csv").write_text(text, "latin-1")
+        rewritten(lambda meta: meta.pop("rejects"))(root)
+
+    return damage
+
+
 DAMAGES: dict[str, tuple[Damage, bool, str]] = {  # what, needs --deep, a word of the finding
     "flipped sample": (flip("shards/00000.tar", 70_000), False, "crc32c"),
     "flipped tar header": (flip("shards/00000.tar", 3), False, "sha256"),
@@ -106,6 +116,26 @@ DAMAGES: dict[str, tuple[Damage, bool, str]] = {  # what, needs --deep, a word o
     "wrong end of the index": (flip("shards/00000.idx", -10), False, "00000.idx"),
     "flipped table": (flip("samples.parquet", 500), False, "samples.parquet"),
     "flipped zarr chunk": (flip("store.zarr/c/0/0/0", 40_000), True, "store.zarr"),
+    "zarr that is not told": (rewritten(lambda meta: meta.update(formats=["tar"])), False, "store.zarr: not a part"),
+    "stray shard": (lambda root: (root / "shards/00009.tar").write_bytes(b""), False, "shards/00009.tar: not a part"),
+    "another rate told": (rewritten(lambda meta: meta.update(fs_hz=250)), False, "fs_hz 250, 500 expected"),
+    "another unit told": (rewritten(lambda meta: meta.update(uv_per_lsb=4.88)), False, "uv_per_lsb"),
+    "leads told backwards": (rewritten(lambda meta: meta["leads"].reverse()), False, "leads"),
+    "another length told": (rewritten(lambda meta: meta.update(crop_samples=2500)), False, "crop_samples"),
+    "a filter told": (rewritten(lambda meta: meta["preprocessing"].update(filter="band")), False, "preprocessing fails"),
+    "a source's crops": (rewritten(lambda meta: meta["sources"][0].update(crops=1)), False, "counts of"),
+    "a source's records": (rewritten(lambda meta: meta["sources"][0]["records"].update(seen=10**6)), False, "counts of"),
+    "a source renamed": (rewritten(lambda meta: meta["sources"][0].update(name="mine")), False, "sources lack"),
+    "nothing of roles": (rewritten(lambda meta: meta.pop("plan")), False, "says nothing of plan"),
+    "another column": (with_table(lambda table: table.append_column("name", table["record"])), False, "has not: name"),
+    "a column less": (with_table(lambda table: table.drop_columns("waveform")), False, "waveform is missing"),
+    "nulls": (column("dx", lambda values: [None, *values[1:]]), False, "dx is missing in some rows"),
+    "flipped rejects": (flip("rejects.csv", 3), False, "rejects.csv: fails its sha256"),
+    "missing rejects": (lambda root: (root / "rejects.csv").unlink(), False, "rejects.csv: missing file"),
+    "longer rejects": (lambda root: (root / "rejects.csv").open("a").write("a,b,c,d\n"), False, "file too large"),
+    "rejects of an old dataset": (old_rejects("source\nptb\n"), False, "rejects.csv: not enough values"),
+    "rejects of an old dataset in Latin": (old_rejects("source,record,reason,detail\na,b,\xe9,d\n"), False, "utf-8"),
+    "a huge field": (old_rejects("source,record,reason,detail\na,b,c," + "x" * 200_000), False, "larger than field limit"),
     "missing zarr": (lambda root: shutil.rmtree(root / "store.zarr"), False, "store.zarr"),
     "missing zarr chunk": (lambda root: (root / "store.zarr/c/0/0/0").unlink(), False, "store.zarr/c/0/0/0: missing file"),
     "truncated zarr chunk": (lambda root: os.truncate(root / "store.zarr/c/0/0/0", 900_000), False, "truncated"),
@@ -137,7 +167,11 @@ def test_damage_is_found_and_named(name: str, dataset: Dataset, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("crops", "9"), ("formats", ["hdf5"]), ("samples", {"bytes": 1}), ("shards", None), ("shards", [{"name": 3}])],
+    [
+        *[("crops", "9"), ("formats", ["hdf5"]), ("samples", {"bytes": 1}), ("shards", None), ("shards", [{"name": 3}])],
+        *[("formats", ["zarr"]), ("rejects", 3), ("seed", "x"), ("plan", "mine"), ("roles", []), ("sources", 3)],
+        *[("sources", [{"name": "x"}]), ("role_sources", {"dx": 3}), ("role_sources", {"q": ["a"]}), ("role_sources", 3)],
+    ],
 )
 def test_metadata_of_another_form_is_one_line(name: str, value: Any, dataset: Dataset, tmp_path: Path) -> None:
     """Also where its fingerprint is right."""
@@ -179,6 +213,12 @@ def test_rows_without_an_address_are_one_line(dataset: Dataset, tmp_path: Path) 
 def test_a_sound_dataset_passes_every_check(archive: Path, dataset: Dataset) -> None:
     assert verify(dataset, open_sources(str(archive)), deep=True) == []
     assert verify(dataset, workers=2) == []
+
+
+def test_a_dataset_that_does_not_tell_the_sum_of_its_rejects_passes(dataset: Dataset, tmp_path: Path) -> None:
+    shutil.copytree(dataset.root.url, tmp_path / "copy")
+    rewritten(lambda meta: meta.pop("rejects"))(tmp_path / "copy")
+    assert verify(Dataset.open(str(tmp_path / "copy")), deep=True) == []
 
 
 def test_a_dataset_changed_by_hand_does_not_open(dataset: Dataset, tmp_path: Path) -> None:
