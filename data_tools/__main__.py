@@ -84,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("dataset", metavar="DATASET")
     verify.add_argument("--source", metavar="SRC", action="append", help="compare with the archive; once for each SRC")
     verify.add_argument("--kind", default="auto", metavar="KIND", help="as --source of shard (auto)")
+    verify.add_argument("--patients", metavar="CSV", help="as --patients of shard")
     verify.add_argument("--deep", action="store_true", help="also derive everything again that can be derived")
     verify.add_argument("--workers", type=_positive, default=os.cpu_count() or 1, help="processes (all cores)")
     verify.add_argument("--pseudonymize", metavar="KEYFILE", help="the key the dataset was made with, for --source")
@@ -135,10 +136,24 @@ def _synth(options: argparse.Namespace) -> int:
     return 0
 
 
+def _opened(urls: list[str], kind: str, options: argparse.Namespace) -> list[Any]:
+    from data_tools.sources import PhysioNet2021, open_sources
+
+    sources = [source for url in urls for source in open_sources(url, kind, options.anonymous)]
+    if options.patients:
+        ours = [source for source in sources if isinstance(source, PhysioNet2021)]
+        if not ours:
+            raise DataError(
+                f"--patients {options.patients}: is read with the Challenge's archive, and no SRC is one: leave it out"
+            )
+        for source in ours:
+            source.table = options.patients
+    return sources
+
+
 def _shard(options: argparse.Namespace) -> int:
     from data_tools.build import Settings, shard
     from data_tools.pseudonyms import read_key
-    from data_tools.sources import PhysioNet2021, open_sources
     from data_tools.splits import PAPERS, RoleSources
     from data_tools.summary import describe, notes
 
@@ -149,10 +164,7 @@ def _shard(options: argparse.Namespace) -> int:
         tuple(sorted(set(options.dx_sources or PAPERS.dx))), tuple(sorted(set(options.id_sources or PAPERS.id)))
     )
     key = read_key(options.pseudonymize) if options.pseudonymize else None
-    sources = [source for url in options.sources for source in open_sources(url, options.source, options.anonymous)]
-    for source in sources:
-        if options.patients and isinstance(source, PhysioNet2021):
-            source.table = options.patients
+    sources = _opened(options.sources, options.source, options)
     for note in (note for source in sources for note in source.notes()):
         print(f"note: {note}", file=sys.stderr)
     settings = Settings(
@@ -182,13 +194,12 @@ def _shard(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     from data_tools.dataset import Dataset
     from data_tools.pseudonyms import read_key
-    from data_tools.sources import open_sources
     from data_tools.verify import verify
 
     started = time.monotonic()
     key = read_key(options.pseudonymize) if options.pseudonymize else None
     dataset = Dataset.open(options.dataset, options.anonymous)
-    sources = [source for url in options.source or () for source in open_sources(url, options.kind, options.anonymous)]
+    sources = _opened(options.source or [], options.kind, options)
     found = verify(dataset, sources, options.deep, options.workers, key, _quiet())
     for finding in found:
         print(finding)

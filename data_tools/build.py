@@ -208,7 +208,7 @@ def build_shard(task: Task) -> int:
                     if part == 0:
                         rejects += [(filed, shown, reason, detail) for reason, detail in record.warnings]
                     crop = prepare_crop(record, part, out)
-                    row = _row(filed, shown, record, crop, task.pseudonym_key)
+                    row = row_of(filed, shown, record, crop, task.pseudonym_key)
                 except ReadError as error:
                     rejects.append((filed, shown, error.reason, error.detail))
                     continue
@@ -249,7 +249,7 @@ def _part(index: int, rows: list[dict[str, Any]], facts: dict[str, Any]) -> byte
     return bytes(sink.getvalue())
 
 
-def _row(source: str, name: str, record: EcgRecord, crop: Crop, key: bytes | None) -> dict[str, Any]:
+def row_of(source: str, name: str, record: EcgRecord, crop: Crop, key: bytes | None) -> dict[str, Any]:
     patient = pseudonyms.shown(key, "p", source, record_stem(record.patient)) if record.patient else None
     return {
         "source": source,

@@ -25,23 +25,24 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from data_tools import cluster, pseudonyms, quality
+from data_tools.build import row_of
 from data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, META, REJECTS, SAMPLES, STORE, Dataset, waveform
 from data_tools.errors import DatasetError, ReadError
 from data_tools.finish import assign_roles, read_rejects, recipe_hash, role_counts, role_sources
 from data_tools.labels import class_row
 from data_tools.plan import Reject
-from data_tools.prepare import CROP, FS_HZ, HALF, MAX_UV, SPEC, prepare_crop
-from data_tools.record import LEADS
+from data_tools.prepare import CROP, FS_HZ, HALF, MAX_UV, SPEC, crop_count, prepare_crop
+from data_tools.record import LEADS, EcgRecord
 from data_tools.shards import index_of, member_header
 from data_tools.sources.base import Source, carefully
 
 MOST = 20  # findings of one shard; a broken disk has thousands
+ROLES = ("pretrain", "dx_role", "id_role")
 FLAGS = (  # in rejects.csv, of records that were used
     *("lead not measured", "flat lead", "saturated", "large", "einthoven"),
     *("checksum differs", "first value differs", "diagnosis without a code", "not in ptbxl_database.csv"),
 )
-ROW_COLUMNS = ("crc32c", "waveform", "source", "record", "patient", "start_s", "halves", "missing_leads", "flags", "dx")
-JSON_COLUMNS = (*ROW_COLUMNS[2:], "labels", "age", "sex", "fs_source_hz")
+JSON_COLUMNS = [name for name in COLUMNS.names if name not in ("shard", "offset", "crc32c", "waveform", *ROLES)]
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ def verify(
         return [str(error)]
     if others := set(pq.read_schema(pa.BufferReader(data)).names) - set(COLUMNS.names):
         return [f"{SAMPLES}: has columns that version 1 has not: {', '.join(sorted(others))}"[:200]]
+    if np.mod(table["start_s"].to_numpy(), CROP / FS_HZ).any():
+        return [f"{SAMPLES}: start_s is not always a multiple of {CROP / FS_HZ:g} s"]
     found = [*_facts(dataset, table), *_tables(dataset, table)]
     starts = np.searchsorted(table["shard"].to_numpy(), np.arange(len(dataset.shards) + 1))
     if len(table) != dataset.meta["crops"] or (dataset.shards and starts[-1] != len(table)):
@@ -116,7 +119,7 @@ def _tables(dataset: Dataset, table: pa.Table) -> list[str]:
         again = assign_roles(table, dataset.meta["plan"], dataset.meta["seed"], role_sources(dataset.meta))
     except DatasetError as error:
         found.append(f"{SAMPLES}: {error}")
-    for column in ("pretrain", "dx_role", "id_role"):
+    for column in ROLES:
         if again is not None and not again[column].equals(table[column]):
             wrong = sum(a != b for a, b in zip(again[column].to_pylist(), table[column].to_pylist(), strict=True))
             found.append(f"{SAMPLES}: {column} of {wrong} crops is not what seed {dataset.meta['seed']} draws")
@@ -204,7 +207,11 @@ def _deep(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]:
         if ecg.offset_data != row["offset"] or not key.startswith(f"{row['source']}-{row['record']}-"):
             yield f"{at}: stands where {row['source']}/{row['record']} should"
         told = json.loads(bytes(data[text.offset_data : text.offset_data + text.size]))
-        differing = [column for column in JSON_COLUMNS if told.get(column) != row[column]]
+        expected = {column: row[column] for column in JSON_COLUMNS}
+        expected |= {"crc32c": f"{row['crc32c']:08x}", "waveform": f"{row['waveform']:016x}"}
+        if told.get("age") is not None:
+            told["age"] = float(np.float32(told["age"]))  # as the table holds it
+        differing = sorted(name for name in told.keys() | expected.keys() if told.get(name) != expected.get(name))
         if differing:
             yield f"{at}: JSON and {SAMPLES} differ in {', '.join(differing)}"
         crop = np.frombuffer(data, "<i2", CROP_BYTES // 2, row["offset"]).reshape(CROP_SHAPE)
@@ -280,34 +287,55 @@ def _objects(dataset: Dataset, most: int) -> Iterator[str]:
 def _against(
     dataset: Dataset, table: pa.Table, sources: list[Source], rejects: list[Reject], key: bytes | None, quiet: bool
 ) -> list[str]:
-    """The archive read again: every crop of every record that it holds must be the dataset's, bit for bit."""
+    """The archive read again: every crop of every record that it holds must be the dataset's, bit for bit, as must what is
+    said of it."""
     if dataset.meta["pseudonyms"] != (pseudonyms.fingerprint(key) if key else None):
         return ["the dataset's names are pseudonyms: --pseudonymize with the same KEYFILE is needed to compare"]
     rows: dict[tuple[str, str], dict[int, int]] = {}
-    columns = (table[name].to_pylist() for name in ("source", "record", "start_s", "crc32c"))
-    for row, (filed, name, start_s, _) in enumerate(labels := list(zip(*columns, strict=True))):
+    columns = (table[name].to_pylist() for name in ("source", "record", "start_s"))
+    for row, (filed, name, start_s) in enumerate(zip(*columns, strict=True)):
         rows.setdefault((filed, name), {})[round(start_s * FS_HZ) // CROP] = row
-    refused = {(filed, name) for filed, name, reason, _ in rejects if reason not in FLAGS}
+    known = {(filed, name) for filed, name, reason, _ in rejects if reason not in FLAGS} | rows.keys()
     found: list[str] = []
-    crop = np.empty(CROP_SHAPE, "<i2")
     for source in sources:
         for item in tqdm(source.keys(), unit=" records", desc="archive", disable=quiet):
             record = carefully(source.read, item)
             if isinstance(record, ReadError):
                 continue
             name = pseudonyms.shown(key, "r", record.source, record.name)
-            parts = rows.pop((record.source, name), None)
-            if parts is None and (record.source, name) not in refused:
+            if parts := rows.pop((record.source, name), None):
+                found += _differing(dataset, table, record, name, parts, key)
+            elif (record.source, name) not in known:
                 found.append(f"{record.source}/{name} is in the archive, and neither in {SAMPLES} nor in {REJECTS}")
-            for part, row in (parts or {}).items():
-                try:
-                    prepare_crop(record, part, crop)
-                except ReadError as error:
-                    found.append(f"{record.source}/{name} at {labels[row][2]:g} s: the archive has no such crop: {error}")
-                    continue
-                if google_crc32c.value(crop.tobytes()) != labels[row][3] or not np.array_equal(dataset.read(row), crop):
-                    found.append(f"{record.source}/{name} at {labels[row][2]:g} s: the archive has other samples")
     if rows:
         filed, name = next(iter(rows))
         found.append(f"{len(rows)} records are not in the archive, for example {filed}/{name}: were all its sources given?")
     return found[:MOST]
+
+
+def _differing(
+    dataset: Dataset, table: pa.Table, record: EcgRecord, name: str, parts: dict[int, int], key: bytes | None
+) -> Iterator[str]:
+    """One record beside its rows, {crop: row}: samples, and what is said of them."""
+    crop = np.empty(CROP_SHAPE, "<i2")
+    try:
+        count = crop_count(record.signal.shape[1], record.fs_hz)
+    except ReadError:
+        count = 0
+    for part in sorted({*range(count), *parts}):
+        at = f"{record.source}/{name} at {part * CROP / FS_HZ:g} s"
+        try:
+            told = row_of(record.source, name, record, prepare_crop(record, part, crop), key)
+        except ReadError as error:
+            if part in parts:
+                yield f"{at}: the archive has no such crop: {error}"
+            continue
+        if part not in parts:
+            yield f"{at}: a crop of the archive that is not in {SAMPLES}"
+            continue
+        row = table.slice(parts[part], 1).to_pylist()[0]
+        if google_crc32c.value(crop.tobytes()) != row["crc32c"] or not np.array_equal(dataset.read(parts[part]), crop):
+            yield f"{at}: the archive has other samples"
+        stored = {column: pa.array([value], COLUMNS.field(column).type)[0].as_py() for column, value in told.items()}
+        if others := [column for column in ("patient", "dx", "age", "sex", "fs_source_hz") if stored[column] != row[column]]:
+            yield f"{at}: the archive says otherwise in {', '.join(others)}"

@@ -62,6 +62,8 @@ def test_from_nothing_to_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture
         (("show", "nothing"), "no dataset.json"),
         (("show", "DATASET", "--crop", "999999"), "crops 0 to"),
         (("show", "nothing.hea"), "missing file"),
+        (("shard", "OWN", "--out", "x", "--patients", "p.csv"), "--patients p.csv: is read with the Challenge's archive"),
+        (("verify", "DATASET", "--patients", "p.csv"), "--patients p.csv: is read with the Challenge's archive"),
         (("synth", "SRC"), "empty"),
         (("synth", "new", "--patients", "0"), "--patients"),
         (("show", "DATASET", "--png", "no/such/folder/x.png"), "--png no/such/folder/x.png: no folder"),
@@ -80,6 +82,7 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(
     (tmp_path / "SHORT").write_bytes(b"short")
     (tmp_path / "LINKS" / "training").mkdir(parents=True)
     (tmp_path / "LINKS" / "training" / "georgia").symlink_to(archive / "training" / "georgia")
+    write_challenge(tmp_path / "OWN", "one", ecg())
     places = {"SRC": str(archive), "DATASET": dataset.root.url}
     code, _, err = run(capsys, *(places.get(argument, argument) for argument in arguments))
     assert code == 2

@@ -29,6 +29,7 @@ from data_tools.sources.base import Source
 from data_tools.sources.physionet2021 import PhysioNet2021
 from data_tools.sources.wfdb_folder import WfdbFolder
 from data_tools.storage import folder
+from data_tools.verify import verify
 
 SLOWEST_S, LARGEST_BYTES = 1.0, 200e6
 PLACE = "training/georgia/g1"
@@ -508,7 +509,8 @@ class Floats(Source):
         return iter(["good", *self.wrong])
 
     def read(self, key: str) -> EcgRecord:
-        facts = {"signal": ecg() / 1000.0, "fs_hz": 500.0, "leads": LEADS, "source": "own"} | self.wrong.get(key, ({}, ""))[0]
+        plain = {"signal": ecg() / 1000.0, "fs_hz": 500.0, "leads": LEADS, "source": "own", "age": 64.3}
+        facts = plain | self.wrong.get(key, ({}, ""))[0]
         if "at" in facts:
             lead, sample, value = facts.pop("at")  # type: ignore[misc]
             facts["signal"][lead, sample] = value  # type: ignore[index]
@@ -517,6 +519,7 @@ class Floats(Source):
 
 def test_a_source_of_floats_and_its_slips(tmp_path: Path) -> None:
     made = shard([Floats(folder(tmp_path))], Settings(str(tmp_path / "out"), quiet=True))
+    assert verify(made, [Floats(folder(tmp_path))], deep=True) == []
     lines = [line.split(",")[1:3] for line in Path(made.root.url, REJECTS).read_text().splitlines()[1:]]
     assert sorted(lines) == sorted(
         [[key, reason] for key, (_, reason) in Floats.wrong.items()] + [["huge", "large"], ["huge", "einthoven"]]

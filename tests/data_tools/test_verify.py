@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +14,15 @@ import pyarrow.parquet as pq
 import pytest
 from handmade import ecg, write_challenge
 
+from data_tools import build
 from data_tools.__main__ import main
-from data_tools.build import Settings, shard
+from data_tools.build import Settings, row_of, shard
 from data_tools.dataset import CROP_SHAPE, Dataset, fingerprint
 from data_tools.errors import DatasetError
 from data_tools.sources import open_sources
-from data_tools.verify import verify
+from data_tools.verify import FLAGS, verify
 
+ROOT = Path(__file__).parents[2]
 Damage = Callable[[Path], None]
 
 
@@ -100,7 +103,7 @@ def old_rejects(text: str) -> Damage:
 
     def damage(root: Path) -> None:
         (root / "rejects.csv").write_text(text, "latin-1")
-        rewritten(lambda meta: meta.pop("rejects"))(root)
+        rewritten(lambda meta: meta.pop("rejects", None))(root)
 
     return damage
 
@@ -210,6 +213,12 @@ def test_rows_without_an_address_are_one_line(dataset: Dataset, tmp_path: Path) 
         Dataset.open(str(root)).addresses  # noqa: B018
 
 
+def test_no_json_tells_more_than_its_row(archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "row_of", lambda *facts: row_of(*facts) | {"name": "Bob"})
+    made = shard(open_sources(str(archive)), Settings(str(tmp_path / "out"), quiet=True))
+    assert verify(made, deep=True)[0].endswith("JSON and samples.parquet differ in name")
+
+
 def test_a_sound_dataset_passes_every_check(archive: Path, dataset: Dataset) -> None:
     assert verify(dataset, open_sources(str(archive)), deep=True) == []
     assert verify(dataset, workers=2) == []
@@ -268,6 +277,55 @@ def test_the_archive_betrays_what_the_checksums_cannot(archive: Path, dataset: D
         text = stem.with_suffix(suffix).read_bytes().replace(stem.name.encode(), b"E09999")
         (stem.parent / f"E09999{suffix}").write_bytes(text)
     assert "neither in samples.parquet nor in rejects.csv" in " ".join(verify(dataset, open_sources(str(copy))))
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "said"),
+    [
+        ("training/georgia/g1/E00001.hea", "Dx: ", "Dx: 164890007,", "dx"),
+        ("training/georgia/g1/E00001.hea", "Age: ", "Age: 1", "age"),
+        ("training/georgia/g1/E00001.hea", "ale\n", "\n", "sex"),
+        ("training/georgia/g1/E00001.hea", " 12 500 ", " 12 500.001 ", "fs_source_hz"),
+        ("ptbxl_database.csv", ",10001.0,", ",10002.0,", "patient"),
+    ],
+)
+@pytest.mark.parametrize("key", [None, b"k" * 32])
+def test_what_the_archive_says_otherwise_is_named(
+    name: str, old: str, new: str, said: str, key: bytes | None, archive: Path, tmp_path: Path
+) -> None:
+    """Under pseudonyms too."""
+    copy = tmp_path / "archive"
+    shutil.copytree(archive, copy)
+    made = shard(open_sources(str(archive)), Settings(str(tmp_path / "out"), pseudonym_key=key, quiet=True))
+    assert verify(made, open_sources(str(archive)), key=key) == []
+    edited(name, old, new)(copy)
+    found = verify(made, open_sources(str(copy)), key=key)
+    assert found and all(line.endswith(f" at 0 s: the archive says otherwise in {said}") for line in found)
+
+
+def test_a_record_that_is_longer_now_or_only_flagged_is_missed(tmp_path: Path) -> None:
+    """A flag's line in rejects.csv excuses nothing; a crop that had to be refused is not missed."""
+    place, x = tmp_path / "training" / "georgia" / "g1", ecg(30_000)
+    x[:, 10_000:15_000] = 7
+    write_challenge(place, "E1", x)
+    write_challenge(place, "E2", ecg())
+    made = shard(open_sources(str(tmp_path)), Settings(str(tmp_path / "out"), quiet=True))
+    assert verify(made, open_sources(str(tmp_path)), deep=True) == []
+    write_challenge(place, "E1", np.concatenate([x, ecg(5000, 1)], axis=1))
+    assert verify(made, open_sources(str(tmp_path))) == [
+        "georgia/E1 at 60 s: a crop of the archive that is not in samples.parquet"
+    ]
+    write_challenge(place, "E1", x)
+    write_challenge(place, "E3", ecg(seed=3))
+    lines = {"flat lead": ["georgia/E3 is in the archive, and neither in samples.parquet nor in rejects.csv"], "gain": []}
+    for reason, found in lines.items():
+        old_rejects(f"source,record,reason,detail\ngeorgia,E3,{reason},x\n")(tmp_path / "out")
+        assert verify(Dataset.open(str(tmp_path / "out")), open_sources(str(tmp_path))) == found
+
+
+def test_flags_are_those_that_the_readme_names() -> None:
+    flagged = (ROOT / "data_tools" / "README.md").read_text().partition("Used, but flagged:")[2].replace("\n", " ")
+    assert sorted(re.findall("`([^`]+)`", flagged)) == sorted(FLAGS)
 
 
 def test_a_record_that_is_shorter_now_is_one_finding_of_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
