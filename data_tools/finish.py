@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,9 @@ def finish(
     sources = _source_facts(plan, table)
     if base:
         _take_shards(base, out)
+        sources = _merge_sources(base.meta["sources"], sources, _refused_again(base, table, rejects))
         table, shards = pa.concat_tables([base.table().cast(COLUMNS), table]), base.shards + shards
         rejects += read_rejects(base)
-        sources = _merge_sources(base.meta["sources"], sources)
     if not len(table):
         reasons = sorted({reject[2] for reject in rejects})
         raise StorageError(f"no usable crop in any record ({', '.join(reasons)[:200]}): nothing to write")
@@ -173,12 +174,23 @@ def _examples(plan: Plan) -> list[tuple[Any, str]]:
     return [(plan.sources[plan.archive[i]], plan.keys[int(i)].as_py()) for i in firsts]
 
 
-def _merge_sources(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _refused_again(base: Dataset, table: pa.Table, rejects: list[Reject]) -> Counter[str]:
+    """By source: records that the base refused and that this run met again, whatever came of them now."""
+
+    def records(rows: pa.Table) -> set[tuple[str, str]]:
+        return set(zip(rows["source"].to_pylist(), rows["record"].to_pylist(), strict=True))
+
+    refused = {line[:2] for line in read_rejects(base)} - records(base.table(["source", "record"]))
+    return Counter(source for source, _ in refused & ({line[:2] for line in rejects} | records(table)))
+
+
+def _merge_sources(old: list[dict[str, Any]], new: list[dict[str, Any]], twice: Counter[str]) -> list[dict[str, Any]]:
     merged = {source["name"]: source for source in old}
     for source in new:
         before = merged.get(source["name"])
         if before:
             records = {name: before["records"][name] + source["records"][name] for name in source["records"]}
+            records = {name: count - twice[source["name"]] * (name != "used") for name, count in records.items()}
             source = source | {
                 "records": records,
                 "crops": before["crops"] + source["crops"],

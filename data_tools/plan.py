@@ -47,7 +47,7 @@ class Plan:
     tables: str  # a hash of the sources' tables
     first_crop: np.ndarray  # [records + 1]
     order: np.ndarray  # [crops]
-    seen: dict[str, int]  # records by source name
+    seen: dict[str, int]  # records by source name, but for known ones
     dropped_s: dict[str, float]
     rejects: list[Reject]
 
@@ -78,7 +78,7 @@ def make_plan(
     quiet: bool = True,
 ) -> Plan:
     """Read every header. `known` are the "source/record" labels, as shown under `key`, of a dataset that is being extended:
-    those records are not taken twice."""
+    those records are neither taken nor counted twice."""
     sources = tuple(sources)
     columns: dict[int, _Scan] = {}
     with tqdm(unit=" records", desc="headers", disable=quiet) as bar:
@@ -89,15 +89,20 @@ def make_plan(
     if not scans:
         raise StorageError(f"no records in {', '.join(source.root.url + links_in(source.root) for source in sources)}")
     labels = pa.concat_arrays([scan.labels for scan in scans])
-    fresh = _first_of_each(labels, known, key)
+    old = _among(labels, known, key)
+    first = _first_of_each(labels)
+    fresh = first & ~old
     rejects = [reject for scan in scans for reject in scan.rejects]
-    for label in labels.filter(pa.array(~fresh)).to_pylist():
+    for label in labels.filter(pa.array(~first & ~old)).to_pylist():
         source, _, name = label.partition("/")
         rejects.append((source, name, "record read already", "another of this name came first"))
     crops = np.concatenate([scan.crops for scan in scans])[fresh]
     first_crop = np.concatenate([[0], np.cumsum(crops, dtype=np.int64)])
+    seen, known_already = _sum(scan.seen_by_source for scan in scans), _by_source(labels, old)
     if not first_crop[-1]:
-        reasons = ", ".join(sorted({reason for _, _, reason, _ in rejects}))
+        reasons = ", ".join(
+            sorted({reason for _, _, reason, _ in rejects} | ({"in --extend's already"} if old.any() else set()))
+        )
         raise StorageError(f"no usable record in {', '.join(source.root.url for source in sources)} ({reasons})")
     return Plan(
         sources,
@@ -109,8 +114,8 @@ def make_plan(
         sha256(b"".join(sha256(source.tables()).digest() for source in sources)).hexdigest(),
         first_crop,
         permutation(int(first_crop[-1]), seed),
-        _sum(scan.seen_by_source for scan in scans),
-        _sum(scan.dropped_s for scan in scans),
+        {name: count - int(known_already.get(name, 0)) for name, count in seen.items()},
+        _by_source(labels, fresh * np.concatenate([scan.dropped_s for scan in scans])),
         rejects,
     )
 
@@ -135,7 +140,7 @@ class _Scan:
     crops: np.ndarray
     seen: int
     seen_by_source: dict[str, int]
-    dropped_s: dict[str, float]
+    dropped_s: np.ndarray
     rejects: list[Reject]
 
 
@@ -150,10 +155,9 @@ def _chunks(sources: tuple[Source, ...]) -> Iterator[tuple[int, int, Source, lis
 
 def _scan(task: tuple[int, int, Source, list[str]]) -> _Scan:
     chunk, archive, source, keys = task
-    rows: list[tuple[str, str, int, int, int]] = []
+    rows: list[tuple[str, str, int, int, int, float]] = []
     rejects: list[Reject] = []
     seen: dict[str, int] = {}
-    dropped: dict[str, float] = {}
     read = partial(carefully, source.header)
     for key, header in zip(keys, ahead(read, keys) if source.root.remote else map(read, keys), strict=True):
         name, filed = record_stem(key), source.source_of(key)
@@ -167,13 +171,12 @@ def _scan(task: tuple[int, int, Source, list[str]]) -> _Scan:
             if not crops:
                 raise ReadError("too short", f"{header.samples / header.fs_hz:.2f} s, 5 s are needed")
             lost = dropped_s(header.samples, header.fs_hz)
-            dropped[filed] = dropped.get(filed, 0.0) + lost
             words = header.fingerprint + f"{header.samples} {header.fs_hz}".encode()
-            rows.append((key, f"{filed}/{name}", _hash(words), _hash(header.stamp), crops))
+            rows.append((key, f"{filed}/{name}", _hash(words), _hash(header.stamp), crops, lost))
         except ReadError as error:
             rejects.append((filed, record_stem(name), error.reason, error.detail))
         seen[filed] = seen.get(filed, 0) + 1
-    columns: list[Any] = list(zip(*rows, strict=True)) or [()] * 5
+    columns: list[Any] = list(zip(*rows, strict=True)) or [()] * 6
     return _Scan(
         chunk,
         archive,
@@ -184,7 +187,7 @@ def _scan(task: tuple[int, int, Source, list[str]]) -> _Scan:
         np.array(columns[4], np.int32),
         len(keys),
         seen,
-        dropped,
+        np.array(columns[5], np.float64),
         rejects,
     )
 
@@ -198,18 +201,27 @@ def record_stem(key: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "_", key.rsplit("/", 1)[-1].rsplit(".", 1)[0])[:64] or "_"
 
 
-def _first_of_each(labels: pa.Array, known: Collection[str], key: bytes | None) -> np.ndarray:
-    codes = pc.dictionary_encode(labels)
-    fresh = np.zeros(len(labels), bool)
-    fresh[np.unique(codes.indices.to_numpy(), return_index=True)[1]] = True
-    if known:
-        pairs = (label.split("/", 1) for label in labels.to_pylist())
-        fresh &= np.fromiter((f"{s}/{pseudonyms.shown(key, 'r', s, n)}" not in known for s, n in pairs), bool, len(labels))
-    return fresh
+def _first_of_each(labels: pa.Array) -> np.ndarray:
+    first = np.zeros(len(labels), bool)
+    first[np.unique(pc.dictionary_encode(labels).indices.to_numpy(), return_index=True)[1]] = True
+    return first
 
 
-def _sum(dictionaries: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    total: dict[str, Any] = {}
+def _among(labels: pa.Array, known: Collection[str], key: bytes | None) -> np.ndarray:
+    if not known:
+        return np.zeros(len(labels), bool)
+    pairs = (label.split("/", 1) for label in labels.to_pylist())
+    return np.fromiter((f"{s}/{pseudonyms.shown(key, 'r', s, n)}" in known for s, n in pairs), bool, len(labels))
+
+
+def _by_source(labels: pa.Array, values: np.ndarray) -> dict[str, float]:
+    names = pc.dictionary_encode(pc.list_element(pc.split_pattern(labels, "/", max_splits=1), 0))
+    sums = np.bincount(names.indices.to_numpy(), values, len(names.dictionary))
+    return dict(zip(names.dictionary.to_pylist(), sums.tolist(), strict=True))
+
+
+def _sum(dictionaries: Iterable[dict[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
     for dictionary in dictionaries:
         for name, value in dictionary.items():
             total[name] = total.get(name, 0) + value

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import webdataset
+from handmade import ecg, write_challenge
 
 from data_tools.build import Settings, shard
 from data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, Dataset, fingerprint
@@ -18,6 +19,7 @@ from data_tools.labels import class_row
 from data_tools.plan import make_plan, permutation
 from data_tools.sources import open_sources
 from data_tools.synth import synthesise
+from data_tools.verify import verify
 
 
 def digests(root: Path) -> dict[str, str]:
@@ -195,6 +197,28 @@ def test_extending_keeps_the_shards_and_the_roles(tmp_path: Path) -> None:
     shard_file.write_bytes(damaged)
     with pytest.raises(DatasetError, match="sha256"):
         build(tmp_path / "new", tmp_path / "refused", extend=str(tmp_path / "base"))
+
+
+@pytest.mark.parametrize("key", [None, b"k" * 32])
+def test_an_archive_that_grew_is_counted_once(tmp_path: Path, key: bytes | None) -> None:
+    """Read twice, or extended by what it holds now: the same seconds are dropped, the same records refused."""
+    place = tmp_path / "src" / "training" / "georgia" / "g1"
+    for number in range(6):
+        write_challenge(place, f"E{number}", ecg(6000, number))
+    write_challenge(place, "E6", ecg(2000))
+    write_challenge(place, "E7", ecg(5000) * 0)
+    base = build(tmp_path / "src", tmp_path / "base", pseudonym_key=key)
+    src = open_sources(str(tmp_path / "src"))
+    twice = shard([*src, *src], Settings(str(tmp_path / "twice"), pseudonym_key=key, quiet=True)).meta["sources"][0]
+    assert base.meta["sources"][0] == twice | {"records": {"seen": 8, "used": 6, "refused": 2}}
+    assert (twice["records"], twice["dropped_s"]) == ({"seen": 16, "used": 6, "refused": 10}, 12.0)
+    write_challenge(place, "E6", ecg(6000, 6))  # too short no more
+    write_challenge(place, "E8", ecg(6000, 8))
+    whole = build(tmp_path / "src", tmp_path / "whole", pseudonym_key=key)
+    grown = build(tmp_path / "src", tmp_path / "grown", pseudonym_key=key, extend=base.root.url)
+    assert grown.meta["sources"] == whole.meta["sources"]
+    assert "record read already" not in Path(grown.root.url, "rejects.csv").read_text()
+    assert verify(grown, src, deep=True, key=key) == []
 
 
 def test_pseudonyms_are_stable_and_need_their_key_to_extend(archive: Path, tmp_path: Path) -> None:
