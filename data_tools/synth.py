@@ -13,16 +13,15 @@ only, not on `workers` or the machine's load (another CPU's float32 may move a s
 
 import csv
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
+from data_tools import cluster
 from data_tools.errors import DataError
 from data_tools.labels import ABBREVIATIONS, CLASSES, HEART_AXIS_CODES, SCP_CODES
 from data_tools.record import LEADS
@@ -306,8 +305,8 @@ def sessions_of(block: Block) -> Iterator[tuple[Patients, np.ndarray, list[list[
         yield patients, made.digital, _read(key, made.present, without), u
 
 
-def write_block(out: Path, layout: str, block: Block) -> list[dict[str, object]]:
-    """Make and write a block's records; the rows of ptbxl_database.csv, if it is PTB-XL's."""
+def write_block(out: Path, layout: str, block: Block) -> tuple[int, list[dict[str, object]]]:
+    """Make and write a block's records; how many, and the rows of ptbxl_database.csv, if it is PTB-XL's."""
     database, rows = DATABASES[block.database], []
     for ids, (patients, digital, diagnoses, u) in zip(block.ids, sessions_of(block), strict=True):
         for i, record_id in enumerate(ids):
@@ -326,7 +325,7 @@ def write_block(out: Path, layout: str, block: Block) -> list[dict[str, object]]
                 _write_challenge(path, block.database, database.fs_hz, digital[i], comments)
             if block.database == "ptb-xl":
                 rows.append(_csv_row(record_id, block.first_patient + i, age, female, names, u[i]))
-    return rows
+    return sum(map(len, block.ids)), rows
 
 
 def synthesise(
@@ -353,20 +352,13 @@ def synthesise(
     arguments = f"patients={patients} sessions={sessions} seed={seed} layout={layout}"
     (out / "SYNTHETIC.txt").write_text(f"Synthetic ECGs of synthetic patients: no person's data.\nsynth {arguments}\n")
     counts: dict[str, int] = {}
+    for block in blocks:
+        counts[block.database] = counts.get(block.database, 0) + sum(map(len, block.ids))
     rows: list[dict[str, object]] = []
-    write = partial(write_block, out, layout)
-    total = sum(len(ids) for block in blocks for ids in block.ids)
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn")) if workers > 1 else None
-    try:
-        with tqdm(total=total, unit=" records", disable=not progress) as bar:
-            for block, made in zip(blocks, pool.map(write, blocks) if pool else map(write, blocks), strict=True):
-                count = sum(map(len, block.ids))
-                counts[block.database] = counts.get(block.database, 0) + count
-                rows += made
-                bar.update(count)
-    finally:
-        if pool:
-            pool.shutdown(cancel_futures=True)
+    with tqdm(total=sum(counts.values()), unit=" records", disable=not progress) as bar:
+        for made, of_ptbxl in cluster.run(partial(write_block, out, layout), blocks, workers):
+            rows += of_ptbxl
+            bar.update(made)
     with open(out / "ptbxl_database.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, CSV_COLUMNS, lineterminator="\n")
         writer.writeheader()

@@ -98,6 +98,26 @@ def test_interrupted(small: Path, tmp_path: Path) -> None:
     assert _script("typed", small, tmp_path / "out", 1, SEED) == 0
 
 
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT], ids=["killed", "interrupted"])
+def test_synth_leaves_no_worker_behind(tmp_path: Path, sent: int) -> None:
+    """The parent alone is killed; Ctrl-C reaches the whole group."""
+    command = [sys.executable, "-m", "data_tools", "synth", "archive", "--patients", "5000", "--workers", "2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    run = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    signal.signal(signal.SIGINT, before)
+    while not list(tmp_path.glob("archive/**/*.hea")):
+        assert run.poll() is None
+        time.sleep(0.005)
+    (os.kill if sent == signal.SIGKILL else os.killpg)(run.pid, sent)
+    left = members(run.pid)
+    for orphan in left:
+        os.kill(orphan, signal.SIGKILL)
+    told = run.communicate(timeout=30)[1]
+    assert (left, "Traceback" in told) == ([], False)
+    assert sent == signal.SIGKILL or (run.returncode, told) == (130, "interrupted: delete archive and run it again\n")
+
+
 def _files(place: Path) -> dict[str, bytes]:
     return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
 
