@@ -20,6 +20,7 @@ from data_tools import cluster, pseudonyms
 from data_tools.dataset import FORMAT_VERSION, SHARD_CROPS
 from data_tools.errors import ReadError, StorageError
 from data_tools.prepare import SPEC_HASH, crop_count, dropped_s
+from data_tools.shards import MAX_NAME
 from data_tools.sources.base import Source, carefully
 from data_tools.storage import ahead, links_in
 
@@ -90,7 +91,7 @@ def make_plan(
         raise StorageError(f"no records in {', '.join(source.root.url + links_in(source.root) for source in sources)}")
     labels = pa.concat_arrays([scan.labels for scan in scans])
     old = _among(labels, known, key)
-    first = _first_of_each(labels)
+    first = _first_of_each(pc.replace_substring(labels, "/", "-"))  # a-b/c and a/b-c are one name in a shard
     fresh = first & ~old
     rejects = [reject for scan in scans for reject in scan.rejects]
     for label in labels.filter(pa.array(~first & ~old)).to_pylist():
@@ -170,6 +171,8 @@ def _scan(task: tuple[int, int, Source, list[str]]) -> _Scan:
             crops = crop_count(header.samples, header.fs_hz)
             if not crops:
                 raise ReadError("too short", f"{header.samples / header.fs_hz:.2f} s, 5 s are needed")
+            if (length := len(f"{filed}-{name}-{crops - 1:03d}.json")) > MAX_NAME:
+                raise ReadError("record name", f"{length} characters in a shard, {MAX_NAME} at most")
             lost = dropped_s(header.samples, header.fs_hz)
             words = header.fingerprint + f"{header.samples} {header.fs_hz}".encode()
             rows.append((key, f"{filed}/{name}", _hash(words), _hash(header.stamp), crops, lost))

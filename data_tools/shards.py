@@ -7,14 +7,14 @@ import hashlib
 from collections.abc import Iterable
 from typing import BinaryIO
 
-BLOCK = 512
+BLOCK, MAX_NAME = 512, 99
 ECG, JSON = "ecg", "json"
 
 
 def member_header(name: str, size: int) -> bytes:
     """A ustar header of a regular file, mode 0644, owner 0, time 0."""
     raw = name.encode("ascii")
-    if len(raw) > 99 or not 0 <= size < 8**11:
+    if len(raw) > MAX_NAME or not 0 <= size < 8**11:
         raise ValueError(f"a tar member of this form cannot be: {name!r}, {size} bytes")
     fields = raw.ljust(100, b"\0") + b"0000644\0" + b"0000000\0" * 2 + b"%011o\0" % size + b"00000000000\0"
     tail = b"0" + bytes(100) + b"ustar\00000" + bytes(64) + b"0000000\0" * 2 + bytes(167)

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import h5py
@@ -29,12 +29,13 @@ from data_tools.build import Settings, shard
 from data_tools.dataset import REJECTS, Dataset
 from data_tools.errors import DataError, ReadError, StorageError
 from data_tools.record import LEADS, EcgRecord
-from data_tools.sources import base, open_sources
+from data_tools.sources import Source, base, open_sources
 from data_tools.sources.code15 import Code15
 from data_tools.sources.mimic_iv_ecg import MimicIvEcg
 from data_tools.sources.physionet2021 import TABLE_PLACES, PhysioNet2021
 from data_tools.sources.ptbxl import PtbXl
 from data_tools.storage import folder
+from data_tools.verify import verify
 
 # The Challenge's archive
 
@@ -279,6 +280,27 @@ def test_the_documented_source_of_ones_own(tmp_path: Path, capsys: pytest.Captur
         np.testing.assert_array_equal(rows[0]["x"], crop(in_mv))
     assert Path(made.root.url, REJECTS).read_text().splitlines()[1:] == ["clinic,broken,unreadable record,ValueError"]
     assert "1 records refused" in capsys.readouterr().out
+
+
+class Named(Source):
+    """Keys that are source/record."""
+
+    def keys(self) -> Iterator[str]:
+        return iter(["a-b/c", "a/b-c", f"{'s' * 40}/{'r' * 49}", f"{'s' * 40}/{'r' * 50}"])
+
+    def read(self, key: str) -> EcgRecord:
+        source, name = key.split("/")
+        return EcgRecord(name, ecg(seed=len(key)), 500.0, LEADS, gain=1000.0, source=source)
+
+
+def test_names_that_no_shard_can_hold_are_refused_one_by_one(tmp_path: Path) -> None:
+    made = shard([Named(folder(tmp_path))], Settings(str(tmp_path / "out"), quiet=True))
+    assert set(crops_of(made)) == {("a-b", "c"), ("s" * 40, "r" * 49)}
+    assert Path(made.root.url, REJECTS).read_text().splitlines()[1:] == [
+        "a,b-c,record read already,another of this name came first",
+        f'{"s" * 40},{"r" * 50},record name,"100 characters in a shard, 99 at most"',
+    ]
+    assert verify(made, [Named(folder(tmp_path))], deep=True) == []
 
 
 @pytest.mark.parametrize(
