@@ -220,7 +220,11 @@ def _show(options: argparse.Namespace) -> int:
 
     if options.png and not os.access(parent := Path(options.png).absolute().parent, os.W_OK | os.X_OK):
         raise DataError(f"--png {options.png}: no folder {parent} that may be written to: choose another place")
+    if options.png and Path(options.png).exists() and not Path(options.png).is_file():
+        raise DataError(f"--png {options.png}: no regular file, and would be replaced: choose another place")
     if options.what.endswith(".hea"):
+        if options.crop is not None:
+            raise DataError(f"--crop {options.crop}: {options.what} is a record, and only datasets have crops: leave it out")
         drawn = _record_figure(options.what)
     else:
         dataset = Dataset.open(options.what, options.anonymous)

@@ -342,6 +342,8 @@ def synthesise(
     `patients` PTB-XL patients with `sessions` recordings each; in the Challenge's layout as many further patients, with
     one recording each, are shared over the other seven databases.
     """
+    if "://" in str(out):
+        raise DataError(f"{out}: archives are made on a local disk: name a folder")
     out = Path(out)
     if workers < 1:
         raise DataError(f"workers={workers}: at least 1 is needed")

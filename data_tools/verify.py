@@ -289,6 +289,8 @@ def _against(
 ) -> list[str]:
     """The archive read again: every crop of every record that it holds must be the dataset's, bit for bit, as must what is
     said of it."""
+    if key and not dataset.meta["pseudonyms"]:
+        return ["the dataset's names are no pseudonyms: leave out --pseudonymize"]
     if dataset.meta["pseudonyms"] != (pseudonyms.fingerprint(key) if key else None):
         return ["the dataset's names are pseudonyms: --pseudonymize with the same KEYFILE is needed to compare"]
     rows: dict[tuple[str, str], dict[int, int]] = {}

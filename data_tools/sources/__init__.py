@@ -7,7 +7,7 @@ import importlib
 import sys
 from pathlib import Path
 
-from data_tools.errors import DataError, ReadError, StorageError
+from data_tools.errors import DataError, ReadError, StorageError, one_line
 from data_tools.sources.base import Source
 from data_tools.sources.code15 import Code15
 from data_tools.sources.mimic_iv_ecg import MimicIvEcg
@@ -78,8 +78,10 @@ def _imported(spec: str) -> type[Source]:
             sys.path.insert(0, str(path.parent))
             module_name = path.stem
         found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, SyntaxError) as error:
-        raise DataError(f"--source {spec}: {error}") from None
+    except DataError:
+        raise
+    except Exception as error:  # whatever somebody's module does when it is imported
+        raise DataError(one_line(f"--source {spec}: {type(error).__name__}: {error}")) from None
     if not (isinstance(found, type) and issubclass(found, Source)):
         raise DataError(f"--source {spec}: not a subclass of data_tools.sources.Source")
     return found

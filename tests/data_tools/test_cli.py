@@ -1,5 +1,7 @@
 """The command line as a user meets it: results, one-line errors, exit codes."""
 
+import os
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +66,12 @@ def test_from_nothing_to_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture
         (("show", "nothing.hea"), "missing file"),
         (("shard", "OWN", "--out", "x", "--patients", "p.csv"), "--patients p.csv: is read with the Challenge's archive"),
         (("verify", "DATASET", "--patients", "p.csv"), "--patients p.csv: is read with the Challenge's archive"),
+        (("shard", "SRC", "--out", "x", "--source", ":"), "ValueError: Empty module name"),
+        (("shard", "SRC", "--out", "x", "--source", ":Csv"), "ValueError: Empty module name"),
+        (("shard", "SRC", "--out", "x", "--source", "raising.py:Csv"), "--source raising.py:Csv: RuntimeError: a b"),
+        (("show", "DATASET", "--png", "PIPE"), "--png PIPE: no regular file, and would be replaced"),
+        (("show", "OWN/one.hea", "--crop", "77"), "--crop 77: OWN/one.hea is a record"),
+        (("synth", "s3://bucket/archive"), "s3://bucket/archive: archives are made on a local disk"),
         (("synth", "SRC"), "empty"),
         (("synth", "new", "--patients", "0"), "--patients"),
         (("show", "DATASET", "--png", "no/such/folder/x.png"), "--png no/such/folder/x.png: no folder"),
@@ -82,12 +90,15 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(
     (tmp_path / "SHORT").write_bytes(b"short")
     (tmp_path / "LINKS" / "training").mkdir(parents=True)
     (tmp_path / "LINKS" / "training" / "georgia").symlink_to(archive / "training" / "georgia")
+    (tmp_path / "raising.py").write_text('raise RuntimeError("a\\nb")\n')
+    os.mkfifo("PIPE")
     write_challenge(tmp_path / "OWN", "one", ecg())
     places = {"SRC": str(archive), "DATASET": dataset.root.url}
     code, _, err = run(capsys, *(places.get(argument, argument) for argument in arguments))
     assert code == 2
     assert len(err.strip().splitlines()) == 1, err
     assert words in err
+    assert not (tmp_path / "s3:").exists() and stat.S_ISFIFO(os.stat("PIPE").st_mode)
 
 
 def test_ones_own_sources_get_roles_where_they_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,6 +157,16 @@ def test_help_is_there(command: tuple[str, ...], capsys: pytest.CaptureFixture[s
     code, out, _ = run(capsys, *command, "--help")
     assert code == 0
     assert "usage" in out
+
+
+def test_a_key_for_names_that_are_plain(
+    archive: Path, dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "key").write_bytes(b"k" * 32)
+    command = ["verify", dataset.root.url, "--source", archive, "--workers", 1, "--pseudonymize", tmp_path / "key"]
+    code, out, _ = run(capsys, *command)
+    assert code == 1
+    assert out.startswith("the dataset's names are no pseudonyms: leave out --pseudonymize\n")
 
 
 def test_verify_says_what_it_did_not_read(dataset: Dataset, capsys: pytest.CaptureFixture[str]) -> None:
