@@ -27,7 +27,7 @@ from tqdm import tqdm
 from data_tools import cluster, pseudonyms, quality
 from data_tools.build import row_of
 from data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, META, REJECTS, SAMPLES, STORE, Dataset, waveform
-from data_tools.errors import DatasetError, ReadError
+from data_tools.errors import DatasetError, ReadError, one_line
 from data_tools.finish import assign_roles, read_rejects, recipe_hash, role_counts, role_sources
 from data_tools.labels import class_row
 from data_tools.plan import Reject
@@ -146,7 +146,10 @@ def check_shard(check: Check) -> tuple[int, list[str]]:
             found += _crops(name, data, rows)
             found += _index(check.dataset, name, data, rows)
             if check.deep and not found:
-                found += _deep(name, data, rows)
+                try:
+                    found += _deep(name, data, rows)
+                except (tarfile.TarError, ValueError, TypeError, AttributeError) as error:  # sums of nonsense hold
+                    found.append(one_line(f"{name}: a member is of another form: {error}"))
     except ReadError as error:
         found.append(f"{name}: {error.reason}")
     return len(rows), found[:MOST]

@@ -1,5 +1,6 @@
 """`verify` must find what we break, name it, and find nothing where nothing is broken."""
 
+import hashlib
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from handmade import ecg, write_challenge
 from data_tools import build
 from data_tools.__main__ import main
 from data_tools.build import Settings, row_of, shard
-from data_tools.dataset import CROP_SHAPE, Dataset, fingerprint
+from data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset, fingerprint
 from data_tools.errors import DatasetError
 from data_tools.sources import open_sources
 from data_tools.verify import FLAGS, verify
@@ -50,8 +51,6 @@ def with_table(change: Callable[[pa.Table], pa.Table]) -> Damage:
     """samples.parquet changed, and its sha256 in dataset.json with it."""
 
     def damage(root: Path) -> None:
-        import hashlib
-
         pq.write_table(change(pq.read_table(root / "samples.parquet")), root / "samples.parquet")
         data = (root / "samples.parquet").read_bytes()
         facts = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
@@ -108,6 +107,21 @@ def old_rejects(text: str) -> Damage:
     return damage
 
 
+def forged(text: bytes) -> Damage:
+    """The first crop's JSON is another text, and the shard's sum is right."""
+
+    def damage(root: Path) -> None:
+        path = root / "shards" / "00000.tar"
+        data = bytearray(path.read_bytes())
+        start = 512 + CROP_BYTES + -CROP_BYTES % 512 + 512
+        end = data.index(b"\0", start)
+        data[start:end] = text.ljust(end - start)
+        path.write_bytes(data)
+        rewritten(lambda meta: meta["shards"][0].update(sha256=hashlib.sha256(data).hexdigest()))(root)
+
+    return damage
+
+
 DAMAGES: dict[str, tuple[Damage, bool, str]] = {  # what, needs --deep, a word of the finding
     "flipped sample": (flip("shards/00000.tar", 70_000), False, "crc32c"),
     "flipped tar header": (flip("shards/00000.tar", 3), False, "sha256"),
@@ -139,6 +153,8 @@ DAMAGES: dict[str, tuple[Damage, bool, str]] = {  # what, needs --deep, a word o
     "rejects of an old dataset": (old_rejects("source\nptb\n"), False, "rejects.csv: not enough values"),
     "rejects of an old dataset in Latin": (old_rejects("source,record,reason,detail\na,b,\xe9,d\n"), False, "utf-8"),
     "a huge field": (old_rejects("source,record,reason,detail\na,b,c," + "x" * 200_000), False, "larger than field limit"),
+    "JSON that is a list": (forged(b"[]"), True, "another form"),
+    "JSON that is none": (forged(b"{"), True, "another form"),
     "missing zarr": (lambda root: shutil.rmtree(root / "store.zarr"), False, "store.zarr"),
     "missing zarr chunk": (lambda root: (root / "store.zarr/c/0/0/0").unlink(), False, "store.zarr/c/0/0/0: missing file"),
     "truncated zarr chunk": (lambda root: os.truncate(root / "store.zarr/c/0/0/0", 900_000), False, "truncated"),
