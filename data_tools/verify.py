@@ -67,7 +67,7 @@ def verify(
     if hashlib.sha256(data).hexdigest() != dataset.meta["samples"]["sha256"]:
         return [f"{SAMPLES}: fails its sha256"]  # nothing below can be trusted
     try:
-        table, rejects = dataset.table(), read_rejects(dataset)
+        table = dataset.table()
     except DatasetError as error:
         return [str(error)]
     if others := set(pq.read_schema(pa.BufferReader(data)).names) - set(COLUMNS.names):
@@ -75,6 +75,11 @@ def verify(
     if np.mod(table["start_s"].to_numpy(), CROP / FS_HZ).any():
         return [f"{SAMPLES}: start_s is not always a multiple of {CROP / FS_HZ:g} s"]
     found = [*_facts(dataset, table), *_tables(dataset, table)]
+    rejects: list[Reject] = []
+    try:
+        rejects = read_rejects(dataset)
+    except DatasetError as error:
+        found.append(str(error))
     starts = np.searchsorted(table["shard"].to_numpy(), np.arange(len(dataset.shards) + 1))
     if len(table) != dataset.meta["crops"] or (dataset.shards and starts[-1] != len(table)):
         return [*found, f"{SAMPLES}: {len(table)} rows, {dataset.meta['crops']} crops in dataset.json"]

@@ -240,6 +240,14 @@ def test_a_sound_dataset_passes_every_check(archive: Path, dataset: Dataset) -> 
     assert verify(dataset, workers=2) == []
 
 
+def test_rejects_that_are_damaged_hide_nothing_else(dataset: Dataset, tmp_path: Path) -> None:
+    shutil.copytree(dataset.root.url, tmp_path / "copy")
+    flip("rejects.csv", 3)(tmp_path / "copy")
+    truncate(tmp_path / "copy")
+    found = verify(Dataset.open(str(tmp_path / "copy")))
+    assert len(found) == 2 and "rejects.csv" in found[0] and "truncated" in found[1]
+
+
 def test_a_dataset_that_does_not_tell_the_sum_of_its_rejects_passes(dataset: Dataset, tmp_path: Path) -> None:
     shutil.copytree(dataset.root.url, tmp_path / "copy")
     rewritten(lambda meta: meta.pop("rejects"))(tmp_path / "copy")
