@@ -83,7 +83,8 @@ class Trained(nn.Module):
         """[D] of an ECG [L, T], [B, D] of several [B, L, T], as numpy or torch: the mean over its segments of 5 s.
 
         leads: the names of the rows, in any order; those not given are zeros, as random lead masking has taught the model.
-        NaN: not measured. unit_norm: divided by its length, for cosines. See engine.pipelines.signals for what is refused.
+        NaN, in int16 -32768: not measured. unit_norm: divided by its length, for cosines. What is refused: see
+        engine.pipelines.signals.
         """
         leads = leads if isinstance(leads, str) else tuple(leads)
         several = getattr(signal, "ndim", None) == 3

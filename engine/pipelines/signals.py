@@ -21,6 +21,7 @@ from engine.pipelines.batched import CROP, FS_HZ, HALF, MV_PER_UV
 from engine.pipelines.leads import ALL, LEADS, ConfigError, describe, in_order, parse
 
 LARGE_MV, HUGE_MV, TINY_MV = 20.0, 100.0, 0.01  # of a typical lead: median, peak, peak; hearts give 0.1 to 10 mV at the peak
+NOT_MEASURED = -32_768  # in int16
 SCALES = {
     "millivolt": "millivolts, not normalised",
     "zscore": "mean 0 and standard deviation 1 in each lead of each record of 10 s",
@@ -109,11 +110,14 @@ class Crops(NamedTuple):
 
 def crops(signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str, wanted: Input) -> Crops:
     """One ECG [L, T], cut from its start. As in a dataset, a rest of 5 s is a crop with one half, and less is not used; an ECG
-    of less than 5 s is refused, being nothing that the model has ever seen. A lead with NaN somewhere in a crop is zero in all
-    of it; crops without a measured lead, or in which every lead is flat, are left out."""
+    of less than 5 s is refused, being nothing that the model has ever seen. A lead with NaN (in int16 -32768, in a masked array
+    what is masked) somewhere in a crop is zero in all of it; crops without a measured lead, or in which every lead is flat, are
+    left out."""
     given = in_order(leads)
     wanted.require(given)
-    record = EcgRecord("", _values(signal, len(given)), _rate(fs_hz), tuple(LEADS[lead] for lead in given), _unit(unit))
+    values, names = _values(signal, len(given)), tuple(LEADS[lead] for lead in given)
+    invalid = NOT_MEASURED if values.dtype == np.int16 else None  # as loadmat leaves it
+    record = EcgRecord("", values, _rate(fs_hz), names, _unit(unit), invalid=invalid)
     samples = record.signal.shape[1]
     count = crop_count(samples, record.fs_hz)
     if not count:
@@ -134,13 +138,17 @@ def crops(signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str, want
 
 def _values(signal: Any, rows: int) -> np.ndarray:
     if isinstance(signal, Tensor):
-        signal = signal.detach().cpu().double().numpy()
+        signal = signal.detach().cpu()
+        signal = (signal.double() if signal.is_floating_point() else signal).numpy()
     array = np.asarray(signal)
     if array.dtype.kind not in "iuf":
         raise SignalError(f"signal is {array.dtype}: numbers are needed")
     if array.ndim != 2 or len(array) != rows:
         raise SignalError(f"signal has the shape {list(array.shape)} for {rows} leads: [leads, samples] is needed")
-    return array
+    none: float = np.nan
+    if array.dtype.kind == "i" and array.dtype.itemsize == 2:  # in whatever order of bytes
+        array, none = array.astype(np.int16, copy=False), NOT_MEASURED
+    return np.where(np.ma.getmaskarray(signal), none, array) if np.ma.is_masked(signal) else array
 
 
 def _unit(name: str) -> str:
@@ -168,7 +176,7 @@ def _rate(fs_hz: float) -> float:
 def _plausible(record: EcgRecord, unit: str) -> None:
     """A factor of 1,000 is not to be mistaken for an ECG. Single leads may be off: the typical one counts."""
     signal, mv = record.signal, MV_PER_UNIT[record.unit]
-    measured = np.isfinite(signal)
+    measured = np.isfinite(signal) if record.invalid is None else signal != record.invalid
     there = signal if measured.all() else np.where(measured, signal, 0)
     peaks = mv * np.maximum(there.max(axis=1).astype(np.float64), -there.min(axis=1).astype(np.float64))
     peaks = peaks[measured.any(axis=1)]

@@ -230,6 +230,18 @@ def test_names_decide_and_not_the_order(model: Trained) -> None:
     assert not torch.equal(model.embed(few, 500, LEADS), wanted)
 
 
+def test_what_was_not_measured_is_so_in_whole_numbers_and_under_a_mask(model: Trained) -> None:
+    signal_uv = np.rint(ecg() * 1e3).astype(np.int16)
+    holed, mask = signal_uv.copy(), np.zeros(signal_uv.shape, bool)
+    holed[6, 100:110], mask[6, 100:110] = -32768, True  # as scipy.io.loadmat gives a record of the Challenge
+    masked = np.ma.masked_array(signal_uv, mask)
+    wanted = model.embed(signal_uv * (np.arange(12) != 6)[:, None], 500, LEADS, "uV")
+    for same in (holed, holed.astype(">i2"), torch.from_numpy(holed), masked, masked.astype(">i2"), masked.astype(np.float32)):
+        assert torch.equal(model.embed(same, 500, LEADS, "uV"), wanted)
+    with pytest.raises(SignalError, match="no valid lead"):
+        model.embed(np.full((12, 5000), -32768, np.int16), 500, LEADS, "uV")
+
+
 def test_several_records_and_any_length(model: Trained) -> None:
     signals = np.stack([ecg(23, seed=seed) for seed in range(3)])
     together = model.embed(signals, 500, LEADS)
