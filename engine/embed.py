@@ -32,6 +32,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from tqdm import tqdm
 
@@ -40,10 +41,10 @@ from data_tools.memory import keep_freed_memory
 from data_tools.sources import DataError, Prepared, ReadError, open_sources, prepared
 from engine.model.trained import CONFIG, PREPROCESSING, WEIGHTS, Trained, load, model_folder
 from engine.pipelines.gather import Gather
-from engine.pipelines.leads import LEADS, ConfigError, in_order
+from engine.pipelines.leads import LEADS, ConfigError, describe, in_order
 from engine.pipelines.signals import Input, SignalError, crops
 from engine.pipelines.staging import Staging
-from engine.scoring.embedding import DatasetStream, Loaded, RecordStream, Stream, encoder, finite, schema, tables
+from engine.scoring.embedding import DatasetStream, Loaded, RecordStream, Stream, encoder, finite, schema, tables, unseen
 from engine.scoring.parts import Parts
 from engine.scoring.probed import probe, report, roles
 from engine.scoring.rundir import writable
@@ -129,11 +130,11 @@ def run(args: argparse.Namespace) -> None:
     if with_meta:
         dataset = Dataset.open(args.data[0])
         job |= {"data": dataset.fingerprint}
-        make: Callable[[], Stream] = partial(dataset_stream, args, dataset, np.arange(len(dataset)))
+        make: Callable[[], Stream] = partial(dataset_stream, args, dataset, wanted, np.arange(len(dataset)))
     else:
         records = list(records_of(args, wanted))
         job |= {"data": digest_of(records), "fs_hz": args.fs, "unit": args.unit}
-        make = partial(record_stream, args, records)
+        make = partial(record_stream, args, wanted, records)
     with Parts(args.out, job) as parts:
         rows = parts.rows if parts.finished else write(args, make(), parts, model, wanted)
     print(f"{args.out}: {rows:,} embeddings of {model.encoder.width}")
@@ -193,8 +194,8 @@ def write(args: argparse.Namespace, stream: Stream, parts: Parts, model: Trained
     return parts.publish(stream.parts, schema(model.encoder.width))
 
 
-def dataset_stream(args: argparse.Namespace, dataset: Dataset, rows: np.ndarray) -> DatasetStream:
-    staged = {}
+def dataset_stream(args: argparse.Namespace, dataset: Dataset, wanted: Input, rows: np.ndarray) -> DatasetStream:
+    rows, staged = measured(args, dataset, wanted, rows), {}
     if dataset.root.remote:
         if args.per == "record":
             raise ConfigError(f"--per record of {dataset.root.url}: crops come shard by shard from far away: use crop or half")
@@ -207,6 +208,29 @@ def dataset_stream(args: argparse.Namespace, dataset: Dataset, rows: np.ndarray)
     pin = args.device.startswith("cuda")
     gather = Gather([dataset], on_corrupt=args.on_corrupt, threads=args.workers, pin=pin, staged=staged)
     return DatasetStream(dataset, rows, args.batch, args.per, gather)
+
+
+def measured(args: argparse.Namespace, dataset: Dataset, wanted: Input, rows: np.ndarray) -> np.ndarray:
+    """The rows in which the model finds a lead that was measured. A record without any is one that cannot be read."""
+    blank = unseen(dataset, wanted)[rows]
+    if not blank.any():
+        return rows
+    names = dataset.table(["source", "record"]).take(rows)
+    records = pc.binary_join_element_wise(*names.columns, "/").combine_chunks().dictionary_encode()
+    codes = records.indices.to_numpy()
+    for code in np.setdiff1d(codes[blank], codes[~blank]).tolist():
+        leave_out(args, f"{dataset.root.url}: {records.dictionary[code]}", nothing_of(wanted))
+    return np.asarray(rows[~blank])
+
+
+def nothing_of(wanted: Input) -> str:
+    return f"no valid lead: nothing was measured of {describe(wanted.seen)}, at which the model looks"
+
+
+def leave_out(args: argparse.Namespace, name: str, why: object) -> None:
+    if args.on_corrupt == "stop":
+        raise ConfigError(f"{name}: {why}: mend it, or leave such out with --on-corrupt skip")
+    tqdm.write(f"skipped: {name}: {why}", file=sys.stderr)
 
 
 class Record(NamedTuple):
@@ -272,28 +296,39 @@ def digest_of(records: Sequence[Record]) -> str:
     return digest.hexdigest()
 
 
-def record_stream(args: argparse.Namespace, records: Sequence[Record]) -> RecordStream:
+def record_stream(args: argparse.Namespace, wanted: Input, records: Sequence[Record]) -> RecordStream:
     def read(number: int) -> Loaded | None:
         name, _, call = records[number]
         try:
             found = call()
         except SignalError as error:
             found = ReadError(str(error))
-        if not isinstance(found, ReadError):
-            return Loaded(*found)
-        if args.on_corrupt == "stop":
-            raise ConfigError(f"{name}: {found}: mend it, or leave such out with --on-corrupt skip")
-        tqdm.write(f"skipped: {name}: {found}", file=sys.stderr)
+        if isinstance(found, Prepared):
+            found = looked_at(Loaded(*found), wanted)
+        if isinstance(found, Loaded):
+            return found
+        leave_out(args, name, found)
         return None
 
     return RecordStream(len(records), read, args.batch, args.workers)
+
+
+def looked_at(found: Loaded, wanted: Input) -> Loaded | ReadError:
+    """Without the crops in which all that the model looks at is zero, as it is where nothing was measured."""
+    there = np.flatnonzero(found.uv_BLT[:, list(wanted.seen)].any(axis=(1, 2))).tolist()
+    if len(there) == len(found.halves):
+        return found
+    if not len(there):
+        return ReadError(nothing_of(wanted))
+    starts = [found.start_s[i] for i in there]
+    return found._replace(uv_BLT=found.uv_BLT[there], start_s=starts, halves=[found.halves[i] for i in there])
 
 
 def score(args: argparse.Namespace, model: Trained, wanted: Input) -> None:
     dataset = Dataset.open(args.data[0])
     args.per = "half"
     rows = roles(dataset)
-    stream = dataset_stream(args, dataset, rows)
+    stream = dataset_stream(args, dataset, wanted, rows)
     with tqdm(total=len(rows), unit=" crops", desc="embed", disable=None) as bar:
         found = [table for _, table in tables(stream, encoder(model, wanted), range(stream.parts), "half", bar.update)]
     scores = probe(dataset, pa.concat_tables(found))

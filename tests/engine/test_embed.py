@@ -212,6 +212,33 @@ def test_a_record_that_cannot_be_read_stops_or_is_left_out(
     assert table["record"].to_pylist() == ["a", "c"]
 
 
+def test_what_the_model_looks_at_was_not_measured(
+    archive: Path, dataset: Dataset, embedded: Callable[..., pa.Table], tmp_path: Path, capsys: Any
+) -> None:
+    """From a dataset, WFDB or an array: the record stops the run, or is left out; a crop of it is left out."""
+    missing = dataset.table(["record", "missing_leads"]).to_pylist()
+    row, lead, record = next(
+        (i, one["missing_leads"][0], one["record"]) for i, one in enumerate(missing) if one["missing_leads"]
+    )
+    header = next(archive.rglob(f"{record}.hea"))
+    good = dataset.read(0)[[LEADS.index(lead)]]
+    bad = np.full_like(good, -32768)
+    np.savez(tmp_path / "a.npz", x=bad, y=np.concatenate([good, bad, good], 1))
+    array = {"fs": 500, "unit": "uV", "leads": lead}
+    for at, (data, how) in enumerate(((dataset.root.url, {}), (header, {}), (tmp_path / "a.npz", array))):
+        asked = command(tmp_path / "run", [data], tmp_path / f"{at}", **({"leads": lead} | how))
+        assert embed.main(asked) == 2
+        err = capsys.readouterr().err
+        assert "no valid lead" in err and (record if at < 2 else "a.npz[x]") in err and err.count("\n") == 1
+        assert embed.main([*asked, "--on-corrupt", "skip"]) == 0 and "skipped: " in capsys.readouterr().err
+    assert pq.read_table(tmp_path / "0")["row"].to_pylist() == [i for i in range(len(dataset)) if i != row]
+    assert len(pq.read_table(tmp_path / "1")) == 0
+    assert pq.read_table(tmp_path / "2").select(["record", "start_s"]).to_pylist() == [
+        {"record": "y", "start_s": start} for start in (0.0, 20.0)
+    ]
+    assert record in embedded(dataset.root.url, leads=f"I,{lead}")["record"].to_pylist()
+
+
 def test_a_dataset_in_a_bucket(dataset: Dataset, embedded: Callable[..., pa.Table]) -> None:
     fsspec.filesystem("memory").put(dataset.root.url, "/bucket/dataset", recursive=True)
     here, there = (embedded(url, to=name) for url, name in ((dataset.root.url, "a"), ("memory://bucket/dataset", "b")))
