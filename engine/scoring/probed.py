@@ -43,7 +43,9 @@ def probe(dataset: Dataset, halves: pa.Table) -> dict[str, Any]:
     (gallery, names), (probes, asked) = (firsts(dataset, row_H, c_HD, role) for role in IDENTITY)
     if len(gallery) and len(probes):
         told = identification(gallery, names, probes, asked)
-        scores["identification"] = {name: told[name] for name in ("accuracy", "top5", "chance", "n_probes", "n_gallery")}
+        scores["identification"] = {
+            name: told[name] for name in ("accuracy", "top5", "chance", "n_probes", "n_gallery", "one_sided")
+        }
     return scores
 
 
@@ -66,7 +68,8 @@ def firsts(dataset: Dataset, row_H: np.ndarray, c_HD: np.ndarray, role: str) -> 
     """Embeddings of the first half of each crop, and its patient."""
     begins = np.diff(row_H, prepend=-1) != 0
     mine = np.flatnonzero(begins & np.isin(row_H, dataset.select(identity=role)))
-    return c_HD[mine], dataset.table(["patient"])["patient"].take(row_H[mine]).to_pylist()
+    table = dataset.table(["source", "patient"]).take(row_H[mine]).to_pydict()  # two sources may number theirs alike
+    return c_HD[mine], [f"{source}/{patient}" for source, patient in zip(*table.values(), strict=True)]
 
 
 def report(scores: dict[str, Any]) -> str:
@@ -82,5 +85,6 @@ def report(scores: dict[str, Any]) -> str:
     if "identification" in scores:
         told = scores["identification"]
         against = f"of {told['n_probes']:,} probes, {told['n_gallery']:,} in the gallery; chance {told['chance']:.4f}"
+        against += f"; {told['one_sided']:,} of patients whom the gallery lacks, never hits" if told["one_sided"] else ""
         lines.append(f"{'identification':18}{told['accuracy']:11.4f}   {against}")
     return "\n".join(lines)

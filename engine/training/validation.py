@@ -122,10 +122,10 @@ def count_of(dataset: Dataset, roles: dict[str, Any], also: dict[str, Any] | Non
     return len(np.intersect1d(some[0], some[1], assume_unique=True)) if len(some) == 2 else min(map(len, asked))
 
 
-def by_patient(dataset: Dataset, rows: np.ndarray) -> dict[str, int]:
-    """The last of each patient's."""
-    names = dataset.table(["patient"])["patient"].take(rows).to_pylist()
-    return dict(zip(names, rows.tolist(), strict=True))
+def by_patient(dataset: Dataset, rows: np.ndarray) -> dict[tuple[str, str], int]:
+    """The last of each patient's: two sources may number theirs alike."""
+    names = dataset.table(["source", "patient"]).take(rows).to_pydict().values()
+    return dict(zip(zip(*names, strict=True), rows.tolist(), strict=True))
 
 
 class Probe:

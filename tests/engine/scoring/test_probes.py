@@ -1,9 +1,14 @@
 """Linear probe and nearest neighbours. Oracles: Newton's method, a loop in Python."""
 
+from typing import Any
+
 import numpy as np
+import pyarrow as pa
 import pytest
 
+from engine.scoring import probed
 from engine.scoring.probes import Rows, linear, logistic, nearest, standardised, votes
+from engine.training.validation import by_patient
 
 RNG = np.random.default_rng(0)
 
@@ -68,3 +73,26 @@ def test_classes_without_positives_and_features_that_stand_still() -> None:
     for fit in (linear, nearest):
         scores = fit(Rows(x, y, x, y, x)).scores_NK
         assert np.isfinite(scores).all() and (scores[:, 2] < 0.1).all()
+
+
+class Numbered:
+    """Two sources that number their patients alike; one has a probe without a gallery crop."""
+
+    about = pa.table({"source": [*"aabbb"], "patient": [*"11112"]})
+
+    def select(self, dx: str | None = None, identity: str = "") -> np.ndarray:
+        return np.array({"gallery": [0, 2], "probe": [1, 3, 4]}.get(identity, []), np.int64)
+
+    def table(self, columns: list[str]) -> pa.Table:
+        return self.about.select(columns)
+
+
+def test_equal_numbers_of_two_sources_are_two_patients() -> None:
+    vectors = np.eye(2, dtype=np.float32)[[0, 1, 1, 0, 0]].ravel()  # each probe is like the other source's patient
+    halves = pa.table({"row": range(5), "embedding": pa.FixedSizeListArray.from_arrays(pa.array(vectors), 2)})
+    data: Any = Numbered()
+    scores = probed.probe(data, halves)
+    told = scores["identification"]
+    assert (told["accuracy"], told["n_probes"], told["one_sided"]) == (0, 3, 1) and told["chance"] == pytest.approx(1 / 3)
+    assert "1 of patients whom the gallery lacks, never hits" in probed.report(scores)
+    assert by_patient(data, np.array([0, 2])) == {("a", "1"): 0, ("b", "1"): 2}
