@@ -60,6 +60,12 @@ class Trained(nn.Module):
         """What the logits stand for."""
         return tuple((self.config.get("head") or {}).get("classes", ()))
 
+    @property
+    def history(self) -> dict[str, Any]:
+        """What config.json says of its training."""
+        told = self.config.get("trained")
+        return told if isinstance(told, dict) else {}
+
     def pooled(self, x_RLT: Tensor) -> Tensor:
         """c_RD, float32: the mean over tokens."""
         return pool(self.encoder(x_RLT))

@@ -20,6 +20,7 @@ from data_tools.dataset import CLASSES, Dataset
 from engine.model.trained import Trained
 from engine.pipelines.batched import HALF
 from engine.pipelines.leads import ConfigError, describe
+from engine.pipelines.roles import other_splits
 from engine.pipelines.signals import Input
 from engine.scoring.metrics import Array, probabilities
 from engine.scoring.results import Diagnoses, Identities
@@ -112,6 +113,9 @@ def _input(model: Trained, dataset: Dataset, setting: Setting) -> tuple[Input, l
         notes.append("The data were prepared in another way than those that the model was trained on: compare dataset.json.")
     if dataset.meta.get("plan") == "paper-split":
         notes.append("The split is the authors' leaking one (--plan paper-split): for comparison only.")
+    if others := other_splits(model.history.get("splits"), dataset):
+        told = ", ".join(f"{name} {was}, here {is_}" for name, was, is_ in others[0])
+        notes.append(f"The model was trained on these sources split in another way ({told}): perhaps on what is scored here.")
     return wanted, notes
 
 

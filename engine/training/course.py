@@ -179,6 +179,11 @@ def open_datasets(config: Settings) -> list[Dataset]:
         if url == "demo/dataset" and not Path(url).exists():
             raise ConfigError(f"there is no demo/dataset: make it with `{MAKE_DEMO}`, or --set data.datasets=[DATASET]")
     datasets = [Dataset.open(url, config.data.anonymous) for url in config.data.datasets]
+    for number, dataset in enumerate(datasets):
+        if dataset.fingerprint in [other.fingerprint for other in datasets[:number]]:
+            raise ConfigError(
+                f"data.datasets: {dataset.root.url} is there twice: leave one out; pipeline.weights says how often"
+            )
     specs = {dataset.meta["preprocessing_sha256"]: dataset.root.url for dataset in datasets}
     if len(specs) > 1:
         raise ConfigError(

@@ -47,6 +47,7 @@ def documents(config: Settings, state: dict[str, Any], task: Task | type[Task], 
     signal = {"fs_hz": 500, "leads": leads, "segment_s": 5.0, "scale": "millivolt", "meaning": SCALES["millivolt"]}
     signal |= {"seen": seen} if seen != leads else {}
     trained = {name: state[name] for name in ("step", "crops_seen", "datasets", "preprocessing_sha256")}
+    trained["splits"] = [*state.get("splits", ()), *state.get("splits_before", ())]
     model = {"format_version": FORMAT, **task.described(config, state), "trained": trained}
     return {
         CONFIG: _json(model),

@@ -31,6 +31,7 @@ from engine.model.tuned import Tuned
 from engine.pipelines.batched import HALF
 from engine.pipelines.leads import ConfigError, describe
 from engine.pipelines.loader import Batch
+from engine.pipelines.roles import torn
 from engine.scoring import metrics
 from engine.training.distributed import Ranks
 from engine.training.similarity import pairs
@@ -54,6 +55,8 @@ class Finetuning(Task):
         self.diagnosis = config.head.task == "diagnosis"
         role = "dx" if self.diagnosis else "identity"
         self.roles = {role: "train"}
+        if told := torn(datasets, "dx_role" if self.diagnosis else "id_role"):
+            raise ConfigError(f"data.datasets: {told}: build them with one --plan and --seed, or leave one out")
         for dataset in datasets:
             if not count_of(dataset, self.roles):
                 raise ConfigError(f"data.datasets: {dataset.root.url} has no crop with {role}=train: nothing to learn from")
@@ -81,7 +84,8 @@ class Finetuning(Task):
     def facts(self) -> dict[str, Any]:
         """A resumed run must not begin from elsewhere, and its export must know its architecture."""
         told = {"architecture": asdict(self.architecture), "start": self.source["name"]}
-        return {"finetuning": _plain(told)}
+        before = {"splits_before": self.source["splits"]} if self.source["splits"] else {}  # a run of before had none
+        return {"finetuning": _plain(told)} | before
 
     def model(self, generator: torch.Generator) -> nn.Module:
         encoder = Encoder(self.architecture, mask=False)
@@ -169,15 +173,22 @@ class Finetuning(Task):
 
 
 def read_start(start: str) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
-    """What is known of the model to begin from (model, leads, name), and its encoder's weights unless they are to be random."""
+    """What is known of the model to begin from: model, leads, name, splits; its encoder's weights, or none for random ones."""
     if Path(start).suffix in (".yaml", ".yml"):
         config = load(start, kind=Config)
-        return {"model": config.model, "leads": config.augment.output_leads, "name": f"{RANDOM} {config.model}"}, None
+        return {
+            "model": config.model,
+            "leads": config.augment.output_leads,
+            "name": f"{RANDOM} {config.model}",
+            "splits": [],
+        }, None
     model = trained.load(start)
     weights = {name: w for name, w in model.encoder.state_dict().items() if name != "mask_embedding"}
-    own = model.config.get("trained", {})
+    own = model.history
     name = " ".join(str(own.get(key)) for key in ("step", "crops_seen", "datasets"))
-    return {"model": trained.config_of(model.config), "leads": model.input.leads, "name": name}, weights
+    told = {"model": trained.config_of(model.config), "leads": model.input.leads, "name": name}
+    splits = own.get("splits")
+    return told | {"splits": splits if isinstance(splits, list) else []}, weights
 
 
 def fitted(weights: dict[str, Tensor], source: dict[str, Any], config: FinetuneConfig) -> dict[str, Tensor]:

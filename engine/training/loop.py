@@ -25,6 +25,7 @@ from engine.objectives.gather import total as sum_over_ranks
 from engine.pipelines.counter import bits
 from engine.pipelines.loader import Batch, Loader, State
 from engine.pipelines.order import Places
+from engine.pipelines.roles import split_of
 from engine.scoring.rundir import DIAGNOSTICS, write_diagnostics
 from engine.training import checkpoint, throughput
 from engine.training.distributed import Agreement, Ranks
@@ -225,6 +226,7 @@ def facts(config: Settings, datasets: Sequence[Dataset], ranks: Ranks) -> dict[s
     return {
         "format": 1,
         "datasets": [dataset.fingerprint for dataset in datasets],
+        "splits": [split_of(dataset) for dataset in datasets],
         "preprocessing_sha256": datasets[0].meta["preprocessing_sha256"],
         "world": ranks.world,
         "zero_stage": zero_stage(config),

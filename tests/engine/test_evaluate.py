@@ -19,6 +19,7 @@ from data_tools.sources import open_sources
 from data_tools.synth import synthesise
 from engine.evaluate import main
 from engine.pipelines.leads import LEADS
+from engine.pipelines.roles import split_of
 from engine.scoring.metrics import challenge_score
 
 Saved = Callable[..., Path]
@@ -181,6 +182,26 @@ def test_the_page_and_the_remarks(
     for words in told:
         assert words in text and words in page.read_text()
     assert len(text.splitlines()) < 16 and max(map(len, text.splitlines())) < 250
+
+
+def test_a_model_that_has_seen_the_data_split_otherwise(
+    data: Dataset, saved_model: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, mine = saved_model(head=DIAGNOSIS), split_of(data)
+    arguments = ("--model", folder, "--data", data.root.url, "--role", "valid")
+    elsewhere = mine | {"fingerprint": "0", "seed": 1}
+    told = "split in another way (seed 1, here 0)"
+    for splits, said in (
+        ([mine], False),
+        ([mine | {"fingerprint": "0"}], False),  # a role hangs on the seed and on whose it is
+        ([elsewhere | {"sources": ["mimic-iv-ecg"]}], False),
+        ([mine, elsewhere], True),  # of an earlier stage
+        ("by hand", False),
+    ):
+        document = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(document | {"trained": {"splits": splits}}))
+        found = scored(capsys, tmp_path / "f.json", *arguments)
+        assert any(told in remark for remark in found["remarks"]) == said, splits
 
 
 def test_one_patient_is_said_to_say_nothing(

@@ -1,6 +1,7 @@
 """From a pre-trained model to one that diagnoses or knows patients again: what is trained, validated, exported, refused."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from engine.model.encoder import Encoder
 from engine.model.initial import initialise
 from engine.model.tuned import HeadConfig, Tuned
 from engine.objectives.arcface import arcface_logits
+from engine.pipelines.roles import split_of, torn
 from engine.scoring.rundir import DIAGNOSTICS, read_diagnostics
 from engine.training.finetuning import fitted, read_start
 from engine.training.validation import Patients
@@ -199,6 +201,38 @@ def test_classes_are_numbered_by_patient(dataset: Dataset) -> None:
     assert classes == len(np.unique(patients)) == of_crop[0][taught].max() + 1
     same = patients[:, None] == patients
     assert ((of_crop[0][taught][:, None] == of_crop[0][taught]) == same).all()
+
+
+def test_whose_roles_contradict_each_other(dataset: Dataset, base: Path, archive: Path, tmp_path: Path) -> None:
+    again, other = (
+        shard(open_sources(str(archive)), Settings(str(tmp_path / f"seed{seed}"), seed=seed, quiet=True)) for seed in (0, 1)
+    )
+    assert torn([dataset, again], "dx_role") is None is torn([dataset, again], "id_role")
+    a, b = dataset.table().to_pydict(), other.table().to_pydict()
+    for task, role in (("diagnosis", "dx_role"), ("identification", "id_role")):
+        urls = [dataset.root.url, other.root.url]
+        ended = finetune(tmp_path, urls[0], base, task, data__datasets=urls)
+        assert ended.codes == [2] and len(ended.output.strip().splitlines()) == 1
+        found = re.search(r"(record|patient) (\S+)/(\S+) is one to learn from in (\S+) and is held out in (\S+):", ended.output)
+        assert found, ended.output
+        kind, source, name, *where = found.groups()
+        sides = []
+        for table in (a, b) if where == urls else (b, a):
+            rows_ = zip(table["source"], table[kind], table[role], strict=True)
+            sides.append({r for s, n, r in rows_ if (s, n) == (source, name)})
+        assert "train" in sides[0] and sides[1] & {"valid", "test", "gallery", "probe"}
+    ended = finetune(tmp_path, dataset.root.url, base, "diagnosis", data__datasets=[dataset.root.url] * 2)
+    assert ended.codes == [2] and "is there twice" in ended.output
+
+
+def test_a_model_knows_the_splits_of_all_its_stages(dataset: Dataset, base: Path, archive: Path, tmp_path: Path) -> None:
+    other = shard(open_sources(str(archive)), Settings(str(tmp_path / "other"), seed=1, quiet=True))
+    ended = finetune(tmp_path, other.root.url, base, "diagnosis", train__steps=1)
+    assert ended.ok, ended.output
+    model = engine.load(tmp_path / "run")
+    assert model.history["splits"] == [split_of(other), split_of(dataset)]
+    assert model.history["datasets"] == [other.fingerprint]
+    assert finetune(tmp_path, other.root.url, base, "diagnosis", train__steps=2).ok  # goes on
 
 
 def test_what_cannot_be_is_one_line(dataset: Dataset, base: Path, archive: Path, tmp_path: Path) -> None:
