@@ -137,8 +137,11 @@ def of_before(place: Place) -> tuple[Scale, Data]:
     was = known(place, "data")
     if was is None:
         raise ConfigError(f"--out {place.out}: nothing was made here: run it without --collect-only")
-    scale = was.pop("scale")
-    return Scale.read(scale), Data(**was)
+    try:
+        scale, data = str(was.pop("scale")), Data(**was)
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{place.out}/settings/data.json: is not as it was written ({error}): use another --out") from None
+    return Scale.read(scale), data
 
 
 def own(options: argparse.Namespace, chosen: Sequence[Table], scale: Scale, data: Data) -> list[str]:

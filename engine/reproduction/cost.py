@@ -64,7 +64,7 @@ def speed(plan: Plan, place: Place) -> float:
     memory = place.jobs / f"speed.{here().replace('/', '.')}.json"
     try:
         return float(json.loads(memory.read_text())["flops_per_s"])
-    except (OSError, ValueError, LookupError):
+    except (OSError, ValueError, LookupError, TypeError):
         pass
     tree = json.dumps(plan.configs[0].tree())
     command = [sys.executable, "-m", "engine.reproduction.cost"]

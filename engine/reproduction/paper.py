@@ -81,10 +81,12 @@ def scales() -> list[str]:
     return sorted(path.stem for path in (HERE / "scales").glob("*.yaml"))
 
 
-def _over_base(section: dict[str, Any], path: Path) -> dict[str, Any]:
+def _over_base(section: Any, path: Path) -> dict[str, Any]:
     """A section over the file that its `base` names, less what a job says itself: where it runs, on which data."""
+    if not isinstance(section, dict):
+        raise ConfigError(f"{path}: {section!r}: a stage is a table of keys and values")
     base = section.get("base")
-    below = flat(read(path.parent / base)) if base else {}
+    below = flat(read(path.parent / str(base))) if base else {}
     both = below | flat({name: value for name, value in section.items() if name != "base"})
     return {key: value for key, value in both.items() if key not in ("run", "data.datasets")}
 

@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class Place:
         return self.jobs / f"{stem(job)}.{suffix}"
 
     def done(self, job: Job) -> bool:
-        return (self.out / job.result).exists()
+        return self.score(job) is not None if job.kind == "evaluate" else (self.out / job.result).exists()
 
     def held(self, job: Job) -> bool:
         return claims.held(self.jobs, stem(job))
@@ -52,19 +53,19 @@ class Place:
         """The reason of a failure, if there was one."""
         try:
             return str(json.loads(self.of(job, "failed").read_text())["why"])
-        except (OSError, ValueError, LookupError):
+        except (OSError, ValueError, LookupError, TypeError):
             return ""
 
     def seconds(self, job: Job) -> float | None:
         """What a job that is done took, if a worker has seen it from beginning to end."""
         try:
             return float(json.loads(self.of(job, "json").read_text())["seconds"])
-        except (OSError, ValueError, LookupError):
+        except (OSError, ValueError, LookupError, TypeError):
             return None
 
     def score(self, job: Job, metric: str = "") -> float | None:
         try:
-            return read_score(self.out / job.result, metric)
+            return read_score(self.out / job.result, job, metric)
         except (OSError, ValueError):
             return None
 
@@ -80,7 +81,7 @@ class Place:
         """Whether a job that ended well has left what it was to leave; an evaluation's file counts from here on."""
         written = self.out / part(job.result)
         if job.kind == "evaluate" and written.exists():
-            read_score(written)
+            read_score(written, job)
             os.replace(written, self.out / job.result)
         return self.done(job)
 
@@ -89,14 +90,28 @@ def stem(job: Job) -> str:
     return job.name.replace("/", "_")
 
 
-def read_score(path: Path, metric: str = "") -> float:
-    """The score that the task goes by, or one of its other metrics."""
-    tree = json.loads(path.read_text())
-    tree, name = (tree.get("metrics"), metric) if metric and isinstance(tree, dict) else (tree, "score")
+def read_score(path: Path, job: Job, metric: str = "") -> float:
+    """The score that the task goes by, or one of its other metrics; if it is this job's."""
+    state = path.stat()
+    told = _told(path, state.st_mtime_ns, state.st_size)
+    for key, value in job.says.items():
+        if not f"/{told.get(key)}".endswith(f"/{value}"):  # of the model's place only what is below DIR, which may be moved
+            raise ValueError(f"{path}: {key} is {told.get(key)!r}, not {value!r}")
+    tree, name = (told.get("metrics"), metric) if metric else (told, "score")
     score = tree.get(name) if isinstance(tree, dict) else None
     if not isinstance(score, int | float) or isinstance(score, bool) or not math.isfinite(score):
         raise ValueError(f"{path}: {name} is {score!r}, no number")
     return float(score)
+
+
+@lru_cache(maxsize=4096)  # who waits for workers asks twice a second
+def _told(path: Path, *stamp: int) -> dict[str, Any]:
+    tree = json.loads(path.read_text())
+    return (
+        {key: tree[key] for key in ("model", "data", "leads", "score", "metrics") if key in tree}
+        if isinstance(tree, dict)
+        else {}
+    )
 
 
 def begin(place: Place, plan: Plan, scale: Scale, data: Data) -> None:

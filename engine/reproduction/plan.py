@@ -15,9 +15,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.config import CONFIGS, Config, load, read
+from engine.config import CONFIGS, Config, FinetuneConfig, check, load, read
 from engine.model.config import ModelConfig, flops_per_crop
-from engine.pipelines.leads import ConfigError
+from engine.pipelines.leads import ConfigError, describe, parse
 from engine.reproduction.paper import LEADS, TASKS, Row, Scale, Table, as_arguments, flat
 
 Kind = Literal["pretrain", "finetune", "evaluate"]
@@ -51,6 +51,7 @@ class Job:
     flops: float
     disk: float  # bytes that stay
     scratch: float = 0.0  # bytes while it runs
+    says: Mapping[str, str] = field(default_factory=dict)  # what the file of an evaluation must hold, beside the score
 
 
 @dataclass
@@ -131,7 +132,9 @@ class _Maker:
         tested = ("test",) if task == "Dx" else ("gallery", "probe")
         crops = sum(self.data.count(GROUPS[task], role) for role in tested)
         flops = crops * _flops(model.config.model) / 3  # no backward
-        self.add(Job(f"evaluate/{name}", "evaluate", (*DOORS["evaluate"], *command), score, (tuned.name,), flops, 4096))
+        says = {"model": f"finetune/{name}", "data": self.data.fingerprint, "leads": describe(parse(leads))}
+        door = (*DOORS["evaluate"], *command)
+        self.add(Job(f"evaluate/{name}", "evaluate", door, score, (tuned.name,), flops, 4096, says=says))
         return f"evaluate/{name}"
 
     def model(self, row: Row, leads: int) -> Model:
@@ -140,7 +143,8 @@ class _Maker:
             path = CONFIGS / "pretrain" / f"{method}.yaml"
             of_leads = {} if leads == 12 else {"augment.leads": leads, "augment.padded": False, "model.leads": leads}
             sets = {**self.scale.sets["pretrain"], **of_leads}
-            config: Config = load(path, as_arguments(sets))
+            config: Config = load(path, as_arguments({**sets, "data.datasets": [self.data.path]}))
+            check(config, 1)
             self.plan.settings[f"pretrain-{method}"] = flat(read(path)) | dict(self.scale.sets["pretrain"])
             needs: tuple[str, ...] = ()
             if row.random:
@@ -168,9 +172,11 @@ class _Maker:
         path, over = CONFIGS / "finetune" / f"{stage}.yaml", {**row.tuning[stage], **self.scale.sets[stage]}
         known = f"{stage}{'-random' if row.random else ''}"
         settings = self.plan.settings.get(known) or flat(read(path)) | over
-        self.plan.settings[known] = settings
         own = {"run": str(self.out / "finetune" / name), "start": str(self.out / model.start), "augment.leads": leads}
         own |= {"augment.padded": model.config.model.leads == 12, "train.seed": seed}
+        if known not in self.plan.settings:  # what is wrong is said before the model is pre-trained
+            check(load(path, as_arguments({**over, **own, "data.datasets": [self.data.path]}), FinetuneConfig), 1)
+            self.plan.settings[known] = settings
         command = self.command("finetune", path, {**over, **own})
         seen = self.data.count(GROUPS[task], "train")
         flops, size = trained_crops(settings, seen) * _flops(model.config.model), 4 * parameters(model.config.model)

@@ -258,6 +258,14 @@ def test_slurm_and_dry_run_and_collect(
             "data is not what it was begun with: scale was small and is smoke",
         ),
         (["--table", "1", "--data", "{data}", "--scale", "{tmp}/other.yaml"], "model.widht: no such key: did you mean"),
+        (["--table", "1", "--data", "{data}", "--scale", "{tmp}/tuned.yaml", "--dry-run"], "train.stps: no such key: did you"),
+        (
+            ["--table", "1", "--data", "{data}", "--scale", "{tmp}/both.yaml", "--dry-run"],
+            "train.epochs=2.0: give one of the two",
+        ),
+        (["--table", "1", "--data", "{data}", "--scale", "{tmp}/three.yaml"], "three.yaml: 3: a stage is a table of keys and"),
+        (["--table", "1", "--out", "{used}", "--collect-only"], "settings/data.json: is not as it was written"),
+        (["--table", "1", "--out", "{tmp}/begun", "--collect-only"], "settings/data.json: is not as it was written ('scale')"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(
@@ -272,6 +280,11 @@ def test_what_cannot_be_is_said_in_one_line(
     monkeypatch.setattr(reproduce.launch, "local", lambda *_: pytest.fail("work was begun"))
     (tmp_path / "empty").write_text("# nobody\n")
     (tmp_path / "other.yaml").write_text("pretrain: {model: {widht: 3}}\n")
+    (tmp_path / "tuned.yaml").write_text("identification: {train: {stps: 6}}\n")
+    (tmp_path / "both.yaml").write_text("diagnosis: {train: {steps: 6, epochs: 2}}\n")
+    (tmp_path / "three.yaml").write_text("pretrain: 3\n")
+    (tmp_path / "begun" / "settings").mkdir(parents=True)
+    (tmp_path / "begun" / "settings" / "data.json").write_text("{}")
     used, bare = tmp_path / "used" / "settings", tmp_path / "bare"
     used.mkdir(parents=True)
     used.joinpath("data.json").write_text(json.dumps({"scale": "small"}))

@@ -30,18 +30,19 @@ def made(place: Place, table: Table, **choice: tuple[object, ...]) -> Plan:
     return plan
 
 
-def score(place: Place, name: str, value: float, **metrics: float) -> None:
+def score(place: Place, plan: Plan, name: str, value: float, **metrics: float) -> None:
     path = place.out / "scores" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"score": value, "metrics": metrics, "intervals": {}}))
+    of = dict(plan.named[f"evaluate/{name}"].says)
+    path.write_text(json.dumps({"score": value, "metrics": metrics, "intervals": {}} | of))
 
 
 def test_a_table_of_what_is_there(tmp_path: Path) -> None:
     place, table = Place(tmp_path), tables()[3]
     plan = made(place, table, rows=("W2V", "W2V+RLM"), leads=(12, 3), tasks=("Dx",))
     for seed, value in enumerate((0.50, 0.51, 0.52)):
-        score(place, f"w2v-12/diagnosis-12-seed{seed}", value, auroc=value + 0.24)
-    score(place, "w2v_rlm-12/diagnosis-12-seed2", 0.615)
+        score(place, plan, f"w2v-12/diagnosis-12-seed{seed}", value, auroc=value + 0.24)
+    score(place, plan, "w2v_rlm-12/diagnosis-12-seed2", 0.615)
     place.of(plan.named["finetune/w2v_rlm-12/diagnosis-P-3-seed0"], "failed").write_text('{"why": "no room"}')
     results.write(place, table, plan, SMALL, DATA, 3)
     text = (tmp_path / "table-3.md").read_text()
@@ -60,6 +61,26 @@ def test_a_table_of_what_is_there(tmp_path: Path) -> None:
     tree = json.loads((tmp_path / "table-3.json").read_text())
     assert [cell["state"] for cell in tree["cells"]] == [line["state"] for line in lines]
     assert tree["data"]["fingerprint"] == DATA.fingerprint
+
+
+def test_a_score_counts_if_it_can_be_read_and_is_the_job_s(tmp_path: Path) -> None:
+    place, table = Place(tmp_path), tables()[3]
+    plan = made(place, table, rows=("W2V",), leads=(12, 3), tasks=("Dx",))
+    job = plan.named["evaluate/w2v-12/diagnosis-12-seed0"]
+    path, name = tmp_path / job.result, job.name.removeprefix("evaluate/")
+    score(place, plan, name, 0.5)
+    good = path.read_text()
+    assert place.done(job) and place.score(job) == 0.5
+    tree = json.loads(good)
+    moved = json.dumps(tree | {"model": f"/elsewhere/{tree['model']}", "score": 0.75})
+    others = [
+        tree | change for change in ({"model": "finetune/other/seed0"}, {"data": "0"}, {"leads": "II"}, {"leads": "I,II"})
+    ]
+    for damaged in (good[:30], "", "[3]", "null", '{"score": 0.5}', *map(json.dumps, others)):
+        path.write_text(damaged)
+        assert not place.done(job) and place.score(job) is None, damaged
+    path.write_text(moved)
+    assert place.done(job) and place.score(job) == 0.75
 
 
 def test_the_protocol_of_the_papers_scale_names_no_difference_and_a_leak_is_said() -> None:
@@ -81,7 +102,7 @@ def test_bold_is_where_the_paper_has_it(number: int, tmp_path: Path) -> None:
         printed = table.rows[row].printed[task][leads]
         assert printed
         for name in names:
-            score(place, name.removeprefix("evaluate/"), printed[0])
+            score(place, plan, name.removeprefix("evaluate/"), printed[0])
     ours = {(cell.row, cell.task, cell.leads) for cell in results.cells(place, table, plan) if cell.bold}
     source = re.findall(r"\\begin\{table\*\}(.*?)\\end\{table\*\}", PAPER.read_text(), re.DOTALL)[number - 1]
     rows = iter((row, task) for row in table.rows for task in TASKS)
