@@ -26,6 +26,8 @@ import os
 import shutil
 import tempfile
 import zipfile
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -38,7 +40,7 @@ from tqdm import tqdm
 
 from data_tools.dataset import META, Dataset
 from data_tools.memory import keep_freed_memory
-from data_tools.sources import DataError, Prepared, ReadError, open_sources, prepared
+from data_tools.sources import DataError, Prepared, ReadError, Source, open_sources, prepared
 from engine.model.trained import CONFIG, PREPROCESSING, WEIGHTS, Trained, load, model_folder
 from engine.pipelines.gather import Gather
 from engine.pipelines.leads import LEADS, ConfigError, describe, in_order
@@ -51,6 +53,7 @@ from engine.scoring.rundir import writable
 
 CACHE_SHARDS = 8
 ARRAYS = (".npy", ".npz")
+UNREADABLE = (OSError, ValueError, EOFError, MemoryError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 GOES_ON = ": the same command goes on"
 LASTING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)  # the same command would fail again
 
@@ -159,7 +162,7 @@ def prepare_model(args: argparse.Namespace) -> tuple[Trained, Input, str]:
     """The model where it computes, what it takes, and a digest of both."""
     try:
         device = torch.device(args.device)
-        torch.zeros(0, device=device)
+        torch.zeros(0, device=device).cpu()
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"--device {args.device}: {error}".splitlines()[0][:200]) from None
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
@@ -237,6 +240,7 @@ class Record(NamedTuple):
     name: str
     stamp: bytes  # another: it may hold something else
     read: Callable[[], Prepared | ReadError | Loaded]
+    label: str = ""  # what an array is called, if no other is called so; then `name`
 
 
 def records_of(args: argparse.Namespace, wanted: Input) -> Iterator[Record]:
@@ -247,7 +251,7 @@ def records_of(args: argparse.Namespace, wanted: Input) -> Iterator[Record]:
             source = open_sources(str(Path(url).parent), "wfdb")[0]
             yield from (Record(url, source.root.stamp(key), partial(prepared, source, key)) for key in [Path(url).name])
         elif "://" in url or Path(url).is_dir():
-            for source in open_sources(url):
+            for source in opened(url):
                 for key in source.keys():  # noqa: SIM118 - no dictionary
                     stamp = b"" if source.root.remote else source.root.stamp(key)
                     yield Record(f"{source.root.url}/{key}", stamp, partial(prepared, source, key))
@@ -256,19 +260,32 @@ def records_of(args: argparse.Namespace, wanted: Input) -> Iterator[Record]:
             raise ConfigError(f"--data {url}: {what}")
 
 
+def opened(url: str) -> list[Source]:
+    try:
+        return open_sources(url)
+    except DataError as error:
+        told = str(error).replace("name it with --source", "name it with `data_tools shard --source`, and give the dataset")
+        raise ConfigError(told) from None
+
+
 def arrays(args: argparse.Namespace, path: Path, wanted: Input) -> Iterator[Record]:
     if args.fs is None:
         raise ConfigError(f"--data {path}: say with --fs how many samples a second it holds")
     leads = [LEADS[i] for i in in_order(args.leads or "12")]
 
-    def load_one(member: str | None, index: int | None) -> Loaded:
-        values = whole if whole is not None else np.load(path)[member]
-        values = values if index is None else values[index]
+    def load_one(label: str, member: str | None, index: int | None) -> Loaded:
+        try:
+            if whole is None:
+                with np.load(path) as file:
+                    values = file[member]
+            else:
+                values = whole if index is None else whole[index]
+        except UNREADABLE as error:
+            raise SignalError(f"cannot be read as numbers: {error}") from None
         if not args.leads and values.ndim == 2 and len(values) != len(leads):
             raise SignalError(f"has {len(values)} rows, not {len(leads)}: name its rows with --leads")
         found = crops(values, args.fs, leads, args.unit, wanted)
-        name = member or path.stem + ("" if index is None else f"[{index}]")
-        return Loaded("array", name, None, *found)
+        return Loaded("array", label, None, *found)
 
     try:
         state = path.stat()
@@ -276,17 +293,20 @@ def arrays(args: argparse.Namespace, path: Path, wanted: Input) -> Iterator[Reco
         found = np.load(path, mmap_mode="r")
         whole = found if isinstance(found, np.ndarray) else None
         members = [None] if whole is not None else list(found)
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+    except UNREADABLE as error:
         raise ConfigError(f"--data {path}: cannot be read as numbers: {error}".splitlines()[0]) from None
     if whole is not None and whole.ndim not in (2, 3):
         raise ConfigError(
             f"--data {path}: has the shape {list(whole.shape)}: [leads, samples] or [ECGs, leads, samples] is needed"
         )
+    if not (members if whole is None else whole.size):
+        raise ConfigError(f"--data {path}: holds no ECG")
     indices = range(len(whole)) if whole is not None and whole.ndim == 3 else [None]
     for member in members:
         for index in indices:
             name = str(path) + (f"[{member or index}]" if member or index is not None else "")
-            yield Record(name, stamp, partial(load_one, member, index))
+            label = member or path.stem + ("" if index is None else f"[{index}]")
+            yield Record(name, stamp, partial(load_one, label, member, index), label)
 
 
 def digest_of(records: Sequence[Record]) -> str:
@@ -297,8 +317,10 @@ def digest_of(records: Sequence[Record]) -> str:
 
 
 def record_stream(args: argparse.Namespace, wanted: Input, records: Sequence[Record]) -> RecordStream:
+    called = Counter(record.label for record in records)
+
     def read(number: int) -> Loaded | None:
-        name, _, call = records[number]
+        name, _, call, label = records[number]
         try:
             found = call()
         except SignalError as error:
@@ -306,7 +328,7 @@ def record_stream(args: argparse.Namespace, wanted: Input, records: Sequence[Rec
         if isinstance(found, Prepared):
             found = looked_at(Loaded(*found), wanted)
         if isinstance(found, Loaded):
-            return found
+            return found._replace(record=name) if label and called[label] > 1 else found
         leave_out(args, name, found)
         return None
 

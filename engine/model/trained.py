@@ -48,7 +48,7 @@ class Trained(nn.Module):
     def __init__(self, encoder: Encoder, head: nn.Linear | None, config: dict[str, Any], preprocessing: dict[str, Any]) -> None:
         super().__init__()
         self.encoder, self.head, self.config, self.preprocessing = encoder, head, config, preprocessing
-        self.input = Input.of(preprocessing, config["model"]["leads"])
+        self.input = Input.of(preprocessing, config_of(config).leads)
         self.eval()
 
     @property

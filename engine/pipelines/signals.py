@@ -45,7 +45,7 @@ class Input:
         for key, wanted in (("fs_hz", FS_HZ), ("segment_s", HALF / FS_HZ)):
             if document.get(key) != wanted:
                 raise ConfigError(f"{key}={document.get(key)!r}: this program knows {wanted:g}")
-        if document.get("scale") not in SCALES:
+        if document.get("scale") not in list(SCALES):
             raise ConfigError(f"scale={document.get('scale')!r}: this program knows {' and '.join(SCALES)}")
         names = document.get("leads")
         if not isinstance(names, list) or len(names) != channels:

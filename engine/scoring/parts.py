@@ -6,6 +6,7 @@
         parts.publish(count, schema)                  # F.parquet, in one rename; F.parquet.parts/ goes
 
 Parts lie in F.parquet.parts/ with the job they belong to. Those of another job are refused by name, not mixed in.
+One that is damaged, or stands in another's place, is made again.
 """
 
 import fcntl
@@ -21,7 +22,7 @@ import pyarrow.parquet as pq
 
 from engine.pipelines.leads import ConfigError
 
-KEY = b"omnilead"  # of the file's metadata: the job
+KEY = b"omnilead"  # of a file's metadata: the job, and which part of it
 
 
 class Parts:
@@ -31,10 +32,12 @@ class Parts:
         self.out, self.job, self.folder = out, json.loads(json.dumps(job)), out.with_name(f"{out.name}.parts")
         self.finished = out.exists()
         if self.finished:
-            self._same(_job_in(out), out, "choose another --out")
+            self._same(_told_in(out), out, "choose another --out")
             return
         if not out.parent.is_dir():
             raise ConfigError(f"--out {out}: no folder {out.parent}")
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ConfigError(f"--out {out}: {self.folder} is a file: remove it, or choose another --out")
         self.folder.mkdir(exist_ok=True)
         self._lock = open(self.folder / "lock", "w")  # noqa: SIM115 - held until the end
         try:
@@ -43,8 +46,12 @@ class Parts:
             raise ConfigError(f"--out {out}: another process is writing it") from None
         begun = self.folder / "job.json"
         if any(self.folder.glob("*.parquet")):
-            before = json.loads(begun.read_text()) if begun.exists() else None
-            self._same(before, self.folder, "remove that folder, or choose another --out")
+            mend = "remove that folder, or choose another --out"
+            try:
+                before = json.loads(begun.read_text()) if begun.exists() else None
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{begun}: cannot be read: {error}: {mend}") from None
+            self._same(before, self.folder, mend)
         else:
             _publish(begun, lambda path: path.write_text(json.dumps(self.job, indent=1)))
 
@@ -60,10 +67,24 @@ class Parts:
         return self.folder / f"{number:06d}.parquet"
 
     def missing(self, count: int) -> list[int]:
-        return [number for number in range(count) if not self._path(number).exists()]
+        """Also those that are not whole, or are not what they are called: they are made again."""
+        return [number for number in range(count) if not self._is_whole(number)]
+
+    def _is_whole(self, number: int) -> bool:
+        path = self._path(number)
+        try:
+            with pq.ParquetFile(path, page_checksum_verification=True) as file:
+                file.read()
+                return bool(_told_in(path) == self._told(number))
+        except (pa.ArrowException, OSError):  # no such file among them
+            return False
+
+    def _told(self, number: int) -> dict[str, Any]:
+        return {"part": number, **self.job}
 
     def write(self, number: int, table: pa.Table) -> None:
-        _publish(self._path(number), lambda path: pq.write_table(table, path))
+        marked = table.replace_schema_metadata({KEY: json.dumps(self._told(number))})
+        _publish(self._path(number), lambda path: pq.write_table(marked, path, write_page_checksum=True))
 
     @property
     def rows(self) -> int:
@@ -92,7 +113,7 @@ class Parts:
             self._lock.close()
 
 
-def _job_in(path: Path) -> Any:
+def _told_in(path: Path) -> Any:
     try:
         return json.loads((pq.read_schema(path).metadata or {}).get(KEY, b"null"))
     except (pa.ArrowInvalid, OSError, ValueError):

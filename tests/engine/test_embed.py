@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -239,6 +240,41 @@ def test_what_the_model_looks_at_was_not_measured(
     assert record in embedded(dataset.root.url, leads=f"I,{lead}")["record"].to_pylist()
 
 
+def test_arrays_that_are_none(saved_model: Saved, tmp_path: Path, capsys: Any) -> None:
+    model, good = saved_model(), np.random.default_rng(0).normal(0, 0.3, (12, 5000))
+    (tmp_path / "empty.npy").write_bytes(b"")
+    np.save(tmp_path / "zero.npy", np.zeros((0, 12, 5000)))
+    np.savez(tmp_path / "none.npz")
+    np.savez(tmp_path / "object.npz", a=np.array([None, 1], object))
+    np.savez_compressed(tmp_path / "damaged.npz", a=good)
+    content = bytearray((tmp_path / "damaged.npz").read_bytes())
+    content[5000:5100] = bytes(100)
+    (tmp_path / "damaged.npz").write_bytes(content)
+    for name, told in (
+        ("empty.npy", "cannot be read as numbers"),
+        ("zero.npy", "holds no ECG"),
+        ("none.npz", "holds no ECG"),
+        ("object.npz", "object.npz[a]: cannot be read as numbers"),
+        ("damaged.npz", "damaged.npz[a]: cannot be read as numbers"),
+    ):
+        assert embed.main(command(model, [tmp_path / name], tmp_path / "out", fs=500)) == 2
+        err = capsys.readouterr().err
+        assert f"{name}" in err and told in err and err.count("\n") == 1 and not (tmp_path / "out").exists()
+        shutil.rmtree(tmp_path / "out.parts", ignore_errors=True)
+
+
+def test_arrays_of_one_name_are_told_apart(embedded: Callable[..., pa.Table], tmp_path: Path) -> None:
+    good = np.random.default_rng(0).normal(0, 0.3, (12, 5000))
+    files = [tmp_path / name for name in ("x/a.npy", "y/a.npy", "x/z.npz", "y/z.npz", "b.npy")]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        np.savez(file, m=good, own=good) if file == files[2] else np.savez(file, m=good) if "z" in file.name else np.save(
+            file, good
+        )
+    found = embedded(*files, fs=500)["record"].to_pylist()
+    assert found == [str(files[0]), str(files[1]), f"{files[2]}[m]", "own", f"{files[3]}[m]", "b"]
+
+
 def test_a_dataset_in_a_bucket(dataset: Dataset, embedded: Callable[..., pa.Table]) -> None:
     fsspec.filesystem("memory").put(dataset.root.url, "/bucket/dataset", recursive=True)
     here, there = (embedded(url, to=name) for url, name in ((dataset.root.url, "a"), ("memory://bucket/dataset", "b")))
@@ -255,6 +291,8 @@ def test_a_dataset_in_a_bucket(dataset: Dataset, embedded: Callable[..., pa.Tabl
         (["--leads", "I,V9"], "'V9'"),
         (["--batch", "0"], "--batch 0"),
         (["--device", "cuda:7"], "--device cuda:7"),
+        (["--device", "meta"], "--device meta"),
+        (["--data", "EMPTY"], "name it with `data_tools shard --source`, and give the dataset"),
         (["--model", "no/model"], "no/model: no such folder"),
         (["--data", "x.npy"], "--fs"),
         (["--data", "x.npy", "--fs", "500"], "x.npy: cannot be read"),
@@ -274,7 +312,14 @@ def test_what_is_wrong_is_one_line(
     asked = command(saved_model(), [dataset.root.url], tmp_path / "out")
     np.save(tmp_path / "three.npy", np.random.default_rng(0).normal(0, 0.3, (3, 5000)))
     np.save(tmp_path / "zeros.npy", np.zeros((12, 5000)))
-    places = {"DATASET": dataset.root.url, "THREE": str(tmp_path / "three.npy"), "ZEROS": str(tmp_path / "zeros.npy")}
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "x.txt").write_text("")
+    places = {
+        "EMPTY": str(tmp_path / "folder"),
+        "DATASET": dataset.root.url,
+        "THREE": str(tmp_path / "three.npy"),
+        "ZEROS": str(tmp_path / "zeros.npy"),
+    }
     assert embed.main([*asked, *(places.get(text, text) for text in change)]) == 2
     err = capsys.readouterr().err
     assert told in err and err.count("\n") == 1 and not (tmp_path / "out").exists()

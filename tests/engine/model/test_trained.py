@@ -23,6 +23,7 @@ from engine.model.trained import LoadError, Trained, config_of
 from engine.objectives.config import ObjectiveConfig
 from engine.pipelines.leads import ALL, LEADS, ConfigError
 from engine.pipelines.signals import Input, SignalError, crops
+from engine.training.finetuning import read_start
 
 Saved = Callable[..., Path]
 DIAGNOSIS = {"task": "diagnosis", "classes": ["AF", "NSR", "SB"]}
@@ -172,6 +173,18 @@ def test_what_is_no_model_is_one_line(kind: str, told: str, saved_model: Saved) 
     with pytest.raises(LoadError, match=told) as caught:
         engine.load(folder.parent)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+def test_documents_that_say_less_or_nonsense(saved_model: Saved) -> None:
+    folder = saved_model()
+    document = json.loads((folder / "config.json").read_text())
+    del document["model"]["leads"]
+    (folder / "config.json").write_text(json.dumps(document | {"trained": None}))
+    assert engine.load(folder).history == {} and read_start(str(folder))[0]["splits"] == []
+    for scale in ([], {}, [[1]]):
+        change(folder, "preprocessing.json", scale=scale)
+        with pytest.raises(LoadError, match="scale="):
+            engine.load(folder)
 
 
 def test_no_such_run() -> None:
