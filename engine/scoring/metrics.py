@@ -116,7 +116,8 @@ def checked(labels: Array, outputs: Array) -> tuple[Array, Array]:
 def ranked(score_N: Array) -> tuple[Array, Array]:
     """Rows from the highest score down, and of each run of equal scores the place of its last."""
     order = np.argsort(-score_N)
-    return order, np.flatnonzero(np.append(np.diff(score_N[order]) != 0, True))
+    score = score_N[order]
+    return order, np.flatnonzero(np.append(score[1:] != score[:-1], True))
 
 
 def counts(label_N: Array, order: Array, last: Array, weight_N: Array | None = None) -> tuple[Array, Array]:

@@ -103,6 +103,8 @@ def test_areas_by_hand() -> None:
     assert all(math.isnan(of["auroc"]) and math.isnan(of["auprc"]) for of in others)
     assert (found["auroc"], found["f_measure"], found["accuracy"]) == (0.875, 0.8, 0.75)
     assert found["without_positives"] == list(ABBREVIATIONS[1:]) and found["without_negatives"] == []
+    scores[:, 0] = [math.inf, math.inf, -math.inf, -math.inf]  # logits that saturate are equal, too
+    assert summary(labels, outputs_of(scores), scores)["classes"]["AF"]["auroc"] == 0.5
     every = summary(rows("AF", "AF"), rows("AF", ""), scores[:2])["classes"]["AF"]
     assert math.isnan(every["auroc"]) and every["auprc"] == 1.0 and math.isnan(every["specificity"])
 
