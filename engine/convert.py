@@ -49,6 +49,7 @@ from engine.model.trained import (
 )
 from engine.pipelines.leads import LEADS, ConfigError
 from engine.pipelines.signals import SCALES
+from engine.pipelines.usage import Parser
 
 
 def from_fairseq(checkpoint: Path, out: Path, scale: str = "auto") -> None:
@@ -184,7 +185,7 @@ here. The licence is that of the original.
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="engine.convert", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="engine.convert", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     into = commands.add_parser("from-fairseq", help="a checkpoint of fairseq-signals or ECG-FM to a model of ours")
     into.add_argument("checkpoint", type=Path, metavar="CKPT.pt")

@@ -46,10 +46,11 @@ from engine.pipelines.gather import Gather
 from engine.pipelines.leads import LEADS, ConfigError, describe, in_order
 from engine.pipelines.signals import Input, SignalError, crops
 from engine.pipelines.staging import Staging
+from engine.pipelines.usage import Parser
 from engine.scoring.embedding import DatasetStream, Loaded, RecordStream, Stream, encoder, finite, schema, tables, unseen
 from engine.scoring.parts import Parts
 from engine.scoring.probed import probe, report, roles
-from engine.scoring.rundir import writable
+from engine.scoring.rundir import OutputError, writable, write_whole, writing
 
 CACHE_SHARDS = 8
 ARRAYS = (".npy", ".npz")
@@ -65,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run(args)
     except (ConfigError, DataError) as error:
         return say(error, 2)
+    except OutputError as error:
+        return say(error, 1)
     except OSError as error:
         ours = args.out and str(error.filename or args.out).startswith(
             (f"{args.out}.parts", f"{args.out.parent}/.{args.out.name}.")
@@ -84,9 +87,7 @@ def say(error: BaseException, code: int) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="engine.embed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="engine.embed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", required=True, metavar="RUN", help="RUN, RUN/model or s3://...")
     add("--data", required=True, nargs="+", metavar="DATASET|FILE", help="a dataset; or folders, .hea, .npy and .npz files")
@@ -356,7 +357,8 @@ def score(args: argparse.Namespace, model: Trained, wanted: Input) -> None:
     scores = probe(dataset, pa.concat_tables(found))
     print(report(scores))
     if args.json:
-        args.json.write_text(json.dumps(scores, indent=1) + "\n")
+        with writing(args.json, "--json"):
+            write_whole(args.json, json.dumps(scores, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -25,11 +25,12 @@ import torch
 import engine
 from data_tools.dataset import DataError, Dataset
 from engine.pipelines.leads import ConfigError
+from engine.pipelines.usage import Parser
 from engine.scoring import evaluation
 from engine.scoring.heldout import Setting, diagnoses, identities, task_of
 from engine.scoring.metrics import MetricError
 from engine.scoring.results import Diagnoses, Identities
-from engine.scoring.rundir import writable, write_whole
+from engine.scoring.rundir import OutputError, writable, write_whole, writing
 
 TASKS, ROLES, DEVICES = ("auto", "diagnosis", "identification"), ("test", "valid"), ("auto", "cpu", "cuda")
 
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     try:
         evaluate(args)
-    except MetricError as error:  # what the model gave cannot be scored
+    except (MetricError, OutputError) as error:  # what the model gave cannot be scored, or written
         return _say(error, 1)
     except (ConfigError, DataError) as error:
         return _say(error, 2)
@@ -50,9 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="engine.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="engine.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, metavar="RUN", help="a run, or a folder with model.safetensors")
     parser.add_argument("--data", required=True, metavar="DATASET", help="a dataset that data_tools made, s3:// too")
     parser.add_argument("--leads", default="", metavar="N", help="12, 6, 3, 2, 1 or names: the others are zeros (all it knows)")
@@ -77,6 +76,8 @@ def evaluate(args: argparse.Namespace) -> None:
     for flag, place in (("--json", args.json), ("--report", args.report)):
         if place is not None:
             writable(place, flag)
+    if args.json and args.report and args.json.resolve() == args.report.resolve():
+        raise ConfigError(f"--json {args.json}, --report {args.report}: are one file: name two")
     dataset = Dataset.open(args.data, args.anonymous)
     model = engine.load(args.model).to(_device(args.device))
     task = task_of(model) if args.task == "auto" else args.task
@@ -86,9 +87,12 @@ def evaluate(args: argparse.Namespace) -> None:
     document = told.document()
     print("\n".join(lines(told, document)))
     if args.json:
-        write_whole(args.json, json.dumps(document, indent=1) + "\n")
+        with writing(args.json, "--json"):
+            write_whole(args.json, json.dumps(document, indent=1) + "\n")
     if args.report:
-        print(evaluation.report(told, args.report))
+        with writing(args.report, "--report"):
+            evaluation.report(told, args.report)
+        print(args.report)
 
 
 def _device(name: str) -> torch.device:

@@ -12,7 +12,6 @@ Three optimiser steps repeat the same batch with the authors' Adam (fairseq-sign
 every parameter before the update, eps outside the square root and before the correction of the bias.
 """
 
-import argparse
 import json
 import math
 import sys
@@ -32,6 +31,7 @@ from engine.model.fairseq import WeightsError, ours, spelling, theirs
 from engine.model.pretrainer import Pretrainer
 from engine.model.reference import INPUTS, Adam, Case, InputError, draws_of, read_cases
 from engine.pipelines.leads import ConfigError
+from engine.pipelines.usage import Parser
 
 LOSS, TENSOR, GRADIENT, PARAMETER = 1e-5, 2e-5, 1e-4, 1e-4  # limits
 CHANGE = 5e-4  # we are off by 2e-4, without weight decay by 1.2e-3
@@ -217,7 +217,7 @@ def compare(folder: Path) -> list[Check]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="engine.parity", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="engine.parity", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("--json", type=Path, metavar="F", help="write the table as JSON too")
     args = parser.parse_args(arguments)

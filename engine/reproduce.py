@@ -19,10 +19,10 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
 
 from data_tools.dataset import DataError, Dataset
 from engine.pipelines.leads import ConfigError
+from engine.pipelines.usage import Parser
 from engine.reproduction import claims, cost, launch, results
 from engine.reproduction.paper import LEADS, TASKS, Scale, Table, tables
 from engine.reproduction.place import Place, begin, known
@@ -31,11 +31,6 @@ from engine.reproduction.work import Worker, spoken
 
 NEEDED = [("pretrain", ""), *(("dx", role) for role in ("train", "valid", "test"))]
 NEEDED += [("id", role) for role in ("train", "valid", "gallery", "probe")]
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (--help shows all)\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,7 +51,7 @@ def say(error: object, code: int) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser("python -m engine.reproduce", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("python -m engine.reproduce", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--table", type=int, nargs="+", choices=sorted(tables()), required=True, metavar="N", help="1, 2, 3, 4: one or several")
     add("--out", required=True, metavar="DIR", help="runs, scores and tables; of one dataset and one scale")

@@ -8,7 +8,6 @@ under random lead masking, and as the two views of 3KG.
     python -m engine.pipelines.picture augmentations.png [--data DATASET --row 0] [--lead II] [--seed 464]
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -21,6 +20,7 @@ from matplotlib.ticker import MultipleLocator
 from engine.pipelines.augment import AUTHORS_NOISE, PAPER_NOISE, AugmentConfig, ThreeKG, augment, axis, formula, numpy_ops
 from engine.pipelines.augment_draws import FROM_DIPOLE, Params, draws, white, white_bank
 from engine.pipelines.leads import LEADS, ConfigError
+from engine.pipelines.usage import Parser
 
 FS_HZ, HALF = 500.0, 2500
 TIME_S = np.arange(2 * HALF) / FS_HZ
@@ -181,7 +181,7 @@ def _write(page: Figure, x: float, y: float, text: str, size: float, color: str 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m engine.pipelines.picture", description="a picture of each augmentation")
+    parser = Parser(prog="python -m engine.pipelines.picture", description="a picture of each augmentation")
     parser.add_argument("out", metavar="OUT.png")
     parser.add_argument("--data", metavar="DATASET", help="a dataset; without it the ECG is a drawn one")
     parser.add_argument("--row", type=int, default=0, help="crop of the dataset (default 0)")

@@ -6,7 +6,6 @@ metrics.jsonl makes the curves; validation.jsonl, run.json, config.yaml and diag
 if they are there. A page of an unfinished run is as good: what was not logged is left out, what is not finite is marked.
 """
 
-import argparse
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ if not __package__:
 import numpy as np
 
 from engine.pipelines.leads import LEADS
+from engine.pipelines.usage import Parser
 from engine.scoring import charts, page
 from engine.scoring.charts import Line, Look
 from engine.scoring.rundir import (
@@ -283,7 +283,7 @@ def write_report(run: Path) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="engine.scoring.report", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="engine.scoring.report", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", type=Path, metavar="RUN")
     try:
         print(write_report(parser.parse_args(arguments).run))

@@ -18,6 +18,8 @@ import socket
 import statistics
 import zipfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,10 @@ LARGEST = 1e12  # beyond it nothing is a step, a loss or a rate
 
 class ReportError(Exception):
     """One line: what is wrong with RUN."""
+
+
+class OutputError(Exception):
+    """One line: what could not be written."""
 
 
 class Rows:
@@ -132,6 +138,15 @@ def writable(place: Path, flag: str) -> None:
         raise ConfigError(f"{flag} {place}: no folder {folder}: {mend}")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"{flag} {place}: {folder} may not be written to: choose another folder")
+
+
+@contextmanager
+def writing(place: Path, flag: str) -> Iterator[None]:
+    """What a command was asked for, at the end of its work."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"{flag} {place}: {error.strerror or error}: make room, or choose another place") from None
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

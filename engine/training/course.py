@@ -27,6 +27,7 @@ from engine.pipelines.leads import ConfigError
 from engine.pipelines.loader import Loader, LoaderError
 from engine.pipelines.order import OrderError
 from engine.pipelines.resident import ResidentError
+from engine.pipelines.usage import Parser
 from engine.scoring.report import write_report
 from engine.training import boards, checkpoint, distributed, export
 from engine.training.checkpoint import CheckpointError, WriteError
@@ -100,9 +101,7 @@ class Door:
             return self.say(TrainError(f"another rank died or hung ({said}): start again, it goes on"), 1)
 
     def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
-        parser = argparse.ArgumentParser(
-            prog=self.name, description=self.about, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        parser = Parser(prog=self.name, description=self.about, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("--config", metavar="F", help="YAML" + ("; without it the quick start" if self.default else ""))
         parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="one setting; may be given many times")
         parser.add_argument("--export", metavar="RUN", help="write RUN/model and end")
