@@ -17,6 +17,11 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from engine.pipelines.usage import Parser, interruptible
+
+if __name__ == "__main__":
+    interruptible("engine.embed")
+
 import argparse
 import atexit
 import errno
@@ -46,7 +51,6 @@ from engine.pipelines.gather import Gather
 from engine.pipelines.leads import LEADS, ConfigError, describe, in_order
 from engine.pipelines.signals import Input, SignalError, crops
 from engine.pipelines.staging import Staging
-from engine.pipelines.usage import Parser
 from engine.scoring.embedding import DatasetStream, Loaded, RecordStream, Stream, encoder, finite, schema, tables, unseen
 from engine.scoring.parts import Parts
 from engine.scoring.probed import probe, report, roles

@@ -20,12 +20,16 @@ from typing import Any
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from engine.pipelines.usage import Parser, interruptible
+
+if __name__ == "__main__":
+    interruptible("engine.evaluate")
+
 import torch
 
 import engine
 from data_tools.dataset import DataError, Dataset
 from engine.pipelines.leads import ConfigError
-from engine.pipelines.usage import Parser
 from engine.scoring import evaluation
 from engine.scoring.heldout import Setting, diagnoses, identities, task_of
 from engine.scoring.metrics import MetricError

@@ -19,6 +19,11 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from engine.pipelines.usage import interruptible
+
+if __name__ == "__main__":
+    interruptible("engine/finetune.py")
+
 from engine.config import FinetuneConfig
 from engine.training.course import Door
 from engine.training.distributed import leave

@@ -18,9 +18,7 @@ from data_tools.build import Settings, shard
 from data_tools.dataset import CLASSES, Dataset, fingerprint
 from data_tools.sources import open_sources
 from data_tools.synth import synthesise
-from engine import embed, pretrain
 from engine.evaluate import main
-from engine.pipelines import picture
 from engine.pipelines.leads import LEADS
 from engine.pipelines.roles import split_of
 from engine.scoring.metrics import challenge_score
@@ -296,24 +294,6 @@ def test_a_full_disk_is_that_of_the_output(
         assert code == 1 and err.startswith(f"engine.evaluate: {flag} {tmp_path / 'f'}: No space left on device: make room")
         assert err.count("\n") == 1 and not (tmp_path / "f").exists()
     refuse(capsys, "are one file: name two", *common, "--json", tmp_path / "f", "--report", tmp_path / "run" / ".." / "f")
-
-
-@pytest.mark.parametrize(
-    ("door", "arguments"),
-    [
-        (main, ["--model", "m", "--data", "d", "--task", "x"]),
-        (embed.main, ["--model", "m"]),
-        (picture.main, []),
-        (pretrain.main, ["--nothing"]),
-    ],
-)
-def test_wrong_arguments_are_one_line(
-    door: Callable[[list[str]], int], arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        door(arguments)
-    out, err = capsys.readouterr()
-    assert (ended.value.code, out, err.count("\n")) == (2, "", 1) and err.endswith("(--help shows all)\n")
 
 
 def test_interrupted_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
