@@ -223,6 +223,8 @@ def measured(args: argparse.Namespace, dataset: Dataset, wanted: Input, rows: np
     blank = unseen(dataset, wanted)[rows]
     if not blank.any():
         return rows
+    if blank.all():
+        raise ConfigError(f"--data {dataset.root.url}: {nothing_of(wanted)}: show it other leads")
     names = dataset.table(["source", "record"]).take(rows)
     records = pc.binary_join_element_wise(*names.columns, "/").combine_chunks().dictionary_encode()
     codes = records.indices.to_numpy()

@@ -214,7 +214,12 @@ def test_a_record_that_cannot_be_read_stops_or_is_left_out(
 
 
 def test_what_the_model_looks_at_was_not_measured(
-    archive: Path, dataset: Dataset, embedded: Callable[..., pa.Table], tmp_path: Path, capsys: Any
+    archive: Path,
+    dataset: Dataset,
+    embedded: Callable[..., pa.Table],
+    tmp_path: Path,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From a dataset, WFDB or an array: the record stops the run, or is left out; a crop of it is left out."""
     missing = dataset.table(["record", "missing_leads"]).to_pylist()
@@ -238,6 +243,9 @@ def test_what_the_model_looks_at_was_not_measured(
         {"record": "y", "start_s": start} for start in (0.0, 20.0)
     ]
     assert record in embedded(dataset.root.url, leads=f"I,{lead}")["record"].to_pylist()
+    monkeypatch.setattr(embed, "unseen", lambda dataset, wanted: np.ones(len(dataset), bool))
+    probed = ["--model", str(tmp_path / "run"), "--data", dataset.root.url, "--probe", "--on-corrupt", "skip"]
+    assert embed.main(probed) == 2 and "at which the model looks: show it other leads" in capsys.readouterr().err
 
 
 def test_arrays_that_are_none(saved_model: Saved, tmp_path: Path, capsys: Any) -> None:
