@@ -358,7 +358,7 @@ def score(args: argparse.Namespace, model: Trained, wanted: Input) -> None:
     args.per = "half"
     rows = roles(dataset)
     stream = dataset_stream(args, dataset, wanted, rows)
-    with tqdm(total=len(rows), unit=" crops", desc="embed", disable=None) as bar:
+    with tqdm(total=len(stream.rows), unit=" crops", desc="embed", disable=None) as bar:
         found = [table for _, table in tables(stream, encoder(model, wanted), range(stream.parts), "half", bar.update)]
     scores = probe(dataset, pa.concat_tables(found))
     print(report(scores))
