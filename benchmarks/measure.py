@@ -13,6 +13,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
+from math import comb
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ Progress = Callable[[str], None]
 
 OVER = "stopped: its time was over"
 SPREAD = 3  # repeats that show one
+ENOUGH = 6  # for `middle` to bear its name
 end: float | None = None  # by time.monotonic: a suite's; nothing is measured beyond it
 
 
@@ -125,7 +127,7 @@ def _timed(function: Callable[..., Any], arguments: tuple[Any, ...], warm_up: bo
 
 
 def _peak_mb() -> float:
-    """Of this process. getrusage would not do: a child begins with its parent's peak."""
+    """Of this process, without workers. getrusage would not do: a child begins with its parent's peak."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
@@ -143,11 +145,13 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 def middle(values: Iterable[float]) -> dict[str, float]:
-    """The median, and between which two of the values it lies with 95 %, whatever they are distributed as."""
+    """The median, and between which two of the values it lies with 95 %, whatever they are distributed as; of fewer than ENOUGH
+    the lowest and the highest."""
     values = sorted(values)
-    beyond = int((len(values) - 1.96 * len(values) ** 0.5) / 2)
-    outer = values[max(0, beyond) : len(values) - max(0, beyond)]
-    return {"median": statistics.median(values), "low": outer[0], "high": outer[-1]}
+    n, beyond = len(values), 0
+    while 2 * sum(comb(n, i) for i in range(beyond + 2)) <= 0.05 * 2**n:  # so often more than those lie on one side of it
+        beyond += 1
+    return {"median": statistics.median(values), "low": values[beyond], "high": values[n - 1 - beyond]}
 
 
 def summary(runs: list[dict[str, float]]) -> dict[str, Any]:

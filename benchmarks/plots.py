@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.tables import Part, at_one_size, is_peer, number
+from benchmarks.tables import Part, at_one_size, is_peer, number, repeated
 
 OURS, OTHERS, INK = "#2f6690", "#b5b5bd", "#333333"
 NAMES = {"cost": "a step by its stages", "step": "one training step"}
@@ -69,7 +69,7 @@ def rates(part: Part) -> Figure:
     unit = "second" if figure == "per_s" else "CPU-second"
     scale = ", logarithmic" if axes.get_xscale() == "log" else ""
     axes.set_xlabel(
-        f"{UNITS[part['benchmark']]} a {unit}{scale}; lowest to highest of {part['config']['repeats']} runs; grey: others",
+        f"{UNITS[part['benchmark']]} a {unit}{scale}; lowest to highest of {repeated(part)[1]} runs; grey: others",
         fontsize=9,
     )
     return drawn

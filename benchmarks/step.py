@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks import bars
 from benchmarks.authors_step import AuthorsStep, draw
 from benchmarks.measure import Case, in_fresh_process, run_cases
 from data_tools.memory import keep_freed_memory
@@ -50,8 +51,6 @@ WAYS = {"cpu": ("eager",), "cuda": ("layers", "step", "eager")}  # of compiling,
 WARM_UP = {"cpu": 1, "cuda": 3}
 FIGURE = {"cpu": "per_cpu_s", "cuda": "per_s"}  # what is compared: on shared cores seconds are also those of others
 PRODUCT_SIZE, PRODUCTS = {"cpu": 2048, "cuda": 8192}, {"cpu": 5, "cuda": 20}
-BARS = {"bf16": 3.0, "fp32": 1.1}  # on a CPU, times the re-creation in fp32
-H200_BAR = 2700.0  # crops a second, the best way
 AGREEMENT = {"cpu": 1e-4, "cuda": 1e-3}  # of two losses in float32; a GPU's kernels sum in other orders
 SAMPLES = 2500
 ADAM = Adam(lr=5e-5, betas=(0.9, 0.98), eps=1e-6, decay=0.01)
@@ -290,25 +289,6 @@ def completed(results: dict[str, dict[str, Any]], chosen: Sequence[Run], notes: 
     return results
 
 
-def verdicts(results: dict[str, dict[str, Any]], chosen: Sequence[Run], device: str) -> dict[str, dict[str, Any]]:
-    """Of the paper's model: the best of each precision at the smallest batch against its bar; on an H200 the best of all."""
-    mine = [run for run in chosen if run.side == OURS and run.model == "paper" and run.name in results]
-    compared = [run for run in mine if "times_recreation" in results[run.name]]
-    told = {}
-    for precision, bar in BARS.items() if device == "cpu" else ():
-        alike = [run for run in compared if (run.precision == "fp32") == (precision == "fp32")]
-        rivals = [run for run in alike if run.batch == min(one.batch for one in alike)]
-        if rivals:
-            best = max(rivals, key=lambda run: float(results[run.name]["times_recreation"]))
-            told[f"{precision}, times the re-creation in fp32"] = (best, results[best.name]["times_recreation"], bar)
-    if "H200" in device and mine:
-        best = max(mine, key=lambda run: float(results[run.name]["per_s"]["median"]))
-        told["crops a second"] = (best, results[best.name]["per_s"]["median"], H200_BAR)
-    return {
-        what: {"best": best.name, "found": found, "bar": bar, "met": found >= bar} for what, (best, found, bar) in told.items()
-    }
-
-
 def table(results: dict[str, dict[str, Any]]) -> str:
     width = max(map(len, results), default=0)
     lines = [f"{'':<{width}}    per s   per CPU-s (low to high)    MFU  x re-creation  peak GB"]
@@ -361,8 +341,5 @@ def measure(work: Path, options: argparse.Namespace, progress: Callable[[str], N
     results = completed(results, chosen, notes)
     print(table(results))
     given = facts(base) | {"loss_difference": difference}
-    judged = verdicts(results, chosen, given["device"])
-    for what, verdict in judged.items():
-        outcome = "met" if verdict["met"] else "MISSED"
-        print(f"{what}: {verdict['found']:.3g} ({verdict['best']}); the bar of {verdict['bar']:g} is {outcome}")
-    return {"input": given, "results": results, "bars": judged, "left_out": left_out}
+    print(bars.line({"benchmark": "step", "config": vars(options), "input": given, "results": results}))
+    return {"input": given, "results": results, "left_out": left_out}

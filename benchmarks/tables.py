@@ -1,9 +1,11 @@
 """A record's part -> Markdown tables for the README: benchmarks.report writes them there."""
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks import fleet
+from benchmarks.measure import ENOUGH
 from engine.model.config import ModelConfig
 
 Part = dict[str, Any]
@@ -14,7 +16,8 @@ def rows(head: str, lines: list[list[str]]) -> str:
 
 
 def rates(part: Part) -> Iterator[str]:
-    """A row a case. The peer of a case is the fastest of its kind (what stands before the colon) that is not ours."""
+    """A row a case. The peer of a case is the fastest of its kind (what stands before the colon) that is not ours.
+    Memory is that of a case's own process: of one with workers it says nothing."""
     results, lines = part["results"], []
     for name, result in results.items():
         peer = max((per_cpu(results[other]) for other in results if is_peer(other) and kind(other) == kind(name)), default=0.0)
@@ -25,8 +28,8 @@ def rates(part: Part) -> Iterator[str]:
                 number(per_cpu(result)) + unit,
                 reach(result["per_cpu_s"]),
                 number(result["per_s"]["median"]) + unit,
-                f"{per_cpu(result) / peer:.1f}x" if peer and not is_peer(name) else "",
-                f"{result['peak_mb']:.0f} MB",
+                f"{per_cpu(result) / peer:.1f}x" if peer and not is_peer(name) and not name.endswith("(crops)") else "",
+                "" if re.search(r"[1-9]\d* workers$", name) else f"{result['peak_mb']:.0f} MB",
             ]
         )
     yield rows("| | per CPU-second | lowest to highest | per second | against the peer | peak memory |", lines)
@@ -65,9 +68,6 @@ def step(part: Part) -> Iterator[str]:
         ]
         lines.append([*cells, f"{r.get('gpu_peak_mb', r['peak_mb']) / 1024:.1f} GB"])
     yield rows("| | crops a second | a CPU-second | lowest to highest | MFU | against the re-creation | peak memory |", lines)
-    if told := part.get("bars"):
-        outcomes = ((what, v, "met" if v["met"] else "missed") for what, v in told.items())
-        yield "; ".join(f"{what}: {v['found']:.3g}, the bar of {v['bar']:g} is {outcome}" for what, v, outcome in outcomes)
 
 
 def autotune(part: Part) -> Iterator[str]:
@@ -97,7 +97,8 @@ def e2e(part: Part) -> Iterator[str]:
         figures = [number(r[key]["median"]) for key in ("per_s", "per_cpu_s", f"bare_{clock(part)}")]
         spread = f"{r['overhead_pct']['low']:.1f} to {r['overhead_pct']['high']:.1f} %"
         lines.append([name, r["backend"], *figures, shares[0], spread, *shares[1:], f"{r['checkpoint_s']:.2f} s"])
-    head = ("", "backend", "crops a second", "a CPU-second", "bare step", "overhead", "with 95 %", "the loader's")
+    between = "with 95 %" if repeated(part)[0] >= ENOUGH else "lowest to highest"
+    head = ("", "backend", "crops a second", "a CPU-second", "bare step", "overhead", between, "the loader's")
     yield rows(f"| {' | '.join(head)} | stall | checkpoint |", lines)
 
 
@@ -252,20 +253,22 @@ def note(part: Part) -> str:
         (f"{given[name]:,} {name} ({given['archive']}) in the page cache" for name in ("records", "crops") if name in given), ""
     )
     amount = given["archive"] if part["benchmark"] in ("step", "cost", "autotune") or not amount else amount
+    dirty = ", uncommitted changes" if part["git"]["dirty"] else ""
     if part["benchmark"] == "downstream":
         seeds = part["config"]["repeats"]
         how = f"up to {seeds} seeds of fine-tuning, ± half of the 95 % interval" if seeds > 1 else "one seed of fine-tuning"
-        return f"{given['archive']}; {how}; [{part['file']}](benchmarks/results/{part['file']})."
+        machine = f"{hardware['cpu']}, {hardware['cores']} cores{dirty}, {part['date'][:10]}"
+        return f"{machine}; {given['archive']}; {how}; [{part['file']}](benchmarks/results/{part['file']})."
     versions = ", ".join(f"{name} {version}" for name, version in part["versions"].items())
     left_out = "".join(f" Left out: {name}: {reason}." for name, reason in part.get("left_out", {}).items())
+    threads = f", {given['threads']} threads" if "threads" in given else ""
     fresh = ", each in a fresh process" if part["benchmark"] in FRESH and part["config"].get("device") != "cuda" else ""
     gpu = f"{hardware['gpus'][0]['name']}, " if hardware.get("gpus") else ""
     shared = "" if gpu else " shared with others"
     fewest, repeats = repeated(part)  # fewer where the time was over
     many = f"{fewest} to {repeats}" if fewest < repeats else f"{repeats}"
-    dirty = ", uncommitted changes" if part["git"]["dirty"] else ""
     return (
         f"{gpu}{hardware['cpu']}, {hardware['cores']} cores{shared} (load {hardware['load_before']:.1f} before){dirty}, "
-        f"{part['date'][:10]}; {amount}; median of {many} runs{fresh}; {versions}; "
+        f"{part['date'][:10]}; {amount}{threads}; median of {many} runs{fresh}; {versions}; "
         f"[{part['file']}](benchmarks/results/{part['file']}).{left_out}"
     )

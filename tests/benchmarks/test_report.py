@@ -60,7 +60,7 @@ RESULTS: dict[str, dict[str, Any]] = {
     },
 }
 MORE: dict[str, dict[str, Any]] = {
-    "step": {"bars": {"bf16": {"found": 2.5, "bar": 3.0, "met": False}}},
+    "step": {"bars": {"bf16": {"found": 99.0, "bar": 3.0, "met": True}}},  # of an older program: made anew from the results
     "cost": {"machine": {"name": "this machine", "tflops": 0.2, "gb_per_s": 20.0, "source": "measured"}},
     "autotune": {"best": "omnilead: bf16, 4 crops", "settings": ["train.micro_batch=4"]},
     "scaling": {"shuffle_quality": {}, "ranks": {"1": RATES, "2": RATES}},
@@ -92,7 +92,8 @@ def test_a_suites_record_becomes_tables_and_pictures(device: str, tmp_path: Path
         "| 96 % | 86 to 106 % |",
         "| fc1 | 10 | 4 | 6 |",
         "--set train.micro_batch=4",
-        "bar of 3 is missed",
+        "of the loop alone % at most 2: met, 1.5 (tar: small, 32 crops); stall",
+        "10,000,000 crops: seconds to the first batch at most 10: not measured",
         "of the loop alone % at most 2: met, 1.5 (tar: small, 32 crops)",
         "| 2 | 100 | 90 to 110 | 50 % | 50 | 100 % |",
         "1,024",
@@ -156,6 +157,13 @@ def test_the_newest_record_of_each_device_counts(tmp_path: Path) -> None:
         (lambda r: r["versions"].clear(), "versions.python"),
         (lambda r: r["git"].update(commit=""), "git.commit"),
         (lambda r: r.update(format=99), "format 99"),
+        (lambda r: r.update(date="some day"), "no record of this form"),
+        (lambda r: r["hardware"].update(load_before=None), "no record of this form"),
+        (lambda r: r["parts"][3].pop("machine"), "no record of this form"),
+        (lambda r: r["parts"][3]["results"]["fc1"].update(gb=0.0), "without operations or bytes"),
+        (lambda r: r["parts"][1]["config"].update(device=[]), r"no device \[\]"),
+        (lambda r: r["parts"][0]["results"]["read: omnilead"].update(per_s=spread(0.0)), "per_s from 0.0 to 0.0"),
+        (lambda r: r["parts"][0]["results"]["read: omnilead"]["per_s"].update(high=float("inf")), "to inf"),
         (lambda r: r["parts"][1].update(results={"a": 3}), "no record of this form"),
         (lambda r: r["parts"][1]["results"]["RLM: torch, batch 256"]["per_s"].update(median=None), "no record of this form"),
     ],
@@ -164,8 +172,9 @@ def test_what_a_suite_lacks_is_named(change: Any, told: str, tmp_path: Path) -> 
     record = json.loads(json.dumps(suite("cuda")))
     change(record)
     (tmp_path / "suite.json").write_text(json.dumps(record))
-    with pytest.raises(report.RecordError, match=told):
+    with pytest.raises(report.RecordError, match=told) as refused:
         report.load(tmp_path / "suite.json")
+    assert str(refused.value).startswith("suite.json: ") and len(str(refused.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "3"])
@@ -192,10 +201,80 @@ def test_the_worst_case_is_held_against_the_bar() -> None:
 
     rates = {"RLM: torch, batch 64": 90.0, "RLM: torch, batch 256": 200.0, "RLM: re-creation, 0 workers": 10.0}
     rates |= {"RLM: re-creation, 2 workers": 5.0, "physio3+RLM: torch, batch 256": 60.0}  # noise has no rival here
-    part = {"benchmark": "loader", "config": {}, "results": {name: of(rate) for name, rate in rates.items()}}
-    assert [(worst, found, bar.bar) for worst, found, bar in bars.judged(part)] == [("RLM: torch, batch 64", 9.0, 10)]
-    assert "at least 10: missed, 9 (RLM: torch, batch 64)" in bars.line(part)
-    assert bars.line({"benchmark": "cost", "config": {}, "results": {}}) == ""
+    part = {"benchmark": "loader", "config": {}, "input": {}, "results": {name: of(rate) for name, rate in rates.items()}}
+    assert [(worst, bar.bar) for worst, _, bar in bars.judged(part)] == [("RLM: torch, batch 64", 10), ("", 15)]
+    told = bars.line(part)
+    assert (
+        "the worst case: torch and resident, one thread: lead masking, times the re-creation at least 10: missed, 9 (" in told
+    )
+    assert told.endswith("at least 15: not measured.")
+    assert bars.line({"benchmark": "cost", "config": {}, "input": {}, "results": {}}) == ""
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "given", "told"),
+    [
+        ("scaling", {"crops": 9_999_999}, "at most 10: not measured; MB at most 1,000: not measured"),
+        ("scaling", {"crops": 10_000_000}, "at most 10: met, 0.01 (open to first batch)"),
+        ("ingest", {}, "one worker, at least 2,000: not measured; the same, times the re-creation at least 10: not measured"),
+        ("step", {"model": "small"}, "in fp32 at least 3: not measured"),
+    ],
+)
+def test_a_smaller_job_does_not_pass_the_bar_of_a_larger_one(benchmark: str, given: dict[str, Any], told: str) -> None:
+    assert told in bars.line({"benchmark": benchmark, "config": {}, "input": given, "results": RESULTS[benchmark]})
+
+
+def test_ingest_is_held_against_the_recreation() -> None:
+    results = {"ingest: omnilead, tar": RATES, "ingest: re-creation of it": RATES | {"per_cpu_s": spread(4.0)}}
+    part = {"benchmark": "ingest", "config": {}, "input": {}, "results": results | {"ingest: omnilead, tar, 2 workers": RATES}}
+    assert "the same, times the re-creation at least 10: met, 12.5 (ingest: omnilead, tar)" in bars.line(part)
+
+
+@pytest.mark.parametrize(
+    ("threads", "told"), [(4, "27,000: missed, 100 (RLM: dali"), (16, "27,000: not measured"), (None, "not")]
+)
+def test_a_gpus_loader_has_four_threads(threads: int | None, told: str) -> None:
+    results = {"RLM: dali to cuda, batch 256": RATES}
+    given = {} if threads is None else {"threads": threads}
+    assert told in bars.line({"benchmark": "loader", "config": {"device": "cuda"}, "input": given, "results": results})
+
+
+def test_workers_memory_and_other_units_are_left_blank() -> None:
+    names = ("ingest: a, 2 workers", "ingest: b (crops)", "ingest: re-creation, 0 workers")
+    (table,) = tables.rates({"results": dict.fromkeys(names, RATES)})
+    cells = {line.split(" | ")[0]: line.split(" | ")[4:] for line in table.splitlines()[2:]}
+    assert cells["| ingest: a, 2 workers"] == ["1.0x", " |"]
+    assert cells["| ingest: b (crops)"] == ["", "2048 MB |"] and cells["| ingest: re-creation, 0 workers"] == ["", "2048 MB |"]
+
+
+def test_few_turns_are_told_from_lowest_to_highest() -> None:
+    part = {"config": {}, "results": {"tar": RATES | LOOP | BARE | {"repeats": 5}}}
+    assert "| lowest to highest |" in next(tables.e2e(part)) and "95 %" not in next(tables.e2e(part))
+    part["results"]["tar"]["repeats"] = 6
+    assert "| with 95 % |" in next(tables.e2e(part))
+
+
+@pytest.mark.parametrize("config", [{"only": "^read"}, {"brief": True}, {"model": "small"}, {"huge": 2000}, {"alone": True}])
+def test_a_part_of_a_benchmark_takes_no_whole_ones_place(config: dict[str, Any], tmp_path: Path) -> None:
+    made = suite("cpu")
+    ingest = {key: value for key, value in made.items() if key != "parts"} | made["parts"][0]
+    for name, date, more in (("a", "2026-01-01", {}), ("b", "2026-05-05", config)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(ingest | {"date": date, "config": ingest["config"] | more}))
+    assert report.newest(tmp_path)["ingest", "cpu"]["file"] == "a.json"
+    (tmp_path / "a.json").unlink()
+    assert report.newest(tmp_path)["ingest", "cpu"]["file"] == "b.json"
+
+
+def test_the_date_in_a_record_counts_and_not_its_name(tmp_path: Path) -> None:
+    for name, date in (
+        ("z", "2026-01-02T10:00:00+00:00"),
+        ("a-2", "2026-01-02T12:00:00+02:00"),
+        ("a", "2026-01-02T11:00:00+00:00"),
+    ):
+        part = suite("cpu")
+        alone = {key: value for key, value in part.items() if key != "parts"} | part["parts"][0] | {"date": date}
+        (tmp_path / f"{name}.json").write_text(json.dumps(alone))
+    assert report.newest(tmp_path)["ingest", "cpu"]["file"] == "a.json"
 
 
 def busy(loops: int) -> float:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import step, tables
+from benchmarks import bars, step, tables
 from benchmarks.authors_step import AuthorsStep, compute_mask_indices, draw
 from engine.model import fairseq
 from engine.model.config import ModelConfig
@@ -185,14 +185,29 @@ def test_a_ratio_is_that_of_the_same_batch_and_the_bars_are_judged(tmp_path: Pat
     results = step.completed({name: result(rate) for name, rate in rates.items()}, chosen, tmp_path / "none")
     best = results["omnilead: bf16, step compiled, 4 crops"]
     assert best["times_recreation"] == pytest.approx(3.2) and best["mfu"] == pytest.approx(3.2 * 175.9 / 1760, rel=1e-3)
-    judged = step.verdicts(results, chosen, "cpu")
-    bf16, fp32 = judged["bf16, times the re-creation in fp32"], judged["fp32, times the re-creation in fp32"]
-    assert bf16["met"] and bf16["best"] == "omnilead: bf16, step compiled, 4 crops"
-    assert not fp32["met"] and fp32["found"] == pytest.approx(1.05)
+    part = {"benchmark": "step", "config": {"device": "cpu"}, "input": {"model": "paper"}, "results": results}
+    assert [(best, bar.bar) for best, _, bar in bars.judged(part)] == [
+        ("omnilead: bf16, step compiled, 4 crops", 3),
+        ("omnilead: fp32, 4 crops", 1.1),
+    ]
+    told = bars.line(part)
+    assert "the best way: paper's model, fewest crops: bf16" in told and "at least 3: met, 3.2 (" in told
+    assert "at least 1.1: missed, 1.05 (" in told
     assert "3.20" in step.table(results)
-    assert step.verdicts(results, chosen, "NVIDIA H200") == {
-        "crops a second": {"best": "omnilead: bf16, step compiled, 4 crops", "found": 3.2, "bar": 2700.0, "met": False}
-    }
+    part |= {"config": {"device": "cuda"}, "input": {"model": "paper", "device": "NVIDIA H200"}}
+    assert "at least 2,700: missed, 3.2 (omnilead: bf16, step compiled, 4 crops)" in bars.line(part)
+    part["input"] = {"model": "paper", "device": "NVIDIA A100"}
+    assert "H200: crops a second at least 2,700: not measured" in bars.line(part)
+
+
+def test_the_fewest_crops_are_compared() -> None:
+    rates = {f"re-creation of theirs: fp32, {n} crops": result(1.0) for n in (4, 8)}
+    rates |= {"omnilead: bf16, 8 crops": result(9.0), "omnilead: bf16, 4 crops": result(2.0)}
+    found = [
+        (best, round(value, 3))
+        for best, value, _ in bars.judged({"benchmark": "step", "config": {}, "input": {"model": "paper"}, "results": rates})
+    ]
+    assert found[0] == ("omnilead: bf16, 4 crops", 2.0) and found[1][0] == ""
 
 
 def test_without_a_matrix_product_there_is_no_mfu(tmp_path: Path) -> None:
