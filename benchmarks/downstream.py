@@ -6,14 +6,13 @@ DIR is one that `python -m engine.reproduce --table 1 --out DIR` has filled. A r
 archive, over the seeds of fine-tuning.
 """
 
-import argparse
 import json
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.run import RESULTS, environment, file_name, refuse
+from benchmarks.run import Parser, environment, refuse, save
 from engine.reproduction.paper import TASKS, tables
 from engine.scoring.metrics import over_seeds
 
@@ -21,16 +20,13 @@ METRICS = {"Dx": ("challenge", "auroc", "auprc"), "Id": ("accuracy", "top5", "ch
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m benchmarks.downstream", description=__doc__.split("\n")[0])
+    parser = Parser("python -m benchmarks.downstream", description=__doc__.split("\n")[0])
     parser.add_argument("archives", nargs="+", metavar="NAME=DIR", help="what to call it, and where engine.reproduce wrote")
     parser.add_argument("--table", type=int, default=1)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     record = environment() | gather([text.partition("=")[::2] for text in options.archives], options.table)
-    out = options.out or RESULTS / file_name(record)
-    out.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"{out}: {len(record['results'])} results")
-    return 0
+    return save(record, options.out)
 
 
 def gather(archives: list[tuple[str, str]], number: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.run import MODEL, positive
+from benchmarks.run import MODEL, Parser, positive
 
 TB_PER_S = 4.3  # of an H200's memory, read and written
 H200 = {
@@ -91,7 +91,7 @@ class Graph:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     assert __doc__
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m benchmarks.kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="paper", help=f"{MODEL} (default: %(default)s)")

@@ -10,10 +10,12 @@ import contextlib
 import inspect
 import multiprocessing
 import resource
+import signal
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from math import comb
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -80,20 +82,35 @@ def call_fresh(function: Callable[..., Any], *arguments: Any) -> Any:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_child, args=(theirs, function, arguments))
-    process.start()
+    resource_tracker.ensure_running()  # whose start would lift what follows
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it begins so: it would print a traceback
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     theirs.close()
+    answer, error = None, OVER
     try:
         if ours.poll(left_s()):
             answer, error = ours.recv()
-        else:
-            answer, error = None, OVER
-            process.kill()
     except EOFError:
-        answer, error = None, "its process died"
+        error = "its process died"
+    finally:
+        if error == OVER:  # or interrupted
+            kill(process.pid)
     process.join()
     if error:
         raise CaseError(error)
     return answer
+
+
+def kill(pid: int | None) -> None:
+    """With all that it has started."""
+    with contextlib.suppress(psutil.Error):
+        whole = psutil.Process(pid)
+        for process in [*whole.children(recursive=True), whole]:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
 
 
 def left_s() -> float | None:
@@ -101,6 +118,8 @@ def left_s() -> float | None:
 
 
 def _child(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         pipe.send((function(*arguments), None))
     except BaseException as error:  # its reason belongs to the parent

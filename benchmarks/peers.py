@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from scipy.io import loadmat  # here: an import in __getitem__ would be paid for by every worker
 
+from benchmarks.measure import CaseError
 from data_tools.dataset import CROP_SHAPE, Dataset
 
 HALF = 2500
@@ -94,12 +95,18 @@ def _collate(pairs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def epochs(data: Any, batch: int, workers: int, **options: Any) -> Iterator[Any]:
-    """A DataLoader's batches without end, from the same workers in all epochs; forked ones die noisily when they end."""
+    """A DataLoader's batches without end, from the same workers in all epochs; forked ones die noisily when they end. None at
+    all would be no end, either."""
     if workers:
         options |= {"persistent_workers": True, "multiprocessing_context": "spawn"}
     loader = torch.utils.data.DataLoader(data, batch, num_workers=workers, drop_last=True, **options)
     while True:
-        yield from loader
+        empty = True
+        for each in loader:
+            yield each
+            empty = False
+        if empty:
+            raise CaseError(f"too few crops for a batch of {batch}: ask for more --records")
 
 
 def fairseq_like(pairs: list[tuple[Path, Path]], noise: tuple[str, ...], batch: int, workers: int) -> Iterator[Any]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks import bars, fleet, tables
 from benchmarks.fleet import TEN_MILLION
+from benchmarks.run import Parser
 from benchmarks.tables import Part
 
 ROOT = Path(__file__).parents[1]
@@ -167,9 +168,7 @@ def rate_of(parts: dict[tuple[str, str], Part]) -> tuple[float, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks.report", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = Parser("python -m benchmarks.report", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     try:

@@ -16,6 +16,7 @@ A record goes to benchmarks/results/, or --out; `python -m benchmarks.report` ma
 """
 
 import argparse
+import contextlib
 import datetime
 import importlib
 import json
@@ -28,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,25 +42,56 @@ PACKAGES = (
 )
 GPU_FACTS = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm")
 MODEL = "paper, a file of configs/pretrain without its ending, or a path"
+BATCHES = "crops of a micro-batch, for CMSC 2 or more (default: 4 on a CPU, 64 256 on a GPU)"
 Part = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    try:
+        return recorded(options)
+    except KeyboardInterrupt:
+        print("benchmarks.run: interrupted: nothing was recorded", file=sys.stderr)
+        return 130
+
+
+def recorded(options: argparse.Namespace) -> int:
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = "1"
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # a thread that waits takes no CPU-seconds
     check_device(options.device)
+    check_out(options.out or RESULTS / "record.json")
     began, record = time.monotonic(), environment()
     with tempfile.TemporaryDirectory(prefix="omnilead-bench-") as place:
         record |= measured(Path(place), options)
     record["took_s"] = round(time.monotonic() - began)
-    out: Path = options.out or RESULTS / file_name(record)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=1) + "\n")
-    parts = record.get("parts", [record])
-    print(f"{out}: {sum(len(part['results']) for part in parts)} results in {record['took_s']} s")
+    if not record.get("parts") and not record["results"]:
+        why = "; ".join(f"{name}: {reason}" for name, reason in record.get("left_out", {}).items())
+        print(f"benchmarks.run: nothing was measured: {why}", file=sys.stderr)
+        return 1
+    return save(record, options.out)
+
+
+def save(record: Part, out: Path | None) -> int:
+    """Whole. A file is written over only if --out names it. One that cannot be written is written elsewhere, and exit is 1."""
+    from engine.scoring.rundir import write_whole
+
+    path = out or free(RESULTS / file_name(record))
+    try:
+        write_whole(path, json.dumps(record, indent=1) + "\n")
+    except OSError as error:
+        print(f"benchmarks.run: {path}: {error.strerror or error}: the record goes to another folder", file=sys.stderr)
+        elsewhere = Path(tempfile.gettempdir()) / file_name(record)
+        return 1 if out == elsewhere else save(record, free(elsewhere)) or 1
+    took = f" in {record['took_s']} s" if "took_s" in record else ""
+    print(f"{path}: {sum(len(part['results']) for part in record.get('parts', [record]))} results{took}")
     return 0
+
+
+def free(path: Path) -> Path:
+    """This name, or with -2, -3, ... at its end: of machines that share a name, and of one day, each record stays."""
+    names = (path.with_stem(f"{path.stem}-{number}") if number > 1 else path for number in count(1))
+    return next(name for name in names if not name.exists())
 
 
 def measured(work: Path, options: argparse.Namespace) -> Part:
@@ -67,7 +100,35 @@ def measured(work: Path, options: argparse.Namespace) -> Part:
     if name == "step" and (options.explain or options.autotune):
         name = "cost" if options.explain else "autotune"
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items() if key != "out"}
+    if getattr(options, "model", None):
+        check_model(options.model)
     return {"benchmark": name, "config": settings} | RUN[name](work, options)
+
+
+def check_out(out: Path) -> None:
+    """Before the work, not after it."""
+    from engine.pipelines.leads import ConfigError  # here: a case's process, whose memory counts, imports this module
+    from engine.scoring.rundir import writable
+
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        writable(out, "--out")
+    except ConfigError as error:
+        refuse(str(error))
+    except OSError as error:
+        refuse(f"--out {out}: {error.strerror or error}: name a file in a folder that may be written to")
+
+
+def check_model(name: str) -> None:
+    from benchmarks.step import config_file, model_of
+    from engine.pipelines.leads import ConfigError
+
+    if not Path(config_file(name)).is_file():
+        refuse(f"--model {name}: no such file: use paper, a name out of configs/pretrain, or a path that ends in .yaml")
+    try:
+        model_of(name)
+    except ConfigError as error:
+        refuse(f"--model {name}: {' '.join(str(error).split())}")
 
 
 def check_device(device: str) -> None:
@@ -80,6 +141,11 @@ def check_device(device: str) -> None:
         refuse("--device cuda: torch sees no CUDA device here: use --device cpu")
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (--help shows all)\n")
+
+
 class Help(argparse.ArgumentDefaultsHelpFormatter):
     """Defaults that say something."""
 
@@ -88,29 +154,29 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks.run", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = Parser("python -m benchmarks.run", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     made: dict[str, argparse.ArgumentParser] = {}
     for name in ("ingest", "loader", "step", "e2e", "embed", "start", "scaling", "suite"):
         made[name] = command = commands.add_parser(name, formatter_class=Help)
         command.add_argument("--out", type=Path, help="the record (default: benchmarks/results/BENCHMARK_MACHINE_DATE.json)")
-        command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+        devices = ("cpu",) if name in ("ingest", "scaling") else ("cpu", "cuda")  # what they measure
+        command.add_argument("--device", choices=devices, default="cpu")
         repeats = 3 if name in ("step", "embed", "start", "suite") else 5
         turns = {"default": None, "help": "turns (default: 60 on a CPU, 5 on a GPU)"} if name == "e2e" else {"default": repeats}
         command.add_argument("--repeats", type=positive, **turns)  # type: ignore[arg-type]
     for name in ("ingest", "loader", "e2e", "embed", "start"):
         made[name].add_argument("--only", type=regex, metavar="REGEX", default="", help="cases whose name matches")
     for name, records in {"ingest": 2000, "loader": 2000, "e2e": 600, "embed": 600, "suite": 1000}.items():
-        made[name].add_argument("--records", type=positive, default=records, help="size of the synthetic archive")
+        least = 1 if name in ("e2e", "embed") else 100  # with fewer there is not every database, nor a peer's batch
+        made[name].add_argument("--records", type=at_least(least), default=records, help="size of the synthetic archive")
     made["ingest"].add_argument("--headers", type=positive, default=1_000_000, help="of the large plan")
-    made["loader"].add_argument("--seconds", type=float, default=3, help="of one run, warm-up aside")
+    made["loader"].add_argument("--seconds", type=above_zero, default=3, help="of one run, warm-up aside")
     made["loader"].add_argument("--sizes", action="store_true", help="batches of 64 to 1024, 1 and 2 threads, for every case")
     made["loader"].add_argument("--alone", action="store_true", help="our backends, without peers; always so on a GPU")
-    made["scaling"].add_argument("--huge", type=positive, default=10_000_000, help="crops of the dataset")
+    made["scaling"].add_argument("--huge", type=at_least(1000), default=10_000_000, help="crops of the dataset")
     made["start"].add_argument("--steps", type=positive, default=150, help="of the whole quick start")
-    made["suite"].add_argument("--minutes", type=float, default=15, help="what has not begun by then is left out")
+    made["suite"].add_argument("--minutes", type=above_zero, default=15, help="what has not begun by then is left out")
     made["suite"].add_argument("--model", default="paper", help=MODEL)
     made["suite"].add_argument("--kind", choices=("cpu", "gpu"), help="which parts (default: by --device)")
     of_step(made["step"])
@@ -121,18 +187,41 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             "--batch", type=positive, help=f"crops at a time on one device (default: {few} on a CPU, 256 on a GPU)"
         )
         made[name].add_argument("--threads", type=positive, default=2, help="of torch on a CPU")
-    for name, steps in {"e2e": None, "scaling": 10}.items():
-        made[name].add_argument("--steps", type=positive, default=steps, help="of one turn (default: 2 on a CPU, 20 on a GPU)")
+    made["e2e"].add_argument("--steps", type=positive, help="of one turn (default: 2 on a CPU, 20 on a GPU)")
+    made["scaling"].add_argument("--steps", type=positive, default=10, help="of one turn")
     options = parser.parse_args(arguments)
     if options.repeats is not None and options.repeats < 3:
         refuse(f"--repeats {options.repeats}: fewer than 3 show no spread")
+    if options.benchmark == "step":
+        check_ways(options)
     return options
 
 
-def positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text}: must be a whole number, 1 or more")
-    return int(text)
+def check_ways(options: argparse.Namespace) -> None:
+    """What a record says was asked for was measured."""
+    if options.explain and max(len(options.batches or ()), len(options.compiled or ())) > 1:
+        refuse("--explain: measures one of --batches and one of --compiled: name one")
+    if (options.compiled and (options.brief or options.autotune)) or (options.batches and options.brief):
+        refuse("--batches, --compiled: --brief chooses both, --autotune what is compiled: leave them out")
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text}: must be a whole number, {least} or more")
+        return int(text)
+
+    return number
+
+
+positive = at_least(1)
+
+
+def above_zero(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text}: must be a number above 0")
 
 
 def regex(text: str) -> str:
@@ -149,15 +238,15 @@ def of_step(command: argparse.ArgumentParser) -> None:
     how.add_argument("--autotune", action="store_true", help="the fastest settings on this machine")
     how.add_argument("--brief", action="store_true", help="fewer cases: what a GPU's owner asks first")
     command.add_argument("--model", default="paper", help=MODEL)
-    command.add_argument("--batches", type=int, nargs="+", help="crops of a micro-batch (default: 4 on a CPU, 64 256 on a GPU)")
-    command.add_argument("--steps", type=int, help="counted steps of one run (default: 2 on a CPU, 20 on a GPU)")
-    command.add_argument("--threads", type=int, default=2, help="of torch on a CPU")
+    command.add_argument("--batches", type=at_least(2), nargs="+", help=BATCHES)
+    command.add_argument("--steps", type=positive, help="counted steps of one run (default: 2 on a CPU, 20 on a GPU)")
+    command.add_argument("--threads", type=positive, default=2, help="of torch on a CPU")
     ways = ("eager", "layers", "step")
     command.add_argument("--compiled", choices=ways, nargs="+", help="by torch.compile (default: eager on a CPU, else all)")
     command.add_argument("--precision", choices=("fp32", "autocast", "bf16"), default="bf16", help="of --explain, --autotune")
     command.add_argument("--machine", choices=("this", "h200", "a100"), default="this", help="of --explain")
-    command.add_argument("--peak-tflops", type=float, help="of --explain: instead of the machine's")
-    command.add_argument("--bandwidth-gb", type=float, help="of --explain: GB a second, instead of the machine's")
+    command.add_argument("--peak-tflops", type=above_zero, help="of --explain: instead of the machine's")
+    command.add_argument("--bandwidth-gb", type=above_zero, help="of --explain: GB a second, instead of the machine's")
 
 
 def run_ingest(work: Path, options: argparse.Namespace) -> Part:
@@ -180,12 +269,13 @@ def run_loader(work: Path, options: argparse.Namespace) -> Part:
     say(f"a dataset of about {options.records} crops")
     alone, left_out = options.alone or options.device == "cuda", dict[str, str]()
     dataset = (e2e if alone else loader).prepare(work, options.records)
-    opened, threads = Dataset.open(str(dataset)), max(2, len(os.sched_getaffinity(0)) // 4)
+    opened, threads = Dataset.open(str(dataset)), min(4, max(2, len(os.sched_getaffinity(0)) // 4))  # 4: as the bar has
     cases = (
         feed.cases(dataset, options.device, threads) if alone else loader.cases(dataset, work, options.seconds, options.sizes)
     )
     results = run_cases(only(cases, options.only), options.repeats, say, left_out, in_one_process=alone)
     given = {"archive": "synthetic", "crops": len(opened), "dataset": opened.fingerprint}
+    given |= {"threads": threads} if alone else {}
     return {"input": given, "results": results, "left_out": left_out}
 
 
@@ -251,15 +341,19 @@ def environment() -> Part:
 
 
 def gpu_facts() -> list[dict[str, str]]:
-    """As nvidia-smi says; none where there is no nvidia-smi, or where GPUs were hidden."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+    """As nvidia-smi says, of those that torch sees, its first one first; none without nvidia-smi, or where all were hidden."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible == "":
         return []
-    query = ("nvidia-smi", f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader")
+    query = ("nvidia-smi", f"--query-gpu={','.join(('index', 'uuid', *GPU_FACTS))}", "--format=csv,noheader")
     try:
         answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    return [dict(zip(GPU_FACTS, (part.strip() for part in line.split(",")), strict=True)) for line in answer.splitlines()]
+    rows = [[part.strip() for part in line.split(",")] for line in answer.splitlines()]
+    names = None if visible is None else [name.strip() for name in visible.split(",")]
+    chosen = rows if names is None else [row for name in names for row in rows if name == row[0] or row[1].startswith(name)]
+    return [dict(zip(GPU_FACTS, row[2:], strict=True)) for row in chosen or rows]  # or rows: a part of one (MIG)
 
 
 def installed(package: str) -> bool:

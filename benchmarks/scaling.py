@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
+import multiprocessing
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks import e2e
-from benchmarks.measure import Case, CaseError, Progress, call_fresh, run_cases, spread
+from benchmarks.measure import Case, CaseError, Progress, call_fresh, kill, run_cases, spread
 from data_tools.dataset import COLUMNS, CROP_BYTES, SHARD_CROPS, Dataset, fingerprint
 
 MEMBERS = 512 + 120_320 + 512 + 512  # of a crop in a tar: two headers, two bodies
@@ -110,7 +111,12 @@ def ranks(setup: e2e.Setup, world: int) -> dict[str, Any]:
         dataclasses.replace(setup, environment=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(world)
     ]
     with ThreadPoolExecutor(world) as pool:
-        found = list(pool.map(call_fresh, [e2e.turns] * world, each, range(world)))
+        try:
+            found = list(pool.map(call_fresh, [e2e.turns] * world, each, range(world)))
+        except BaseException:  # the others would wait for one that failed
+            for rank in multiprocessing.active_children():
+                kill(rank.pid)
+            raise
     turns = list(zip(*(one["rows"]["loaded"] for one in found), strict=True))
     crops = world * setup.steps * setup.batch
     return {

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,21 +68,25 @@ def started(command: Sequence[str], run: Path, dataset: str, steps: int) -> dict
     settings = (f"run={run}", f"data.datasets=[{dataset}]", f"train.steps={steps}")
     whole = [*command, *(part for each in settings for part in ("--set", each))]
     metrics, before, began = run / "metrics.jsonl", children_s(), time.perf_counter()
-    process = subprocess.Popen(
-        whole, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
     first = first_cpu = 0.0
-    while process.poll() is None:
-        if not first and metrics.exists() and metrics.stat().st_size:
-            first, first_cpu = time.perf_counter() - began, session_s(process.pid)
-        if left_s() == 0:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            raise CaseError(OVER)
-        time.sleep(0.02)
-    ended, said = time.perf_counter() - began, process.stderr.read() if process.stderr else ""
+    with tempfile.TemporaryFile("w+") as said:  # a pipe that nobody reads is full at 64 kB
+        process = subprocess.Popen(whole, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True)
+        try:
+            while process.poll() is None:
+                if not first and metrics.exists() and metrics.stat().st_size:
+                    first, first_cpu = time.perf_counter() - began, session_s(process.pid)
+                if left_s() == 0:
+                    raise CaseError(OVER)
+                time.sleep(0.02)
+            ended = time.perf_counter() - began
+        finally:  # of a session of its own, nobody else's Ctrl-C reaches it
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        said.seek(0)
+        last = (said.read().strip().splitlines() or [""])[-1]
     if process.returncode or not first:
-        raise CaseError(f"{' '.join(command)} ended with {process.returncode}: {(said.strip().splitlines() or [''])[-1]}")
+        raise CaseError(f"{' '.join(command)} ended with {process.returncode}: {last}")
     return {"first": first, "first_cpu": first_cpu, "whole": ended, "whole_cpu": children_s() - before}
 
 

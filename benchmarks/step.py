@@ -312,13 +312,7 @@ def base_run(options: argparse.Namespace) -> Run:
     """What all runs share; a wrong option is one line."""
     if options.device == "cuda" and not torch.cuda.is_available():
         refuse("--device cuda: torch sees no CUDA device here: use --device cpu")
-    if not Path(config_file(options.model)).is_file():
-        refuse(
-            f"--model {options.model}: no such file: use paper, a name out of configs/pretrain, or a path that ends in .yaml"
-        )
     steps = options.steps or STEPS[options.device]
-    if min([*(options.batches or []), 2]) < 2 or min(steps, options.threads) < 1:
-        refuse("--batches must be 2 or more (CMSC needs two crops), --steps and --threads 1 or more")
     return Run(OURS, "fp32", model=options.model, device=options.device, threads=options.threads, steps=steps)
 
 

@@ -1,7 +1,6 @@
 """The authors' step, written again, is their step: same weights and draws, same loss and gradients as ours. And the rest of the
 benchmark: what is compared with what, and that nothing is timed before both sides agree."""
 
-import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -256,17 +255,3 @@ def test_the_sides_are_compared_where_they_are_timed(monkeypatch: pytest.MonkeyP
 @pytest.mark.gpu
 def test_the_recreation_computes_on_a_gpu_what_ours_computes() -> None:
     assert step.check_agreement(replace(BASE, device="cuda")) <= step.AGREEMENT["cuda"]
-
-
-@pytest.mark.parametrize(
-    ("changed", "told"),
-    [({"batches": [1]}, "--batches must be 2"), ({"threads": 0}, "--threads 1"), ({"steps": -1}, "--steps")],
-)
-def test_a_wrong_option_is_one_line(
-    changed: dict[str, Any], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = {"device": "cpu", "batches": None, "steps": None, "threads": 2, "model": "paper", "repeats": 3} | changed
-    with pytest.raises(SystemExit) as stopped:
-        step.measure(tmp_path, argparse.Namespace(**options), print)
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and told in error and len(error.splitlines()) == 1
