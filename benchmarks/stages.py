@@ -7,7 +7,8 @@ The stages are those of benchmarks.cost; each is the model's own module on tenso
 mode. What is predicted is for the machine named, or for this one: its large matrix product and its large copy. Sorted by gap,
 measured less predicted, it is the list of what to work on. Their sum stands beside the whole step, measured alike: what the sum
 lacks is glue, what it has too much is what one stage leaves in the cache for the next. On a CPU all are CPU-milliseconds: its
-cores are shared; on a GPU milliseconds between events.
+cores are shared; on a GPU milliseconds between events. Each stage is compiled as the loop does it, with
+`layers` all but what follows the quantiser's codes and the pooling.
 """
 
 import argparse
@@ -35,15 +36,19 @@ from engine.model.pretrainer import Pretrainer
 from engine.objectives.cmsc import cmsc_loss
 from engine.objectives.config import ObjectiveConfig
 from engine.objectives.local import diversity, local_loss
-from engine.training.throughput import COMPILED
+from engine.training.throughput import AGAIN, COMPILED
 
 REPEATS = {"cpu": 3, "cuda": 20}
 BATCH = {"cpu": 4, "cuda": 256}
 SUM, WHOLE = "all stages", "the whole step"
 COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
 
+PARTLY = ("quantiser", "global loss")  # by train.compile=layers
+AHEAD = 20_000_000  # a GPU's cycles, 10 ms
+
 # What is timed: a function, and the tensors that it gets.
 Timed = tuple[Callable[..., Any], tuple[Tensor, ...]]
+Inner = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Given(nn.Module):
@@ -57,8 +62,9 @@ class Given(nn.Module):
         return self.output
 
 
-def timed(model: Pretrainer, batch: int, precision: str, device: str) -> dict[str, Timed]:
-    """A function for each stage of benchmarks.cost but the optimiser, and its inputs, which want gradients."""
+def timed(model: Pretrainer, batch: int, precision: str, device: str, inner: Inner = lambda part: part) -> dict[str, Timed]:
+    """A function for each stage of benchmarks.cost but the optimiser, and its inputs, which want gradients. `inner` gets
+    what train.compile=layers compiles of the stages PARTLY."""
     dtype, rows, config = torch.float32 if precision == "fp32" else torch.bfloat16, 2 * batch, model.config
     tokens = config.tokens(cost.SAMPLES)
 
@@ -68,10 +74,10 @@ def timed(model: Pretrainer, batch: int, precision: str, device: str) -> dict[st
     found = convolutions(model, rows, some)
     found |= before_layers(model, rows, tokens, some)
     found |= layer_parts(model.encoder.layers[0], config, rows, tokens, some)
-    found |= local_parts(model, rows, tokens, some)
-    objective = model.objective
+    found |= local_parts(model, rows, tokens, some, inner)
+    objective, pooled = model.objective, inner(pool)
     found["global loss"] = (
-        lambda c: cmsc_loss(pool(c).unflatten(0, (-1, 2)), objective.temperature, True, False)[0],
+        lambda c: cmsc_loss(pooled(c).unflatten(0, (-1, 2)), objective.temperature, True, False)[0],
         (some(rows, tokens, config.width),),
     )
     return found
@@ -135,7 +141,7 @@ def layer_parts(layer: Any, config: ModelConfig, rows: int, tokens: int, some: C
     }
 
 
-def local_parts(model: Pretrainer, rows: int, tokens: int, some: Callable[..., Tensor]) -> dict[str, Timed]:
+def local_parts(model: Pretrainer, rows: int, tokens: int, some: Callable[..., Tensor], inner: Inner) -> dict[str, Timed]:
     config, objective, local = model.config, model.objective, model.local
     assert local is not None
     keys = torch.arange(rows, device=some(1).device) * 7919
@@ -146,9 +152,14 @@ def local_parts(model: Pretrainer, rows: int, tokens: int, some: Callable[..., T
     with torch.no_grad():
         quantised = local.quantizer(take(z_RNF, draws.slot_RM).to(local.quantizer.codebook.dtype), draws.valid_RM, tau, None)
 
-    def quantiser(z_RNF: Tensor) -> Any:
+    def codes(z_RNF: Tensor) -> Any:
         z_RMF = dropout(take(z_RNF, draws.slot_RM), config.feature_dropout)
-        q = local.quantizer(z_RMF, draws.valid_RM, tau, draws.noise_RMGV)
+        return local.quantizer(z_RMF, draws.valid_RM, tau, draws.noise_RMGV)
+
+    chosen = inner(codes)
+
+    def quantiser(z_RNF: Tensor) -> Any:
+        q = chosen(z_RNF)
         return q.values_RMP, diversity(q, True)[0]
 
     def loss(context_RMP: Tensor, target_RMP: Tensor) -> Tensor:
@@ -173,6 +184,7 @@ def times_ms(once: Callable[[], None], device: str) -> list[float]:
     for _ in range(REPEATS[device]):
         if device == "cuda":
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(AHEAD)  # while the host launches, which in a step is ahead: else small kernels would wait for it
             began.record()
             once()
             ended.record()
@@ -227,11 +239,12 @@ def measured(run: Run) -> dict[str, list[float]]:
     model = Pretrainer(run.config, ObjectiveConfig()).to(run.device).train()
     if run.precision == "bf16":
         model.bfloat16()
-    found, in_layers = {}, {one.name for one in cost.stages(run.config, run.batch, run.precision) if one.times > 1}
-    for name, (function, inputs) in timed(model, run.batch, run.precision, run.device).items():
-        if run.compiled == "step" or (run.compiled == "layers" and name in in_layers):
-            torch.compiler.reset()  # stages share code, and a second shape of it would be compiled for any, which is slower
-            function = torch.compile(function, dynamic=False)
+    found, compiled = {}, partial(torch.compile, dynamic=False, options=AGAIN)
+    inner = (compiled,) if run.compiled == "layers" else ()
+    for name, (function, inputs) in timed(model, run.batch, run.precision, run.device, *inner).items():
+        torch.compiler.reset()  # stages share code, and a second shape of it would be compiled for any, which is slower
+        if run.compiled == "step" or (run.compiled == "layers" and name not in PARTLY):
+            function = compiled(function)
         found[name] = times_ms(both_ways(function, inputs, run), run.device)
         model.zero_grad()
     found["gradient norm, AdamW"] = times_ms(optimiser(model, run.precision), run.device)

@@ -11,6 +11,7 @@ from benchmarks import cost, fleet, stages, step
 from engine.model.config import ModelConfig, flops_per_crop
 from engine.model.pretrainer import Pretrainer
 from engine.objectives.config import ObjectiveConfig
+from engine.training import throughput
 
 SMALL: dict[str, Any] = {"width": 48, "layers": 2, "heads": 4, "ffn": 96, "codes": 16, "projection": 32, "code_width": 32}
 SMALL |= {"conv": ((32, 2),) * 4, "position_kernel": 16}
@@ -108,8 +109,45 @@ def test_each_stage_is_compiled_for_its_own_shape(tiny: str, monkeypatch: pytest
     monkeypatch.setattr(torch, "compile", lambda function, **how: done.append(how) or function)
     monkeypatch.setattr(torch.compiler, "reset", lambda: done.append("reset"))
     monkeypatch.setattr(step, "ours", lambda run: lambda: None)
-    stages.measured(step.Run(step.OURS, "fp32", batch=2, model=tiny, threads=1, compiled="layers"))
-    assert done == [*["reset", {"dynamic": False}] * 8, "reset"]
+    stages.measured(step.Run(step.OURS, "fp32", batch=2, model=tiny, threads=1, compiled="step"))
+    each = ["reset", {"dynamic": False, "options": throughput.AGAIN}]
+    assert done == [*each * (len(stages.timed(Pretrainer(ModelConfig(**SMALL), ObjectiveConfig()), 2, "fp32", "cpu"))), "reset"]
+
+
+def test_stages_are_compiled_as_the_loop_compiles(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch is given by train.compile=layers, and what of it each stage has: all but diversity and the loss of what is
+    pooled."""
+    done: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **how: done.append(function) or function)
+    monkeypatch.setattr(step, "ours", lambda run: lambda: None)
+    monkeypatch.setattr(stages, "times_ms", lambda *_: [1.0])
+    found = stages.measured(step.Run(step.OURS, "fp32", batch=2, model=tiny, threads=1, compiled="layers"))
+    names = [*found][: [*found].index("gradient norm, AdamW")]
+    inner = [function.__name__ for function in done[:2]]
+    assert sorted(inner) == ["codes", "pool"] and len(done) == 2 + len(names) - len(stages.PARTLY)
+    model = Pretrainer(ModelConfig(**SMALL), ObjectiveConfig())
+    throughput.compile_model(model, "layers")
+    loops = {getattr(function, "__name__", "") for function in done[2 + len(names) - len(stages.PARTLY) :]}
+    assert loops == {"features", "enter", "_call_impl", "draw", "compare", "pool"}  # layers between: every stage is in one
+    done.clear()
+    stages.measured(step.Run(step.OURS, "fp32", batch=2, model=tiny, threads=1))
+    assert done == []
+
+
+def test_a_gpu_waits_for_the_host_before_a_stage_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.record, self.synchronize = lambda: told.append("event"), lambda: told.append("wait")
+
+        def elapsed_time(self, other: Any) -> float:
+            return 2.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: told.append("sleep"))
+    assert stages.times_ms(lambda: told.append("work"), "cuda") == [2.0] * stages.REPEATS["cuda"]
+    assert told == ["work", *["sleep", "event", "work", "event", "wait"] * stages.REPEATS["cuda"]]
 
 
 def test_a_layers_stage_counts_once_for_each_layer() -> None:
