@@ -95,7 +95,7 @@ BARS = {
         Bar("stall %", "", median("stall_pct"), 1, at_most=True),
     ),
     "embed": (Bar("ECGs of 500 Hz: % of the encoder's speed", "^(tar|WFDB|arrays, 500 Hz):", median("share_pct"), 90),),
-    "start": (Bar("seconds to the first step", "^first step", median("seconds"), 20, at_most=True),),
+    "start": (Bar("seconds to the first step", "^first step", median("seconds"), 20, "cpu", at_most=True),),
     "scaling": (
         Bar("10,000,000 crops: seconds to the first batch", "^open", seconds, 10, at_most=True, asks=huge),
         Bar("MB", "^open", lambda name, results: float(results[name]["peak_mb"]), 1000, at_most=True, asks=huge),

@@ -76,16 +76,17 @@ def save(record: Part, out: Path | None) -> int:
     """Whole. A file is written over only if --out names it. One that cannot be written is written elsewhere, and exit is 1."""
     from engine.scoring.rundir import write_whole
 
-    path = out or free(RESULTS / file_name(record))
-    try:
-        write_whole(path, json.dumps(record, indent=1) + "\n")
-    except OSError as error:
-        print(f"benchmarks.run: {path}: {error.strerror or error}: the record goes to another folder", file=sys.stderr)
-        elsewhere = Path(tempfile.gettempdir()) / file_name(record)
-        return 1 if out == elsewhere else save(record, free(elsewhere)) or 1
+    wanted = out or free(RESULTS / file_name(record))
     took = f" in {record['took_s']} s" if "took_s" in record else ""
-    print(f"{path}: {sum(len(part['results']) for part in record.get('parts', [record]))} results{took}")
-    return 0
+    for path in (wanted, *(free(folder / wanted.name) for folder in (Path(tempfile.gettempdir()), Path.cwd()))):
+        try:
+            write_whole(path, json.dumps(record, indent=1) + "\n")
+        except OSError as error:
+            print(f"benchmarks.run: {path}: {error.strerror or error}: the record goes to another folder", file=sys.stderr)
+            continue
+        print(f"{path}: {sum(len(part['results']) for part in record.get('parts', [record]))} results{took}")
+        return int(path != wanted)
+    return 1
 
 
 def free(path: Path) -> Path:

@@ -93,16 +93,20 @@ def test_a_record_that_cannot_be_written_is_not_lost(
     results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(path: Path, content: str) -> None:
-        if path.parent == results:
+        if path.parent in (results, tmp_path / "full"):
             raise OSError(28, "No space left on device")
         path.write_text(content)
 
     monkeypatch.setattr(rundir, "write_whole", full)
     monkeypatch.setattr(run.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
     assert run.main(["start"]) == 1
     said, (path,) = capsys.readouterr(), tmp_path.glob("start_*.json")
     assert "No space left on device: the record goes to another folder" in said.err and len(said.err.splitlines()) == 1
     assert str(path) in said.out and json.loads(path.read_text())["results"] == DONE["results"]
+    monkeypatch.setattr(run.tempfile, "gettempdir", lambda: str(tmp_path / "full"))
+    assert run.main(["start"]) == 1 and len(list(tmp_path.glob("start_*-2.json"))) == 1
 
 
 def test_no_result_is_no_record(results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

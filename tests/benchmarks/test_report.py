@@ -224,6 +224,12 @@ def test_a_smaller_job_does_not_pass_the_bar_of_a_larger_one(benchmark: str, giv
     assert told in bars.line({"benchmark": benchmark, "config": {}, "input": given, "results": RESULTS[benchmark]})
 
 
+def test_the_bar_of_the_first_step_is_a_cpus() -> None:
+    part = {"benchmark": "start", "input": {}, "results": RESULTS["start"]}
+    assert "at most 20: met, 9 (first step" in bars.line(part | {"config": {"device": "cpu"}})
+    assert bars.line(part | {"config": {"device": "cuda"}}) == ""  # there a step is compiled first
+
+
 def test_ingest_is_held_against_the_recreation() -> None:
     results = {"ingest: omnilead, tar": RATES, "ingest: re-creation of it": RATES | {"per_cpu_s": spread(4.0)}}
     part = {"benchmark": "ingest", "config": {}, "input": {}, "results": results | {"ingest: omnilead, tar, 2 workers": RATES}}
