@@ -49,8 +49,9 @@ def blank(width: float, height: float, title: str) -> tuple[Figure, Any]:
 
 
 def title_of(part: Part) -> str:
-    gpus, name = part["hardware"].get("gpus"), NAMES.get(part["benchmark"], part["benchmark"])
-    return f"{name}, {gpus[0]['name'] if gpus else part['hardware']['cpu']}, {part['date'][:10]}"
+    hardware, name = part["hardware"], NAMES.get(part["benchmark"], part["benchmark"])
+    machine = hardware["gpus"][0]["name"] if part["config"].get("device") == "cuda" else hardware["cpu"]
+    return f"{name}, {machine}, {part['date'][:10]}"
 
 
 def shown(part: Part) -> dict[str, Any]:

@@ -263,7 +263,7 @@ def note(part: Part) -> str:
     left_out = "".join(f" Left out: {name}: {reason}." for name, reason in part.get("left_out", {}).items())
     threads = f", {given['threads']} threads" if "threads" in given else ""
     fresh = ", each in a fresh process" if part["benchmark"] in FRESH and part["config"].get("device") != "cuda" else ""
-    gpu = f"{hardware['gpus'][0]['name']}, " if hardware.get("gpus") else ""
+    gpu = f"{hardware['gpus'][0]['name']}, " if part["config"].get("device") == "cuda" else ""
     shared = "" if gpu else " shared with others"
     fewest, repeats = repeated(part)  # fewer where the time was over
     many = f"{fewest} to {repeats}" if fewest < repeats else f"{repeats}"

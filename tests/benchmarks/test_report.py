@@ -119,6 +119,15 @@ def test_fewer_repeats_than_asked_for_are_told(tmp_path: Path) -> None:
     assert "median of 3 to 5 runs" in tables.note(report.load(tmp_path / "suite.json")[0])
 
 
+def test_a_cpus_part_of_a_machine_with_a_gpu_is_a_cpus(tmp_path: Path) -> None:
+    record = suite("cuda")
+    record["parts"][0]["config"]["device"] = "cpu"
+    (tmp_path / "suite.json").write_text(json.dumps(record))
+    first, second, *_ = report.load(tmp_path / "suite.json")
+    assert "NVIDIA" not in tables.note(first) + plots.title_of(first) and "shared with others" in tables.note(first)
+    assert tables.note(second).startswith("NVIDIA H200, ") and "NVIDIA H200" in plots.title_of(second)
+
+
 def test_a_gpus_steps_without_ours_tell_no_rate(tmp_path: Path) -> None:
     record = suite("cuda")
     record["parts"][2]["results"] = {"matrix product: bf16": RATES}
