@@ -156,6 +156,6 @@ def test_what_is_no_number_is_none_in_the_files(tmp_path: Path) -> None:
     config = load("configs/pretrain/quickstart.yaml", ["train.track=[]"])
     row = {"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "lr": 0.5}
     tracker = Tracker(tmp_path, config, tuple(row), {}, 0, 2)
-    tracker._write("metrics.jsonl", row)
+    tracker._write("metrics.jsonl", row, row)
     tracker.close()
     assert rows(tmp_path) == [{"step": 1, "loss": None, "grad_norm": None, "lr": 0.5}]
