@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.run import Parser, environment, refuse, save
+from benchmarks.run import environment, refuse, save
+from engine.pipelines.usage import Parser
 from engine.reproduction.paper import TASKS, tables
 from engine.scoring.metrics import over_seeds
 

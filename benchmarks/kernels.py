@@ -24,7 +24,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.run import MODEL, Parser, positive
+from benchmarks.run import MODEL, positive
+from engine.pipelines.usage import Parser
 
 TB_PER_S = 4.3  # of an H200's memory, read and written
 H200 = {

@@ -18,8 +18,8 @@ from typing import Any
 
 from benchmarks import bars, fleet, tables
 from benchmarks.fleet import TEN_MILLION
-from benchmarks.run import Parser
 from benchmarks.tables import Part
+from engine.pipelines.usage import Parser
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

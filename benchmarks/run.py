@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from benchmarks.measure import in_fresh_process, run_cases, summary
+from engine.pipelines.usage import Parser
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = (
@@ -142,9 +143,8 @@ def check_device(device: str) -> None:
         refuse("--device cuda: torch sees no CUDA device here: use --device cpu")
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (--help shows all)\n")
+def _get_help_string(self, action: argparse.Action) -> str | None:
+    return super()._get_help_string(action) if action.default else action.help
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
