@@ -118,7 +118,8 @@ def left_s() -> float | None:
 
 
 def _child(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as of all that runs in a shell's background
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         pipe.send((function(*arguments), None))

@@ -116,8 +116,9 @@ def test_no_result_is_no_record(results: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 INTERRUPTED = """
-import sys, time
+import signal, sys, time
 from benchmarks import run
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests themselves run in the background
 from benchmarks.measure import call_fresh
 def started(*_):
     print("ready", flush=True)
