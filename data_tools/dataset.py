@@ -249,13 +249,7 @@ def open_store(root: Folder, mode: str) -> Any:
     try:
         options = {"anon": True} if getattr(root, "anonymous", False) else None
         return zarr.open_array(f"{root.url}/{STORE}", mode=mode, storage_options=options)
-    except (
-        FileNotFoundError,
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-    ) as error:  # all of a damaged zarr.json
+    except (FileNotFoundError, LookupError, TypeError, ValueError, AttributeError) as error:  # all of a damaged zarr.json
         raise DatasetError(one_line(f"{root.url}/{STORE}: {error}")) from None
 
 

@@ -58,6 +58,7 @@ from engine.scoring.rundir import OutputError, writable, write_whole, writing
 
 CACHE_SHARDS = 8
 ARRAYS = (".npy", ".npz")
+# NotImplementedError: what zipfile says of a compression that it does not know
 UNREADABLE = (OSError, ValueError, EOFError, MemoryError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 GOES_ON = ": the same command goes on"
 LASTING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)  # the same command would fail again
