@@ -221,7 +221,7 @@ def test_the_worst_case_is_held_against_the_bar() -> None:
 
 
 @pytest.mark.parametrize(
-    ("benchmark", "given", "told"),
+    ("name", "given", "told"),
     [
         ("scaling", {"crops": 9_999_999}, "at most 10: not measured; MB at most 1,000: not measured"),
         ("scaling", {"crops": 10_000_000}, "at most 10: met, 0.01 (open to first batch)"),
@@ -229,8 +229,8 @@ def test_the_worst_case_is_held_against_the_bar() -> None:
         ("step", {"model": "small"}, "in fp32 at least 3: not measured"),
     ],
 )
-def test_a_smaller_job_does_not_pass_the_bar_of_a_larger_one(benchmark: str, given: dict[str, Any], told: str) -> None:
-    assert told in bars.line({"benchmark": benchmark, "config": {}, "input": given, "results": RESULTS[benchmark]})
+def test_a_smaller_job_does_not_pass_the_bar_of_a_larger_one(name: str, given: dict[str, Any], told: str) -> None:
+    assert told in bars.line({"benchmark": name, "config": {}, "input": given, "results": RESULTS[name]})
 
 
 def test_the_bar_of_the_first_step_is_a_cpus() -> None:
