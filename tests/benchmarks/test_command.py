@@ -157,10 +157,17 @@ def begins_another(place: Path) -> None:
 
 
 def test_what_a_stopped_case_has_started_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "left_s", lambda: 4.0)
+    place, until = tmp_path / "pid", time.monotonic() + 60
+
+    def none_once_begun() -> float:
+        while not (place.exists() and place.read_text()) and time.monotonic() < until:
+            time.sleep(0.05)
+        return 0.0
+
+    monkeypatch.setattr(measure, "left_s", none_once_begun)
     with pytest.raises(CaseError, match=measure.OVER):
-        call_fresh(begins_another, tmp_path / "pid")
-    assert gone(int((tmp_path / "pid").read_text()))
+        call_fresh(begins_another, place)
+    assert gone(int(place.read_text()))
 
 
 def gone(pid: int) -> bool:

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data_tools.errors import ReadError
@@ -317,9 +317,7 @@ def plain_reading(data: bytes) -> list[object]:
     for line in signals:
         file, form, gain, _, zero, first, checksum, _, lead = line.split(None, 8)
         code, _, offset = form.removesuffix("x1").replace("x1+", "+").replace("x01+", "+").partition("+")
-        number, baseline, unit = re.fullmatch(rf"({NUMBER})(?:\((-?\d+)\))?(?:/(\S+))?", gain, re.ASCII).groups()  # type: ignore[union-attr]
-        known = {spelling.lower(): factor for spelling, factor in MV.items()} | {"μv": 1e-3}
-        per_mv = float(number) / known[(unit or "").lower()] if lead.upper() in map(str.upper, LEADS) else None
+        mv_baseline = _in_mv(gain) if lead.upper() in map(str.upper, LEADS) else None  # nobody asks what others measure
         assert "/" not in file
         assert ".." not in file
         said.append(
@@ -327,14 +325,20 @@ def plain_reading(data: bytes) -> list[object]:
                 file,
                 int(code),
                 int(offset or 0),
-                per_mv,
-                int(baseline or zero) if per_mv else None,
+                mv_baseline and mv_baseline[0],
+                mv_baseline and int(mv_baseline[1] or zero),
                 int(first),
                 int(checksum),
                 lead,
             ]
         )
     return said
+
+
+def _in_mv(gain: str) -> tuple[float, str | None]:
+    number, baseline, unit = re.fullmatch(rf"({NUMBER})(?:\((-?\d+)\))?(?:/(\S+))?", gain, re.ASCII).groups()  # type: ignore[union-attr]
+    known = {spelling.lower(): factor for spelling, factor in MV.items()} | {"μv": 1e-3}
+    return float(number) / known[(unit or "").lower()], baseline
 
 
 def as_read(header: WfdbHeader) -> list[object]:
@@ -378,8 +382,12 @@ def damaged(draw: st.DrawFn) -> bytes:
     return data
 
 
+A_CHANNEL = b"E 1 500 5000\nE.mat 16x1+24 \x001000.0(0)/mV 1 16 0 -68 1250 0 aVL\n"  # called "0 aVL"
+
+
 @settings(max_examples=1500, deadline=None, derandomize=True)
 @given(damaged())
+@example(A_CHANNEL)
 def test_a_damaged_header_is_refused_or_says_what_it_now_says(data: bytes) -> None:
     found = parse(data)
     if isinstance(found, WfdbHeader):
