@@ -7,6 +7,9 @@ everything that is drawn comes in as parameters (augment_draws), so the same bat
 """
 
 import ctypes
+import functools
+import operator
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +20,7 @@ import torch
 
 from data_tools.memory import keep_freed_memory
 from engine.pipelines import counter
-from engine.pipelines.augment import AugmentConfig, Axis, Ops, augment, axis, torch_ops
+from engine.pipelines.augment import WAVES, AugmentConfig, Axis, Ops, augment, axis, formula, torch_ops
 from engine.pipelines.augment_draws import Params, draws, white, white_bank
 from engine.pipelines.counter import Stream
 from engine.pipelines.leads import ALL
@@ -25,8 +28,9 @@ from engine.pipelines.order import Places
 
 FS_HZ, CROP, HALF = 500.0, 5000, 2500
 MV_PER_UV = 1e-3
-CHUNK = 16  # crops, 4 MB of float32: measured 4 to 32
+CHUNK, WAVES_CHUNK = 16, 64  # crops, 4 MB of float32 and 1: measured 4 to 32, 4 to 64
 Views = Literal["halves", "window"]
+MakeCrop = Callable[[int, torch.Tensor, torch.Tensor], None]  # position in the batch, halves_SLT int16, out_SLT
 
 
 def crop_key(places: Places) -> np.ndarray:
@@ -68,9 +72,11 @@ class Augmenter:
         return torch.from_numpy(white_bank(self.seed)).to(self.device)
 
     @property
-    def only_scales(self) -> bool:
-        """Neither noise nor 3KG: all that is left is a factor for each lead, its mask among them."""
-        return self.config.threekg is None and not self.config.kinds and self.config.output_leads == ALL
+    def by_crop(self) -> bool:
+        """The halves, all leads, and of noise what they have alike or white noise: a crop is made in a few passes over it."""
+        c = self.config
+        plain = self.views == "halves" and c.threekg is None and c.output_leads == ALL
+        return plain and not c.refits_limb_leads and not (c.kinds and c.per_lead)
 
     def to_device(self, p: Params) -> dict[str, torch.Tensor]:
         """A few kilobytes a batch, in one asynchronous copy each."""
@@ -82,8 +88,6 @@ class Augmenter:
 
     def __call__(self, crops_BLT: torch.Tensor, p: dict[str, torch.Tensor]) -> torch.Tensor:
         x = self.split(crops_BLT, p.get("start")).float()
-        if self.only_scales and x.shape[1] == 2:
-            return x.mul_(factor(p))  # one pass instead of two
         if "emg_amplitude" in p:
             p = p | {"white": white(self.bank, p["white_start"], HALF)}
         x = cast(torch.Tensor, augment(x.mul_(MV_PER_UV), p, self.config, self.time, self.ops))
@@ -99,16 +103,44 @@ class Augmenter:
         """The same for a CPU: a few crops at a time, so that what lies between two passes stays in its cache and is not asked
         of the kernel anew for every batch. Five times faster than a whole batch at once, page faults being most of its cost."""
         keep_freed_memory()
+        if self.by_crop:
+            make, halves_BSLT, outs = self.crop_maker(p, len(out_BSLT)), self.split(crops_BLT), out_BSLT.unbind()
+            for position, crop in enumerate(range(len(outs)) if index_B is None else index_B.tolist()):
+                make(position, halves_BSLT[crop], outs[position])
+            return out_BSLT
         for at in range(0, len(out_BSLT), CHUNK):
             part = slice(at, at + CHUNK)
             crops = crops_BLT[part] if index_B is None else crops_BLT.index_select(0, index_B[part])
-            q = {name: values[part] for name, values in p.items()}
-            out = out_BSLT[part]
-            if self.only_scales:  # straight into its place: two passes less
-                torch.mul(self.split(crops, q.get("start")).expand_as(out), factor(q), out=out)
-            else:
-                out[:] = self(crops, q)
+            out_BSLT[part] = self(crops, {name: values[part] for name, values in p.items()})
         return out_BSLT
+
+    def crop_maker(self, p: dict[str, torch.Tensor], crops: int) -> MakeCrop:
+        """Where `by_crop`, the same for one of so many crops, while it is in a core's cache. What its leads have alike is made
+        here, for many crops at once."""
+        keep = p.get("keep", torch.ones(1)).expand(crops, 2, len(ALL), 1)
+        scales, keeps = (keep * MV_PER_UV).unbind(), keep.unbind()
+        alike = [formula(kind) for kind in self.config.kinds if formula(kind) != "emg"]
+        waves = self._waves(p, alike, crops) if alike else ()
+        emg = (p["emg_amplitude"] * keep).unbind() if "emg_amplitude" in p else ()
+        bank, starts = (self.bank, p["white_start"].unbind()) if emg else (None, ())
+
+        def make(position: int, halves_SLT: torch.Tensor, out_SLT: torch.Tensor) -> None:
+            torch.mul(halves_SLT, scales[position], out=out_SLT)
+            if waves:
+                out_SLT.addcmul_(keeps[position], waves[position])
+            if emg:
+                out_SLT.addcmul_(emg[position], white(bank, starts[position], HALF))
+
+        return make
+
+    def _waves(self, p: dict[str, torch.Tensor], kinds: Sequence[str], crops: int) -> tuple[torch.Tensor, ...]:
+        """The sum of these kinds for each crop, [2, 1, 2500]."""
+        waves = torch.empty(crops, 2, 1, HALF)
+        for part in (slice(at, at + WAVES_CHUNK) for at in range(0, crops, WAVES_CHUNK)):
+            q = {name: values[part] for name, values in p.items()}
+            products = (WAVES[kind](q, self.time, self.config, self.ops) for kind in kinds)
+            waves[part] = functools.reduce(operator.add, (gain * wave for gain, wave in products))
+        return waves.unbind()
 
     def split(self, crops_BLT: torch.Tensor, start_B: torch.Tensor | None = None) -> torch.Tensor:
         """The two halves as views of one copy, or the same window once: `augment` makes two of it."""
@@ -116,8 +148,3 @@ class Augmenter:
             return crops_BLT.view(*crops_BLT.shape[:2], 2, HALF).transpose(1, 2)
         index = start_B[:, None, None] + torch.arange(HALF, device=crops_BLT.device)
         return crops_BLT.gather(2, index.expand(-1, crops_BLT.shape[1], -1))[:, None]
-
-
-def factor(p: dict[str, torch.Tensor]) -> torch.Tensor | float:
-    """To millivolts, and a masked lead to zero: [B, S, L, 1], or one number."""
-    return p["keep"] * MV_PER_UV if "keep" in p else MV_PER_UV

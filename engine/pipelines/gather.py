@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 class Bad(NamedTuple):
-    """A crop that cannot be used, at one place of a batch."""
+    """A crop that cannot be used, at one place of what was read together."""
 
     position: int
     dataset: int
@@ -73,7 +73,10 @@ class Read(NamedTuple):
 @dataclass(frozen=True)
 class Report:
     row: np.ndarray  # the rows that are in the batch: those asked for, save for the skipped
-    skipped: tuple[tuple[int, int, str], ...]  # (dataset, row, reason) of each crop left out
+    skipped: tuple[Bad, ...]  # each crop left out
+
+    def part(self, these: slice) -> "Report":
+        return Report(self.row[these], tuple(bad for bad in self.skipped if these.start <= bad.position < these.stop))
 
 
 class Desk(NamedTuple):
@@ -187,14 +190,14 @@ class Gather:
             skipped = [skip for one in bad for skip in self._substitute(one, rows, out)]
         return Report(rows, tuple(skipped))
 
-    def _substitute(self, bad: Bad, rows: np.ndarray, out: Desks) -> Iterator[tuple[int, int, str]]:
+    def _substitute(self, bad: Bad, rows: np.ndarray, out: Desks) -> Iterator[Bad]:
         """The next row that takes part and reads well comes instead: the same one on every rank and after every restart."""
         p, d, those = bad.position, bad.dataset, self._rows[bad.dataset]
         for step in count(1):
             if (d, bad.row) not in self._met:
                 self._met.add((d, bad.row))
                 log.warning("skipped: %s", bad.reason)
-            yield d, bad.row, bad.reason
+            yield bad
             if step == len(those):
                 raise DatasetError(f"{self._sources[d].url}: not one of its {len(those)} crops that take part reads well")
             rows[p] = those.after(int(rows[p]))

@@ -13,7 +13,9 @@ DALI where there is a GPU and torch where there is none.
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, cycle
@@ -27,8 +29,8 @@ from data_tools.memory import keep_freed_memory
 from engine.pipelines import dali
 from engine.pipelines.augment import AugmentConfig
 from engine.pipelines.augment_draws import Params
-from engine.pipelines.batched import HALF, Augmenter, Views, alone, factor, parameters
-from engine.pipelines.gather import Desk, Filled, Gather, Hold, Report, made_ahead, read_ahead
+from engine.pipelines.batched import HALF, Augmenter, MakeCrop, Views, alone, parameters
+from engine.pipelines.gather import Bad, Desk, Filled, Gather, Hold, Report, made_ahead, read_ahead
 from engine.pipelines.meter import Meter
 from engine.pipelines.order import Order, Places, Rows, shards_needed
 from engine.pipelines.resident import Plan, Resident
@@ -36,6 +38,7 @@ from engine.pipelines.staging import Staging
 
 BACKENDS = ("auto", "dali", "torch", "resident")
 PLANNED_CROPS = 1024
+READ_CROPS = 256  # at once, of small batches together: their places in a file lie closer, and a call's own cost is shared
 THREADS = {"cpu": 1, "cuda": 2}  # a second one costs a CPU a third more for each crop; it halves the wait for a cold disk
 State = dict[str, Any]
 log = logging.getLogger(__name__)
@@ -59,7 +62,7 @@ class LoaderConfig:
     check: Literal["first", "always", "never"] = "first"
     on_corrupt: Literal["stop", "skip"] = "stop"
     threads: int | None = None  # that read; None: THREADS
-    read_ahead: int = 2  # batches ready beside the one in use
+    read_ahead: int = 2  # batches ready beside the one in use; small ones, as many as are read at once count as one
     cache_dir: str | None = None  # for datasets on s3://
     cache_bytes: int = 100 * 2**30
 
@@ -81,14 +84,17 @@ class LoaderConfig:
 class Batch:
     x_BSLT: torch.Tensor  # float32 millivolts on the device; on a CPU (not dali) in a buffer that later batches use again
     places: Places  # dataset, row and epoch of each crop
-    skipped: tuple[tuple[int, int, str], ...] = ()  # crops left out as unreadable: (dataset, row, reason)
+    skipped: tuple[Bad, ...] = ()  # crops left out as unreadable
 
 
 class Planned(NamedTuple):
-    """A batch before it is read."""
+    """A batch before it is read, or several."""
 
     places: Places
     p: Params
+
+    def part(self, these: slice) -> "Planned":
+        return Planned(self.places[these], {name: values[these] for name, values in self.p.items()})
 
     @property
     def dataset(self) -> np.ndarray:
@@ -148,6 +154,9 @@ class Loader:
         rows = tuple(Rows.of(dataset, **roles) for dataset in datasets)
         self.order = Order(rows, config.batch_crops, config.seed, config.weights, config.block_shards)
         self.order.slice(0, rank, world, micro=config.micro_batch)  # says now what cannot be
+        self.crops = config.batch_crops // world
+        far = any(dataset.root.remote for dataset in datasets)
+        self.together = 1 if far else max(1, READ_CROPS // self.crops)  # batches
         self.recipe = self._recipe(datasets, roles)
         self.step = self._restored(state) if state else step
         self._blob = state["dali"] if state else None
@@ -178,20 +187,25 @@ class Loader:
             self.step += 1
             yield batch, {"crops_seen": self.step * self.config.batch_crops, "recipe": self.recipe, "dali": blob}
 
-    def _planned(self) -> Iterator[Planned]:
-        """Small batches are planned several at once: the same numpy calls, whose cost is that of being called."""
-        each = self.config.batch_crops // self.world
-        steps = max(1, PLANNED_CROPS // each)
+    def _planned(self, together: int = 1) -> Iterator[Planned]:
+        """So many batches at a time, planned many at once: the same numpy calls, whose cost is that of being called."""
+        crops = together * self.crops
+        steps = max(1, PLANNED_CROPS // crops) * together
         for first in count(self.step, steps):
             with self.meter.timed("plan"):
                 places = self.order.slice(first, self.rank, self.world, steps, self.config.micro_batch)
-                p = self._parameters(places)
-            for part in (slice(at, at + each) for at in range(0, len(places), each)):
-                yield Planned(places[part], {name: values[part] for name, values in p.items()})
+                planned = Planned(places, self._parameters(places))
+            yield from map(planned.part, _slices(len(places), crops))
 
-    def _filled(self, in_use: int = 1) -> Iterator[Filled[Planned]]:
-        shape = (self.config.batch_crops // self.world, *CROP_SHAPE)
-        return read_ahead(self._planned(), self.gather, shape, self.config.read_ahead, in_use)
+    def _filled(self, in_use: int = 1) -> Generator[Filled[Planned], None, None]:
+        """Batches whose last `in_use` stand."""
+        groups = 1 - (1 - in_use) // self.together
+        shape = (self.together * self.crops, *CROP_SHAPE)
+        ahead = read_ahead(self._planned(self.together), self.gather, shape, self.config.read_ahead, groups)
+        with closing(ahead):
+            for planned, crops, report in ahead:
+                for these in _slices(len(crops), self.crops):
+                    yield Filled(planned.part(these), crops[these], report.part(these))
 
     def _parameters(self, places: Places) -> Params:
         return parameters(self.config.augment, self.config.views, self.config.seed, places)
@@ -204,8 +218,8 @@ class Loader:
         return Planned(places, self._parameters(places))
 
     def _torch(self) -> Iterator[tuple[Batch, None]]:
-        if self.device.type == "cpu" and self.augmenter.only_scales and self.config.views == "halves":
-            yield from self._scaled()
+        if self.device.type == "cpu" and self.augmenter.by_crop:
+            yield from self._by_crop()
             return
         filled = self._filled()
         outs = cycle(self._outs(2 if self.device.type == "cpu" else 0))  # a GPU's allocator keeps its own
@@ -225,51 +239,57 @@ class Loader:
                         x = self.augmenter.into(torch.from_numpy(crops), p, next(outs))
                 yield Batch(x, places, report.skipped), None
         finally:
-            filled.close()  # type: ignore[attr-defined]
+            filled.close()
 
-    def _scaled(self) -> Iterator[tuple[Batch, None]]:
-        """Crops that are only scaled and masked, by the thread that reads them, out of its core's cache."""
+    def _by_crop(self) -> Iterator[tuple[Batch, None]]:
+        """Each crop by the thread that reads it, out of its core's cache."""
 
-        def make(planned: Planned, x_BSLT: torch.Tensor) -> Batch:
-            report = self.gather.read(planned.dataset, planned.row, partial(self._desk, planned, x_BSLT))
-            return Batch(x_BSLT, self._as_read(planned, report).places, report.skipped)
+        def make(planned: Planned, x_BSLT: torch.Tensor) -> list[Batch]:
+            alone()
+            with self.meter.timed("augment"):
+                make_crop = self._crop_maker(planned)
+            took_s: list[float] = []
+            report = self.gather.read(planned.dataset, planned.row, partial(self._desk, planned, x_BSLT, make_crop, took_s))
+            self.meter.add("augment", sum(took_s))
+            places = self._as_read(planned, report).places
+            return [Batch(x_BSLT[part], places[part], report.part(part).skipped) for part in _slices(len(places), self.crops)]
 
-        return self._made(make)
+        return self._made(make, self.together)
 
-    def _made(self, make: Callable[[Planned, torch.Tensor], Batch]) -> Iterator[tuple[Batch, None]]:
-        """Ahead, in a thread beside the training."""
+    def _made(self, make: Callable[[Planned, torch.Tensor], list[Batch]], together: int = 1) -> Iterator[tuple[Batch, None]]:
+        """Ahead, so many at a time, in a thread beside the training."""
         keep_freed_memory()
-        batches = made_ahead(self._planned(), make, self._outs(self.config.read_ahead + 1))
+        ahead = made_ahead(self._planned(together), make, self._outs(self.config.read_ahead + 1, together))
         try:
             while True:
                 with self.meter.timed("read_wait"):
-                    batch = next(batches)
-                yield batch, None
+                    batches = next(ahead)
+                yield from ((batch, None) for batch in batches)
         finally:
-            batches.close()
+            ahead.close()
 
-    def _desk(self, planned: Planned, x_BSLT: torch.Tensor) -> Desk:
+    def _desk(self, planned: Planned, x_BSLT: torch.Tensor, make: MakeCrop, took_s: list[float]) -> Desk:
         alone()
         crop = torch.empty(CROP_SHAPE, dtype=torch.int16)
-        halves_SLT = self.augmenter.split(crop[None])[0]
-        rows, places, factors = planned.row.tolist(), x_BSLT.unbind(), self._factors(planned)
+        halves_SLT, rows, outs = self.augmenter.split(crop[None])[0], planned.row.tolist(), x_BSLT.unbind()
 
         def done(position: int, row: int) -> None:
-            mine = factors[position]
-            if row != rows[position]:  # it came in the place of another, and has a mask of its own
+            began = time.perf_counter()
+            if row == rows[position]:
+                make(position, halves_SLT, outs[position])
+            else:  # it came in the place of another, and has parameters of its own
                 at = dataclasses.replace(planned.places[position : position + 1], row=np.array([row]))
-                (mine,) = self._factors(Planned(at, self._parameters(at)))
-            torch.mul(halves_SLT, mine, out=places[position])
+                self._crop_maker(Planned(at, self._parameters(at)))(0, halves_SLT, outs[position])
+            took_s.append(time.perf_counter() - began)
 
         read = crop.numpy()
         return Desk(lambda position: read, done)
 
-    def _factors(self, planned: Planned) -> tuple[torch.Tensor, ...]:
-        factors = torch.as_tensor(factor(self.augmenter.to_device(planned.p)))
-        return factors.expand(len(planned.row), 2, CROP_SHAPE[0], 1).unbind()
+    def _crop_maker(self, planned: Planned) -> MakeCrop:
+        return self.augmenter.crop_maker(self.augmenter.to_device(planned.p), len(planned.row))
 
-    def _outs(self, count: int) -> list[torch.Tensor]:
-        shape = (self.config.batch_crops // self.world, 2, len(self.config.augment.output_leads), HALF)
+    def _outs(self, count: int, together: int = 1) -> list[torch.Tensor]:
+        shape = (together * self.crops, 2, len(self.config.augment.output_leads), HALF)
         return [torch.empty(shape) for _ in range(count)]
 
     def _resident(self) -> Iterator[tuple[Batch, None]]:
@@ -283,11 +303,11 @@ class Loader:
                 places, drawn = self._as_read(planned, report)
                 return resident.plan(places, drawn), places, report
 
-        def make(planned: Planned, out: torch.Tensor) -> Batch:
+        def make(planned: Planned, out: torch.Tensor) -> list[Batch]:
             alone()
             mine, places, report = plan(planned)
             with self.meter.timed("augment"):
-                return Batch(resident.batch(mine, out), places, report.skipped)
+                return [Batch(resident.batch(mine, out), places, report.skipped)]
 
         if self.device.type == "cpu":
             yield from self._made(make)
@@ -305,7 +325,7 @@ class Loader:
 
     def _dali(self) -> Iterator[tuple[Batch, str]]:
         """DALI asks ahead; what it was given is kept until its batch comes out."""
-        ahead: dict[int, tuple[Places, Any]] = {}
+        ahead: dict[int, tuple[Places, tuple[Bad, ...]]] = {}
         filled = self._filled(in_use=dali.IN_USE)
 
         def feed() -> Iterator[tuple[int, np.ndarray, Params]]:
@@ -316,12 +336,11 @@ class Loader:
                 ahead[step] = places, report.skipped
                 yield step, crops, p
 
-        each = self.config.batch_crops // self.world
         example = self._parameters(self.order.slice(0, self.rank, self.world))
         seed = self.config.seed * 65_537 + self.rank
         fed = feed()
         pipeline = dali.Pipeline(
-            self.config.augment, self.config.views, seed, fed, each, example, self.device, self.threads, self._blob
+            self.config.augment, self.config.views, seed, fed, self.crops, example, self.device, self.threads, self._blob
         )
         try:
             while True:
@@ -333,7 +352,7 @@ class Loader:
         finally:
             pipeline.close()
             fed.close()  # type: ignore[attr-defined]
-            filled.close()  # type: ignore[attr-defined]
+            filled.close()
 
     def _stagings(self, datasets: Sequence[Dataset]) -> dict[int, Staging]:
         in_tar = self.config.source != "zarr"
@@ -383,6 +402,10 @@ class Loader:
         if rest or step < 0:
             raise LoaderError(f"cannot go on: crops_seen={state['crops_seen']} is no whole number of batches")
         return step
+
+
+def _slices(count: int, size: int) -> Iterator[slice]:
+    return (slice(at, at + size) for at in range(0, count, size))
 
 
 def _plain(value: Any) -> Any:

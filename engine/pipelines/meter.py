@@ -1,9 +1,9 @@
 """Where a loader's time goes: how much of the time since the last `snapshot` each stage was at work, in percent.
 
     plan        which crops come next, and the parameters of their augmentations
-    read        crops out of their shards, checked; where they are only scaled and masked, that too
+    read        crops out of their shards, checked; on a CPU, where each is then made at once, `augment` too
     read_wait   waiting for the thread that does both ahead
-    augment     the rest
+    augment     out of them what the model is given
     wait        the training, for its batches
 
 Stages beside each other add up to more than 100.
@@ -33,9 +33,11 @@ class Meter:
         try:
             yield
         finally:
-            seconds = time.perf_counter() - began
-            with self._lock:
-                self._busy_s[stage] += seconds - (self._busy_s[without] - other)
+            self.add(stage, time.perf_counter() - began - (self._busy_s[without] - other))
+
+    def add(self, stage: str, seconds: float) -> None:
+        with self._lock:
+            self._busy_s[stage] += seconds
 
     def done(self, crops: int) -> None:
         self._crops += crops

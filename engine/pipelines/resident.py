@@ -12,7 +12,7 @@ import torch
 from data_tools.dataset import CROP_SHAPE
 from engine.pipelines.augment_draws import Params
 from engine.pipelines.batched import Augmenter
-from engine.pipelines.gather import Gather, Report
+from engine.pipelines.gather import Bad, Gather, Report
 from engine.pipelines.order import Order, Places
 
 CHUNK = 1024
@@ -43,7 +43,7 @@ class Resident:
             for start in range(0, len(numbers), CHUNK):
                 rows = numbers[start : start + CHUNK]
                 report = gather.read(np.full(len(rows), d), rows, buffer[: len(rows)])
-                self.reasons |= {(dataset, row): reason for dataset, row, reason in report.skipped}
+                self.reasons |= {(dataset, row): reason for _, dataset, row, reason in report.skipped}
                 at = int(self.offset[d]) + start
                 self.crops[at : at + len(rows)] = torch.from_numpy(buffer[: len(rows)])
         self._make = self._compiled() if augmenter.device.type == "cuda" else self._eager
@@ -54,7 +54,7 @@ class Resident:
         if self.reasons:
             for i, d in enumerate(places.dataset.tolist()):
                 while reason := self.reasons.get((d, int(rows[i]))):
-                    skipped.append((d, int(rows[i]), reason))
+                    skipped.append(Bad(i, d, int(rows[i]), reason))
                     rows[i] = self.order.rows[d].after(int(rows[i]))
         return Report(rows, tuple(skipped))
 

@@ -154,7 +154,7 @@ class Loop:
         if self.tracker is None:
             return
         if batch.skipped:
-            self.tracker.note(f"left out as unreadable: {'; '.join(reason for *_, reason in batch.skipped)}")
+            self.tracker.note(f"left out as unreadable: {'; '.join(bad.reason for bad in batch.skipped)}")
         step = self.progress.step
         if concern := self.task.concern(values):
             self.tracker.note(concern)

@@ -136,7 +136,7 @@ def test_skip_counts_logs_and_takes_the_next(twin: Dataset, source: str, caplog:
         read(gathers[0], rows)
     assert report.row.tolist() == [3, 11, 11, 11, 11, 19]
     assert all(np.array_equal(crop, twin.read(row)) for crop, row in zip(out, report.row, strict=True))
-    assert [(d, row) for d, row, _ in report.skipped] == [(0, 9), (0, 10), (0, 10), (0, 9), (0, 10)]
+    assert [(bad.dataset, bad.row) for bad in report.skipped] == [(0, 9), (0, 10), (0, 10), (0, 9), (0, 10)]
     assert gathers[0].skipped == 2 and len(caplog.records) == 2
     one_by_one = [read(gathers[1], [row])[1].row[0] for row in rows]
     assert one_by_one == report.row.tolist()

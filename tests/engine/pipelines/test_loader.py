@@ -22,7 +22,7 @@ import torch
 from data_tools.dataset import Dataset
 from engine.pipelines import loader as pipelines_loader
 from engine.pipelines.augment import AugmentConfig, ThreeKG
-from engine.pipelines.batched import Augmenter, alone, parameters
+from engine.pipelines.batched import Augmenter, Views, alone, parameters
 from engine.pipelines.dali import InFlight
 from engine.pipelines.loader import Batch, Loader, LoaderConfig, LoaderError, State
 from engine.pipelines.meter import Meter
@@ -208,21 +208,43 @@ def test_the_window_lies_within_the_crop_and_differs_between_epochs(dataset: Dat
     assert len(starts) > 8
 
 
-@pytest.mark.parametrize("augment", [NOISY, AugmentConfig(), AugmentConfig(rlm=0)])
+def at_once(dataset: Dataset, batch: Batch, augment: AugmentConfig, views: Views = "halves") -> torch.Tensor:
+    augmenter, p = Augmenter(augment, views, 0, CPU), parameters(augment, views, 0, batch.places)
+    crops = torch.from_numpy(np.stack([dataset.read(int(row)) for row in batch.places.row]))
+    return augmenter(crops, augmenter.to_device(p))
+
+
+@pytest.mark.parametrize("backend", ["torch", "resident"])
+@pytest.mark.parametrize(
+    ("views", "augment"),
+    [
+        *(("halves", AugmentConfig(rlm=rlm, noise=noise)) for rlm in (0, 0.5) for noise in ("", "emg", "shift", "physio4")),
+        ("halves", AugmentConfig(noise="physio4", per_lead=True)),
+        ("halves", AugmentConfig(noise="physio4", dependency=True)),
+        ("halves", AugmentConfig(noise="physio4", leads="I,V1")),
+        ("halves", AugmentConfig(noise="authors_physio4")),
+        ("window", AugmentConfig(noise="physio4")),
+        ("window", AugmentConfig(rlm=0, threekg=ThreeKG())),
+    ],
+)
+def test_few_at_a_time_is_all_at_once(backend: str, views: Views, augment: AugmentConfig, dataset: Dataset) -> None:
+    for batch, _ in some(loader(dataset, backend, views=views, augment=augment), 2):
+        assert torch.equal(batch.x_BSLT, at_once(dataset, batch, augment, views))
+
+
+@pytest.mark.parametrize("augment", [NOISY, AugmentConfig(), AugmentConfig(rlm=0), AugmentConfig(leads="I")])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_crop_in_the_place_of_another_has_its_own_parameters(
     augment: AugmentConfig, threads: int, dataset: Dataset, tmp_path: Path
 ) -> None:
     source = loader(dataset)
-    rows = some(source, 1)[0][0].places.row
+    rows = some(source, 2)[1][0].places.row
     damaged = damage(dataset, tmp_path / "copy", [rows[5]])
-    batch = some(loader(damaged, on_corrupt="skip", augment=augment, threads=threads), 1)[0][0]
-    assert [(d, row) for d, row, _ in batch.skipped] == [(0, rows[5])]
+    (before, _), (batch, _) = some(loader(damaged, on_corrupt="skip", augment=augment, threads=threads), 2)
+    assert before.skipped == ()
+    assert [(bad.dataset, bad.row) for bad in batch.skipped] == [(0, rows[5])]
     assert batch.places.row.tolist() == [*rows[:5], source.order.rows[0].after(rows[5]), *rows[6:]]
-    p = parameters(augment, "halves", 0, batch.places)
-    augmenter = Augmenter(augment, "halves", 0, CPU)
-    crops = torch.from_numpy(np.stack([dataset.read(int(row)) for row in batch.places.row]))
-    assert torch.equal(batch.x_BSLT, augmenter(crops, augmenter.to_device(p)))
+    assert torch.equal(batch.x_BSLT, at_once(dataset, batch, augment))
 
 
 def damage(dataset: Dataset, copy: Path, rows: Iterable[int]) -> Dataset:
@@ -255,8 +277,8 @@ def test_what_comes_in_the_place_of_another_takes_part_too(backend: str, dataset
         for x_SLT, row in zip(batch.x_BSLT, batch.places.row.tolist(), strict=True):
             halves = dataset.read(row).reshape(12, 2, 2500).transpose(1, 0, 2)
             np.testing.assert_allclose(x_SLT.numpy(), halves / 1000.0, rtol=1e-6)
-        assert all(reason.endswith("it fails its crc32c: restore the file") for *_, reason in batch.skipped)
-        skipped |= {row for _, row, _ in batch.skipped}
+        assert all(bad.reason.endswith("it fails its crc32c: restore the file") for bad in batch.skipped)
+        skipped |= {bad.row for bad in batch.skipped}
     assert len(bad) - 8 <= len(skipped) and skipped <= bad  # an epoch leaves out less than a batch
 
 
@@ -316,22 +338,12 @@ def test_auto_says_what_it_chose(dataset: Dataset, caplog: pytest.LogCaptureFixt
     assert "auto: torch, because the device is cpu" in caplog.text
 
 
-STAGES = {"plan", "read", "read_wait", "wait"}
-
-
-@pytest.mark.parametrize(
-    ("backend", "noise", "stages"),
-    [
-        ("torch", "", STAGES),  # by the thread that reads
-        ("torch", "emg", STAGES | {"augment"}),
-        ("dali", "emg", STAGES | {"augment"}),
-        ("resident", "emg", STAGES | {"augment"}),  # read before the first batch
-    ],
-)
-def test_the_meter_says_where_time_went(backend: str, noise: str, stages: set[str], dataset: Dataset) -> None:
-    source = loader(dataset, backend, augment=AugmentConfig(rlm=0.5, noise=noise))
+@pytest.mark.parametrize(("backend", "leads"), [("torch", "12"), ("torch", "I"), ("dali", "12"), ("resident", "12")])
+def test_the_meter_says_where_time_went(backend: str, leads: str, dataset: Dataset) -> None:
+    source = loader(dataset, backend, augment=AugmentConfig(rlm=0.5, noise="emg", leads=leads))
     some(source, 3)
     facts = source.meter.snapshot()
+    stages = ("plan", "read", "read_wait", "augment", "wait")
     assert set(facts) == {"crops_per_s", "data_bytes_per_s", *(f"data_{stage}_pct" for stage in stages)}
     assert all(value > 0 for value in facts.values())
     assert facts["data_read_wait_pct"] <= facts["data_wait_pct"] <= 100
