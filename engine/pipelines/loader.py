@@ -62,7 +62,7 @@ class LoaderConfig:
     check: Literal["first", "always", "never"] = "first"
     on_corrupt: Literal["stop", "skip"] = "stop"
     threads: int | None = None  # that read; None: THREADS
-    read_ahead: int = 2  # batches ready beside the one in use; small ones, as many as are read at once count as one
+    read_ahead: int = 2  # batches ready beside the one in use, at least: small ones come several at once
     cache_dir: str | None = None  # for datasets on s3://
     cache_bytes: int = 100 * 2**30
 
@@ -201,11 +201,14 @@ class Loader:
         """Batches whose last `in_use` stand."""
         groups = 1 - (1 - in_use) // self.together
         shape = (self.together * self.crops, *CROP_SHAPE)
-        ahead = read_ahead(self._planned(self.together), self.gather, shape, self.config.read_ahead, groups)
+        ahead = read_ahead(self._planned(self.together), self.gather, shape, self._ahead(self.together), groups)
         with closing(ahead):
             for planned, crops, report in ahead:
                 for these in _slices(len(crops), self.crops):
                     yield Filled(planned.part(these), crops[these], report.part(these))
+
+    def _ahead(self, together: int) -> int:
+        return -(-self.config.read_ahead // together)
 
     def _parameters(self, places: Places) -> Params:
         return parameters(self.config.augment, self.config.views, self.config.seed, places)
@@ -259,7 +262,7 @@ class Loader:
     def _made(self, make: Callable[[Planned, torch.Tensor], list[Batch]], together: int = 1) -> Iterator[tuple[Batch, None]]:
         """Ahead, so many at a time, in a thread beside the training."""
         keep_freed_memory()
-        ahead = made_ahead(self._planned(together), make, self._outs(self.config.read_ahead + 1, together))
+        ahead = made_ahead(self._planned(together), make, self._outs(self._ahead(together) + 1, together))
         try:
             while True:
                 with self.meter.timed("read_wait"):
