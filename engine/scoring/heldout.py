@@ -22,6 +22,7 @@ from engine.pipelines.batched import HALF
 from engine.pipelines.leads import ConfigError, describe
 from engine.pipelines.roles import other_splits
 from engine.pipelines.signals import Input
+from engine.scoring.embedding import unseen
 from engine.scoring.metrics import Array, probabilities
 from engine.scoring.results import Diagnoses, Identities
 from engine.training.validation import Patients
@@ -55,7 +56,7 @@ def diagnoses(model: Trained, dataset: Dataset, setting: Setting) -> Diagnoses:
     records = np.array([f"{source}/{record}" for source, record in zip(*table.values(), strict=True)])
     patients = Patients([dataset]).of_dataset[0][rows]
     scores = probabilities(logits_RK[:, columns])
-    facts = _facts(dataset, setting, wanted)
+    facts, notes = _facts(dataset, setting, wanted), [*notes, *_blind(dataset, wanted, rows)]
     return Diagnoses(labels[crop_R], scores, records[crop_R].tolist(), patients[crop_R].tolist(), facts, notes)
 
 
@@ -90,7 +91,7 @@ def identities(model: Trained, dataset: Dataset, setting: Setting) -> Identities
                 )
             sides.append((rows, run(model.pooled, model, dataset, rows, wanted, setting, most=1)[0]))
     (gallery, gallery_PD), (probe, probe_QD) = sides
-    facts = _facts(dataset, setting, wanted)
+    facts, notes = _facts(dataset, setting, wanted), [*notes, *_blind(dataset, wanted, np.union1d(gallery, probe))]
     return Identities(gallery_PD, patients[gallery].tolist(), probe_QD, patients[probe].tolist(), facts, notes)
 
 
@@ -117,6 +118,12 @@ def _input(model: Trained, dataset: Dataset, setting: Setting) -> tuple[Input, l
         told = ", ".join(f"{name} {was}, here {is_}" for name, was, is_ in others[0])
         notes.append(f"The model was trained on these sources split in another way ({told}): perhaps on what is scored here.")
     return wanted, notes
+
+
+def _blind(dataset: Dataset, wanted: Input, rows: Array) -> Iterator[str]:
+    """What is scored although the model could see nothing of it."""
+    if blank := int(unseen(dataset, wanted)[rows].sum()):
+        yield f"In {blank:,} of {len(rows):,} crops nothing was measured of {describe(wanted.seen)}: the model was shown zeros."
 
 
 def _facts(dataset: Dataset, setting: Setting, wanted: Input) -> dict[str, Any]:

@@ -42,7 +42,7 @@ serving = pytest.importorskip("werkzeug.serving")
 
 ROOT = Path(__file__).parents[2]
 ARCHIVE, BUCKET = "s3://archives/small", "s3://ecg-bucket"
-STALL_S = 2.0
+STALL_S = 1.4
 ERROR_500 = b"<Error><Code>InternalError</Code><Message>try again</Message></Error>"
 
 

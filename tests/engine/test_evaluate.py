@@ -21,6 +21,7 @@ from data_tools.synth import synthesise
 from engine.evaluate import main
 from engine.pipelines.leads import LEADS
 from engine.pipelines.roles import split_of
+from engine.scoring import heldout
 from engine.scoring.metrics import challenge_score
 
 Saved = Callable[..., Path]
@@ -183,6 +184,28 @@ def test_the_page_and_the_remarks(
     for words in told:
         assert words in text and words in page.read_text()
     assert len(text.splitlines()) < 16 and max(map(len, text.splitlines())) < 250
+
+
+@pytest.mark.parametrize(("head", "roles"), [(DIAGNOSIS, {"test"}), (IDENTIFICATION, {"gallery", "probe"})])
+def test_crops_in_which_the_model_sees_nothing_are_told(
+    head: dict[str, Any],
+    roles: set[str],
+    data: Dataset,
+    saved_model: Saved,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    role = data.column("dx_role" if head is DIAGNOSIS else "id_role")
+    scored_rows = np.flatnonzero(np.isin(role, list(roles)))
+    lacking = {*scored_rows[:2].tolist(), *scored_rows[-1:].tolist(), *np.flatnonzero(role == "").tolist()}
+    monkeypatch.setattr(
+        heldout, "unseen", lambda dataset, wanted: np.isin(np.arange(len(dataset)), list(lacking)) & (wanted.seen == (7,))
+    )
+    arguments = (tmp_path / "f.json", "--model", saved_model(head=head), "--data", data.root.url)
+    told = f"In 3 of {len(scored_rows):,} crops nothing was measured of V2: the model was shown zeros."
+    assert told in scored(capsys, *arguments, "--leads", "V2")["remarks"]
+    assert not any("nothing was measured" in remark for remark in scored(capsys, *arguments)["remarks"])
 
 
 def test_a_model_that_has_seen_the_data_split_otherwise(
