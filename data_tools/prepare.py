@@ -7,6 +7,7 @@ for bit. `SPEC` says all this in numbers; its hash goes into every dataset and e
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -20,6 +21,7 @@ from data_tools.record import LEADS, MV_PER_UNIT, EcgRecord, lead_rows, unit_nam
 
 FS_HZ, CROP, HALF = 500, 5000, 2500
 CROP_BYTES = len(LEADS) * CROP * 2
+IN_ORDER = {lead: lead for lead in range(len(LEADS))}
 MAX_UV = 32_767
 MAX_MV = 1e9  # more is no voltage, and would overflow in the filter
 MAX_RATIO = 2000  # of the polyphase filter: its length grows with it
@@ -99,7 +101,7 @@ def fill(record: EcgRecord, index: int, out: np.ndarray) -> tuple[np.ndarray, np
         stop = start + HALF
     if stop > length or start < 0:
         raise ReadError("too short", f"no crop {index} in {length / FS_HZ:g} s")
-    rows = lead_rows(record.leads)
+    rows = lead_rows(tuple(record.leads))
     flags: list[str] = []
     out[:, stop - start :] = 0
     body = out[:, : stop - start]
@@ -115,11 +117,11 @@ def fill(record: EcgRecord, index: int, out: np.ndarray) -> tuple[np.ndarray, np
     return body, missing, flags
 
 
-def _is_canonical(record: EcgRecord, rows: dict[int, int]) -> bool:
+def _is_canonical(record: EcgRecord, rows: Mapping[int, int]) -> bool:
     """Already 12 leads in order at 500 Hz in whole microvolts, no baseline: the bytes can be taken as they are."""
     if record.signal.dtype != np.int16 or rate_ratio(record.fs_hz) != (1, 1) or unit_name(record.unit) != "mV":
         return False
-    if len(record.leads) != len(LEADS) or any(rows.get(lead) != lead for lead in range(len(LEADS))):
+    if len(record.leads) != len(LEADS) or rows != IN_ORDER:
         return False
     if record.invalid != -MAX_UV - 1 and int(record.signal.min()) < -MAX_UV:
         return False
@@ -134,7 +136,7 @@ def _column(value: tuple[float, ...] | float, rows: int) -> np.ndarray:
     return np.broadcast_to(np.asarray(value, np.float64), (rows,))
 
 
-def _convert(record: EcgRecord, rows: dict[int, int], start: int, body: np.ndarray) -> tuple[np.ndarray, list[str]]:
+def _convert(record: EcgRecord, rows: Mapping[int, int], start: int, body: np.ndarray) -> tuple[np.ndarray, list[str]]:
     """Any numbers, any lead order, any rate: only the samples that this crop needs are touched."""
     gain = _column(record.gain, len(record.leads))
     baseline = _column(record.baseline, len(record.leads))

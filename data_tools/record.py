@@ -4,7 +4,9 @@ Every source yields `EcgRecord`s; everything after the sources (prepare, build, 
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -68,7 +70,8 @@ def unit_name(text: str) -> str:
         raise ReadError("unknown unit", repr(text[:20])) from None
 
 
-def lead_rows(names: tuple[str, ...]) -> dict[int, int]:
+@lru_cache(maxsize=64)  # an archive's records are mostly alike
+def lead_rows(names: tuple[str, ...]) -> Mapping[int, int]:
     """Which row of the signal holds which canonical lead: {index in LEADS: row}. Channels that are no ECG lead are left out."""
     rows: dict[int, int] = {}
     for row, name in enumerate(names):

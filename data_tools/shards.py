@@ -9,6 +9,9 @@ from typing import BinaryIO
 
 BLOCK, MAX_NAME = 512, 99
 ECG, JSON = "ecg", "json"
+OWNER, TIME = b"0000644\0" + b"0000000\0" * 2, b"00000000000\0"
+REST = b"0" + bytes(100) + b"ustar\00000" + bytes(64) + b"0000000\0" * 2 + bytes(167)
+CONSTANT_SUM = sum(OWNER + TIME + REST) + 8 * 32  # the sum itself counts as eight blanks
 
 
 def member_header(name: str, size: int) -> bytes:
@@ -16,10 +19,9 @@ def member_header(name: str, size: int) -> bytes:
     raw = name.encode("ascii")
     if len(raw) > MAX_NAME or not 0 <= size < 8**11:
         raise ValueError(f"a tar member of this form cannot be: {name!r}, {size} bytes")
-    fields = raw.ljust(100, b"\0") + b"0000644\0" + b"0000000\0" * 2 + b"%011o\0" % size + b"00000000000\0"
-    tail = b"0" + bytes(100) + b"ustar\00000" + bytes(64) + b"0000000\0" * 2 + bytes(167)
-    total = sum(fields) + 8 * 32 + sum(tail)
-    return fields + b"%06o\0 " % total + tail
+    octal = b"%011o\0" % size
+    total = sum(raw) + sum(octal) + CONSTANT_SUM
+    return raw.ljust(100, b"\0") + OWNER + octal + TIME + b"%06o\0 " % total + REST
 
 
 class TarWriter:

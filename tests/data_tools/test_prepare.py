@@ -45,6 +45,7 @@ def test_canonical_samples_are_copied_bit_for_bit() -> None:
         (1.0, {"gain": 1.0, "unit": "uV"}),
         (0.2, {"gain": 200.0}),
         (1.0, {"gain": 1000.0, "baseline": 0.0, "leads": ("x", *LEADS), "extra": True}),
+        (1.0, {"leads": [*LEADS]}),
     ],
 )
 def test_gain_unit_and_other_channels_lead_to_the_same_microvolts(scale: float, changes: dict[str, object]) -> None:
