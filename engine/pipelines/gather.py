@@ -8,13 +8,9 @@ pickled, and memory does not grow with the dataset beyond its addresses (16 byte
 
 Or each thread reads every crop to its own Desk, where something is made of it while it is in that core's cache.
 
-A crop's crc32c is checked at its first reading in this process (`check`), before anybody sees its bytes; google_crc32c takes
-a numpy array without a copy, though it refuses the writable memoryview of the same bytes. Measured on two cores, page cache
-warm, batches of 256 random rows, crops/s:
-
-                       1 thread   2 threads
-    unchecked            49,000      85,000    preadv gives up the GIL
-    checked              40,000      59,000    crc32c (5 us a crop, in hardware) keeps it
+A crop's crc32c is checked at its first reading in this process (`check`), before anybody sees its bytes: 5 us a crop in
+hardware, which keep the GIL, where preadv gives it up. google_crc32c takes a numpy array without a copy, though it refuses the
+writable memoryview of the same bytes.
 
 The zarr twin is read and decoded chunk by chunk (chunks.py): half the bytes, five times the CPU time.
 """
@@ -23,11 +19,13 @@ import atexit
 import errno
 import logging
 import os
+import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import count
@@ -41,11 +39,12 @@ from data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset, DatasetError
 from engine.pipelines.chunks import ChunkError, Chunks
 from engine.pipelines.meter import Meter
 from engine.pipelines.order import Rows
-from engine.pipelines.staging import StagingError
+from engine.pipelines.staging import NoRoom, StagingError
 
 MAX_DESCRIPTORS = 256
 SMALLEST_SHARE = 8  # crops: below it, waking a thread costs more than its reads
 UNCHECKED = -1
+ROOM_TRIES, ROOM_WAIT_S = 6, 10.0  # for shards that together need room which others hold
 MACHINE_IS_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # says nothing about the file
 Hold = Callable[[int], AbstractContextManager[str]]  # shard -> local path, which stays there meanwhile: Staging.hold
 
@@ -229,17 +228,7 @@ class Gather:
         return bad
 
     def _read_all(self, reads: list[Read], out: Desks) -> list[Bad]:
-        with ExitStack() as held:
-            paths: dict[tuple[int, int], str | DatasetError] = {}
-            for key in dict.fromkeys((read.dataset, read.shard) for read in reads):  # the caller waits: no pool thread does
-                hold = self._sources[key[0]].hold
-                if hold:
-                    try:
-                        paths[key] = held.enter_context(hold(key[1]))
-                    except StagingError:
-                        raise
-                    except DatasetError as error:
-                        paths[key] = error
+        with self._held(dict.fromkeys((read.dataset, read.shard) for read in reads)) as paths:
             size = max(-(-len(reads) // self.threads), SMALLEST_SHARE)
             shares = [reads[at : at + size] for at in range(0, len(reads), size)] or [[]]
             others = [self._pool.submit(self._read_share, share, out, paths) for share in shares[1:]]
@@ -248,6 +237,22 @@ class Gather:
             finally:
                 wait(others)  # or they would write into a buffer that its owner has back
             return bad + [one for other in others for one in other.result()]
+
+    @contextmanager
+    def _held(self, shards: Iterable[tuple[int, int]]) -> Iterator[dict[tuple[int, int], str | DatasetError]]:
+        """Paths of those that are far away. The caller waits for them, no thread of the pool does. If ranks that share a cache
+        wait for each other's room, it lets go of all and asks again."""
+        for left in reversed(range(ROOM_TRIES)):
+            with ExitStack() as held:
+                try:
+                    paths = {(d, shard): _enter(held, hold(shard)) for d, shard in shards if (hold := self._sources[d].hold)}
+                except NoRoom:
+                    if not left:
+                        raise
+                else:
+                    yield paths
+                    return
+            time.sleep(random.random() * ROOM_WAIT_S)
 
     def _read_share(self, reads: list[Read], out: Desks, paths: Mapping[tuple[int, int], Any]) -> list[Bad]:
         bad: list[Bad] = []
@@ -297,6 +302,15 @@ class Gather:
     def _bad(self, read: Read, what: str) -> Bad:
         where = self._sources[read.dataset].where(read)
         return Bad(read.position, read.dataset, read.row, f"{where}: {what}: restore the file")
+
+
+def _enter(held: ExitStack, shard: AbstractContextManager[str]) -> str | DatasetError:
+    try:
+        return held.enter_context(shard)
+    except StagingError:
+        raise
+    except DatasetError as error:
+        return error
 
 
 def _read_crop(fd: int, crop: Any, offset: int) -> int:

@@ -37,6 +37,10 @@ class StagingError(DatasetError):
     """Network, disk or room, not the dataset's bytes: skipping crops would not help, so it stops the run in any case."""
 
 
+class NoRoom(StagingError):
+    """Other processes hold it all, and may be waiting for what this one holds."""
+
+
 class Staging:
     def __init__(
         self,
@@ -49,7 +53,7 @@ class Staging:
         timeout_s: float = 60,
     ) -> None:
         """`order`: shards in the order in which they will be asked for, of which `together` neighbours are in use at a time
-        (order.block_shards). `timeout_s`: for one part; four times that for room that other processes hold."""
+        (order.block_shards). `timeout_s`: for one part, and for room while other shards are held; else four times that."""
         self.dataset, self.cache, self.max_bytes, self.shards = dataset, Path(cache_dir), max_bytes, dataset.shards
         self.ahead, self.together, self.timeout_s = ahead, together, timeout_s
         largest = max((self._bytes(shard) for shard in range(len(self.shards))), default=0)
@@ -139,6 +143,8 @@ class Staging:
                 self._asked.remove(shard)
                 self._go_on(shard)
                 error = self._done[shard]
+                if isinstance(error, NoRoom):
+                    del self._done[shard]  # later there may be
                 if error is not None:
                     raise type(error)(str(error))
             lock = _open_locked(self._file(shard), os.O_RDONLY, fcntl.LOCK_SH)
@@ -184,7 +190,7 @@ class Staging:
 
     def _stage(self, shard: int) -> bool:
         """Until the verified file stands under its name, whoever brought it; False: no room, and nobody waits for it."""
-        patience = time.monotonic() + 4 * self.timeout_s
+        began = time.monotonic()
         while not self._stands(shard):
             self._go_on(shard)
             lock, room = self._claim(shard)
@@ -193,8 +199,9 @@ class Staging:
                 return True
             if not room and shard not in self._asked:
                 return False
-            if not room and time.monotonic() > patience:
-                raise StagingError(f"{self.cache}: no room for {self._name(shard)}: others hold all of it: {MORE}")
+            others = self._held.keys() - {shard} or any(one.held_bytes for one in self.beside)
+            if not room and time.monotonic() - began > self.timeout_s * (1 if others else 4):
+                raise NoRoom(f"{self.cache}: no room for {self._name(shard)}: others hold all of it: {MORE}")
             self._closing.wait(POLL_S)  # another process downloads it, or holds the room
         return True
 

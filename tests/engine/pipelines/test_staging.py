@@ -10,6 +10,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, closing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +21,7 @@ from shards_made import Batch, make_dataset
 from staged import CROPS, Root, cached, named, right, room, through, until
 
 from data_tools.dataset import CROP_SHAPE, Dataset, DatasetError
+from engine.pipelines import gather as gathering
 from engine.pipelines import staging as module
 from engine.pipelines.gather import Gather
 from engine.pipelines.staging import Staging, StagingError
@@ -327,6 +331,36 @@ def test_a_killed_download_is_taken_over(ten: Dataset, tmp_path: Path, stagings:
     process.send_signal(signal.SIGKILL)
     process.wait(10)
     assert right(stagings[0].path(3), ten, 3)
+
+
+def test_two_that_wait_for_each_others_room_let_go(
+    ten: Dataset, tmp_path: Path, stagings: list[Staging], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks, two shards each, room for two: as each has one, neither gets its second."""
+    monkeypatch.setattr(gathering, "ROOM_TRIES", 20)
+    monkeypatch.setattr(gathering, "ROOM_WAIT_S", 1.0)
+    stagings += [Staging(ten, tmp_path, room(ten, 2), timeout_s=0.3) for _ in range(2)]
+    met = threading.Barrier(2)
+    first = {0, 4}  # of each
+
+    def hold(staging: Staging, shard: int) -> AbstractContextManager[str]:
+        if shard - 1 in first:
+            first.remove(shard - 1)
+            met.wait(20)
+        return staging.hold(shard)
+
+    def read(staging: Staging, rows: np.ndarray) -> np.ndarray:
+        out = np.empty((len(rows), *CROP_SHAPE), np.int16)
+        with closing(Gather([ten], staged={0: partial(hold, staging)})) as gather:
+            gather.read(np.zeros(len(rows), int), rows, out)
+        return out
+
+    batches = [np.array([0, 1, 2, 3]), np.array([8, 9, 10, 11])]  # shards 0 and 1, 4 and 5
+    with ThreadPoolExecutor(2) as pool:
+        read_out = list(pool.map(read, stagings, batches))
+    assert not first and met.broken is False
+    for rows, out in zip(batches, read_out, strict=True):
+        assert all(np.array_equal(crop, ten.read(row)) for crop, row in zip(out, rows.tolist(), strict=True))
 
 
 def test_batches_from_staged_and_local_shards(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
