@@ -21,7 +21,9 @@ from data_tools.errors import DataError
 
 def main(arguments: list[str] | None = None) -> int:
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.exit(2, f"{parser.prog} {options.command}: no such option: {' '.join(unknown)} (--help shows all)\n")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         run: Callable[[argparse.Namespace], int] = options.run
@@ -146,6 +148,8 @@ def _opened(urls: list[str], kind: str, options: argparse.Namespace) -> list[Any
             raise DataError(
                 f"--patients {options.patients}: is read with the Challenge's archive, and no SRC is one: leave it out"
             )
+        if "://" not in options.patients and not Path(options.patients).exists():
+            raise DataError(f"--patients {options.patients}: no such file: name PTB-XL's ptbxl_database.csv")
         for source in ours:
             source.table = options.patients
     return sources

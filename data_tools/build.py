@@ -66,6 +66,8 @@ class Task:
 def shard(sources: list[Source], settings: Settings) -> Dataset:
     """Make the dataset, or finish it. -> the finished dataset."""
     out = folder(settings.out)
+    if not out.remote and os.path.exists(out.url) and not os.path.isdir(out.url):
+        raise DataError(f"--out {settings.out}: is a file: name a folder")
     base = Dataset.open(settings.extend) if settings.extend else None
     mark = _key_mark(settings.pseudonym_key)
     if base and base.meta["pseudonyms"] != mark:

@@ -86,7 +86,7 @@ class Dataset:
         try:
             meta = json.loads(root.read(META, MAX_META))
         except ReadError as error:
-            hint = "unfinished, or no dataset: `data_tools shard` run again with the same --out finishes it"
+            hint = "unfinished, or no dataset: `python -m data_tools shard SRC --out DATASET` finishes or makes one"
             raise DatasetError(f"{url}: no {META} ({hint})" if error.reason == "missing file" else f"{url}: {error}") from None
         except ValueError as error:
             raise DatasetError(f"{url}/{META}: not JSON ({error})") from None

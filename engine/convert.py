@@ -185,8 +185,8 @@ here. The licence is that of the original.
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(prog="engine.convert", description=(__doc__ or "").splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser = Parser(prog="python -m engine.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="from-fairseq|to-fairseq|to-onnx")
     into = commands.add_parser("from-fairseq", help="a checkpoint of fairseq-signals or ECG-FM to a model of ours")
     into.add_argument("checkpoint", type=Path, metavar="CKPT.pt")
     into.add_argument("out", type=Path, metavar="OUT")

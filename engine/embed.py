@@ -92,7 +92,7 @@ def say(error: BaseException, code: int) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="engine.embed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="python -m engine.embed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", required=True, metavar="RUN", help="RUN, RUN/model or s3://...")
     add("--data", required=True, nargs="+", metavar="DATASET|FILE", help="a dataset; or folders, .hea, .npy and .npz files")

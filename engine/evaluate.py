@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="engine.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="python -m engine.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, metavar="RUN", help="a run, or a folder with model.safetensors")
     parser.add_argument("--data", required=True, metavar="DATASET", help="a dataset that data_tools made, s3:// too")
     parser.add_argument("--leads", default="", metavar="N", help="12, 6, 3, 2, 1 or names: the others are zeros (all it knows)")

@@ -3,15 +3,16 @@
     python -m engine.parity DIR [--json F]
 
 DIR holds, for each case NAME: NAME_cfg.json (their settings), NAME_state_dict.safetensors and, of NAME_eval.npz and
-NAME_train.npz, at least one: source [R, L, T], mask_indices, neg_idxs, gumbel_noise (train) and what follows from
-them; with train also NAME_train_grads_of_sum_loss.safetensors and NAME_state_dict_after_3_steps.safetensors. Prints the
-largest error of every quantity: of a tensor, relative to the largest number in the reference. Exit 0 if all hold, 1 if one
-does not, 2 if DIR is not of that form.
+NAME_train.npz, at least one: source [R, L, T], mask_indices, neg_idxs, patient_id, segment, with train also gumbel_noise and
+temp, and what follows from them; with train also NAME_train_grads_of_sum_loss.safetensors and
+NAME_state_dict_after_3_steps.safetensors. Prints the largest error of every quantity: of a tensor, relative to the largest
+number in the reference. Exit 0 if all hold, 1 if one does not, 2 if DIR is not of that form.
 
 Three optimiser steps repeat the same batch with the authors' Adam (fairseq-signals optim/adam.py:81-209): weight decay on
 every parameter before the update, eps outside the square root and before the correction of the bias.
 """
 
+import argparse
 import json
 import math
 import sys
@@ -217,7 +218,7 @@ def compare(folder: Path) -> list[Check]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = Parser(prog="engine.parity", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="python -m engine.parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("--json", type=Path, metavar="F", help="write the table as JSON too")
     args = parser.parse_args(arguments)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from data_tools.dataset import DataError, Dataset
+from data_tools.dataset import META, DataError, Dataset
 from engine.pipelines.leads import ConfigError
 from engine.pipelines.usage import Parser
 from engine.reproduction import claims, cost, launch, results
@@ -83,6 +83,8 @@ def run(options: argparse.Namespace) -> int:
     place = Place(Path(options.out).absolute())
     if place.out.exists() and not place.out.is_dir():
         raise ConfigError(f"--out {options.out}: is a file: name a folder")
+    if (place.out / META).exists():
+        raise ConfigError(f"--out {options.out}: is a dataset: name another folder")
     scale, data = of_before(place) if options.collect_only else (Scale.read(options.scale), opened(options.data))
     choice = Choice(tuple(options.rows), tuple(options.leads), tuple(options.tasks))
     plan = make(chosen, scale, data, place.out, options.seeds, choice)

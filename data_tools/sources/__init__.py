@@ -7,6 +7,7 @@ import importlib
 import sys
 from pathlib import Path
 
+from data_tools.dataset import META
 from data_tools.errors import DataError, ReadError, StorageError, one_line
 from data_tools.sources.base import Source
 from data_tools.sources.code15 import Code15
@@ -54,6 +55,8 @@ def open_sources(url: str, kind: str = "auto", anonymous: bool = False) -> list[
         found = [PhysioNet2021(root)]
     if not found and any(name.endswith(".hea") for name in root.names()):
         found = [WfdbFolder(root)]
+    if not found and META in names:
+        raise StorageError(f"{root.url}: a dataset, not an archive: name what it was made from; --extend adds to a dataset")
     if not found:
         shown = ", ".join(sorted(names)[:5])
         raise StorageError(f"{root.url}: no archive that is known ({shown}, ...){links_in(root)}: name it with --source")

@@ -1,7 +1,7 @@
 """What a command line says before its work begins: of wrong arguments one line, and of Ctrl-C.
 
 interruptible("engine.x")                    # first of all, in a program
-Parser(prog="engine.x").parse_args()
+Parser(prog="python -m engine.x").parse_args()
 """
 
 import argparse
@@ -12,7 +12,7 @@ from typing import NoReturn
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {' '.join(message.split())} (--help shows all)\n")
+        self.exit(2, f"{self.prog.removeprefix('python -m ')}: {' '.join(message.split())} (--help shows all)\n")
 
 
 def interruptible(name: str) -> None:

@@ -6,6 +6,7 @@ metrics.jsonl makes the curves; validation.jsonl, run.json, config.yaml and diag
 if they are there. A page of an unfinished run is as good: what was not logged is left out, what is not finite is marked.
 """
 
+import argparse
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -283,7 +284,9 @@ def write_report(run: Path) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="engine.scoring.report", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(
+        prog="python -m engine.scoring.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, metavar="RUN")
     try:
         print(write_report(parser.parse_args(arguments).run))

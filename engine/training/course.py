@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from data_tools.dataset import DataError, Dataset
+from data_tools.dataset import META, DataError, Dataset
 from engine.config import Settings, build, check, deepspeed_json, load, schema, zero_stage
 from engine.pipelines.dali import DaliError
 from engine.pipelines.leads import ConfigError
@@ -121,6 +121,8 @@ def train(config: Settings, door: Door) -> int:
     boards.check(config)
     datasets = open_datasets(config)
     run = Path(config.run)
+    if (run / META).exists():
+        raise ConfigError(f"{config.run}: is a dataset: choose another with --set run=RUN")
     try:
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:

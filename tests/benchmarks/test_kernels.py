@@ -48,6 +48,12 @@ def told(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
+def test_an_unknown_model_is_one_line() -> None:
+    ended = told("--model", "nope")
+    assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1
+    assert "--model nope: no such file" in ended.stderr or "not installed" in ended.stderr
+
+
 @pytest.mark.parametrize("attention, least, most", [("auto", 45, 50.5), ("short", 43, 47)])
 def test_a_layer_passes_over_memory_no_more_often_than_it_must(
     attention: str, least: float, most: float, tmp_path: Path

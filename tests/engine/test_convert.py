@@ -331,4 +331,4 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 def test_doors_open_as_scripts_and_as_modules(door: str) -> None:
     for command in ([f"engine/{door}.py"], ["-m", f"engine.{door}"]):
         done = subprocess.run([sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == 0 and done.stdout.startswith(f"usage: engine.{door}"), done.stderr
+        assert done.returncode == 0 and done.stdout.startswith(f"usage: python -m engine.{door}"), done.stderr

@@ -160,6 +160,10 @@ def test_wrong_input_is_one_line(dataset: Dataset, tmp_path: Path) -> None:
     arguments = settings(tmp_path, dataset.root.url)
     for place in ("file", "file/run"):
         assert f"{place}: " in one_line(run(tmp_path, *arguments, "--set", f"run={tmp_path}/{place}"))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "dataset.json").write_text("{}")
+    assert "other: is a dataset" in one_line(run(tmp_path, *arguments, "--set", f"run={tmp_path}/other"))
+    assert len(list((tmp_path / "other").iterdir())) == 1
     assert "WORLD_SIZE" in one_line(run(tmp_path, *arguments, WORLD_SIZE="0"))
 
 

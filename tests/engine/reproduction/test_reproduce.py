@@ -252,6 +252,7 @@ def test_slurm_and_dry_run_and_collect(
             ["--table", "1", "--data", "{data}", "--dry-run", "--out", "{tmp}/other.yaml"],
             "other.yaml: is a file: name a folder",
         ),
+        (["--table", "1", "--data", "{data}", "--out", "{data}"], "is a dataset: name another folder"),
         (["--table", "1", "--data", "{data}", "--out", "/proc/x"], "/proc/x"),
         (
             ["--table", "1", "--data", "{data}", "--out", "{used}"],
