@@ -20,7 +20,7 @@ import torch
 
 from data_tools.memory import keep_freed_memory
 from engine.pipelines import counter
-from engine.pipelines.augment import WAVES, AugmentConfig, Axis, Ops, augment, axis, formula, torch_ops
+from engine.pipelines.augment import AUTHORS_NOISE, WAVES, AugmentConfig, Axis, Ops, augment, axis, formula, torch_ops
 from engine.pipelines.augment_draws import Params, draws, white, white_bank
 from engine.pipelines.counter import Stream
 from engine.pipelines.leads import ALL
@@ -76,7 +76,8 @@ class Augmenter:
         """The halves, all leads, and of noise what they have alike or white noise: a crop is made in a few passes over it."""
         c = self.config
         plain = self.views == "halves" and c.threekg is None and c.output_leads == ALL
-        return plain and not c.refits_limb_leads and not (c.kinds and c.per_lead)
+        of_leads = c.refits_limb_leads or c.per_lead or any(kind in AUTHORS_NOISE for kind in c.kinds)
+        return plain and not (c.kinds and of_leads)
 
     def to_device(self, p: Params) -> dict[str, torch.Tensor]:
         """A few kilobytes a batch, in one asynchronous copy each."""

@@ -223,6 +223,7 @@ def at_once(dataset: Dataset, batch: Batch, augment: AugmentConfig, views: Views
         ("halves", AugmentConfig(noise="physio4", dependency=True)),
         ("halves", AugmentConfig(noise="physio4", leads="I,V1")),
         ("halves", AugmentConfig(noise="authors_physio4")),
+        ("halves", AugmentConfig(noise="authors_physio4", dependency=False)),
         ("window", AugmentConfig(noise="physio4")),
         ("window", AugmentConfig(rlm=0, threekg=ThreeKG())),
     ],
