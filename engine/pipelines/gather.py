@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class Bad(NamedTuple):
-    """A crop that cannot be used, at one place of what was read together."""
+    """A crop that cannot be used, at one place of its batch."""
 
     position: int
     dataset: int
@@ -75,7 +75,8 @@ class Report:
     skipped: tuple[Bad, ...]  # each crop left out
 
     def part(self, these: slice) -> "Report":
-        return Report(self.row[these], tuple(bad for bad in self.skipped if these.start <= bad.position < these.stop))
+        mine = (bad for bad in self.skipped if these.start <= bad.position < these.stop)
+        return Report(self.row[these], tuple(bad._replace(position=bad.position - these.start) for bad in mine))
 
 
 class Desk(NamedTuple):

@@ -243,7 +243,7 @@ def test_a_crop_in_the_place_of_another_has_its_own_parameters(
     damaged = damage(dataset, tmp_path / "copy", [rows[5]])
     (before, _), (batch, _) = some(loader(damaged, on_corrupt="skip", augment=augment, threads=threads), 2)
     assert before.skipped == ()
-    assert [(bad.dataset, bad.row) for bad in batch.skipped] == [(0, rows[5])]
+    assert [bad[:3] for bad in batch.skipped] == [(5, 0, rows[5])]
     assert batch.places.row.tolist() == [*rows[:5], source.order.rows[0].after(rows[5]), *rows[6:]]
     assert torch.equal(batch.x_BSLT, at_once(dataset, batch, augment))
 
