@@ -95,7 +95,8 @@ def one_thread() -> None:
 
 def gather(dataset: Path, source: str, check: str, batch: int, threads: int, seconds: float) -> Stream:
     from data_tools.dataset import CROP_SHAPE
-    from engine.pipelines.gather import Gather, read_ahead
+    from engine.pipelines.ahead import read_ahead
+    from engine.pipelines.gather import Gather
     from engine.pipelines.order import Order, Rows
 
     opened = Dataset.open(str(dataset))

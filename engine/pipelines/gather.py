@@ -4,8 +4,6 @@ A batch is two arrays, dataset and row. Its reads are sorted by shard and offset
 threads, and each is one os.preadv of 120,000 bytes into the crop's own place in the batch: nothing is copied, nothing is
 pickled, and memory does not grow with the dataset beyond its addresses (16 bytes a crop) and a bit for each checked crop.
 
-    order -> requests -> read_ahead: [thread: Gather.read -> ring of depth + 1 buffers] -> batch in use
-
 Or each thread reads every crop to its own Desk, where something is made of it while it is in that core's cache.
 
 A crop's crc32c is checked at its first reading in this process (`check`), before anybody sees its bytes: 5 us a crop in
@@ -15,22 +13,18 @@ writable memoryview of the same bytes.
 The zarr twin is read and decoded chunk by chunk (chunks.py): half the bytes, five times the CPU time.
 """
 
-import atexit
 import errno
 import logging
 import os
 import random
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import count
-from queue import Empty, SimpleQueue
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -73,8 +67,12 @@ class Read(NamedTuple):
 class Report:
     row: np.ndarray  # the rows that are in the batch: those asked for, save for the skipped
     skipped: tuple[Bad, ...]  # each crop left out
+    failed: Bad | None = None  # the first that was not to be left out
 
     def part(self, these: slice) -> "Report":
+        """Of one batch of several that were read together. An error is raised when its batch's turn comes."""
+        if self.failed and these.start <= self.failed.position < these.stop:
+            raise DatasetError(self.failed.reason)
         mine = (bad for bad in self.skipped if these.start <= bad.position < these.stop)
         return Report(self.row[these], tuple(bad._replace(position=bad.position - these.start) for bad in mine))
 
@@ -175,9 +173,9 @@ class Gather:
         self._pool.shutdown()
         self._file.cache_clear()
 
-    def read(self, dataset_index: np.ndarray, row: np.ndarray, out: np.ndarray | Desks) -> Report:
+    def read(self, dataset_index: np.ndarray, row: np.ndarray, out: np.ndarray | Desks, late: bool = False) -> Report:
         """Crops [n] -> out, int16 [n, 12, 5000] in microvolts, or the desks that it makes. Raises before a wrong byte is handed
-        out: what is in `out` after an error is not to be used."""
+        out: what is in `out` after an error is not to be used. `late`: a bad crop's error is left to Report.part."""
         index, rows = np.asarray(dataset_index, np.int64), np.array(row, np.int64)
         if isinstance(out, np.ndarray):
             if out.shape != (len(rows), *CROP_SHAPE) or out.dtype != np.int16 or not out.flags.c_contiguous:
@@ -186,6 +184,8 @@ class Gather:
         with self.meter.timed("read"):
             bad = sorted(self._fill(index, rows, out))
             if bad and self.on_corrupt == "stop":
+                if late:
+                    return Report(rows, (), bad[0])
                 raise DatasetError(bad[0].reason)
             skipped = [skip for one in bad for skip in self._substitute(one, rows, out)]
         return Report(rows, tuple(skipped))
@@ -323,98 +323,3 @@ def _read_crop(fd: int, crop: Any, offset: int) -> int:
             break
         got += more
     return got
-
-
-class Request(Protocol):
-    @property
-    def dataset(self) -> np.ndarray: ...
-    @property
-    def row(self) -> np.ndarray: ...
-
-
-R = TypeVar("R", bound=Request)
-Buffer = TypeVar("Buffer")
-Made = TypeVar("Made")
-
-
-class Filled(NamedTuple, Generic[R]):
-    request: R
-    crops: np.ndarray  # int16 [n, 12, 5000], valid until the next one is asked for
-    report: Report
-
-
-def read_ahead(
-    requests: Iterable[R], gather: Gather, shape: tuple[int, ...], depth: int = 2, in_use: int = 1
-) -> Generator[Filled[R], None, None]:
-    """Batches in the order of their requests, at most `depth` of them ready beside those in use, in depth + in_use buffers of
-    `shape` (a request may be shorter) that are allocated once.
-
-    Who copies a batch to a device asynchronously waits for that copy before asking for the next batch.
-    """
-
-    def fill(request: R, buffer: np.ndarray) -> Filled[R]:
-        crops = buffer[: len(request.row)]
-        return Filled(request, crops, gather.read(request.dataset, request.row, crops))
-
-    return made_ahead(requests, fill, [_buffer(shape, gather.pin) for _ in range(depth + in_use)], in_use)
-
-
-def made_ahead(
-    requests: Iterable[R], make: Callable[[R, Buffer], Made], buffers: Sequence[Buffer], in_use: int = 1
-) -> Generator[Made, None, None]:
-    """make(request, buffer) in a thread of its own, in the order of the requests. The last `in_use` batches stand; an older
-    one's buffer is free when the next is asked for. A request's error is raised when its turn comes."""
-    free: SimpleQueue[Buffer | None] = SimpleQueue()
-    ready: SimpleQueue[tuple[Buffer, Made] | BaseException | None] = SimpleQueue()
-    for buffer in buffers:
-        free.put(buffer)
-    thread = threading.Thread(target=_keep_making, args=(iter(requests), make, free, ready), name="read-ahead", daemon=True)
-
-    def stop() -> None:
-        with suppress(Empty):
-            while True:
-                free.get_nowait()
-        free.put(None)
-        thread.join(timeout=2)  # more than a read from a disk; one that waits for a network is left behind, being a daemon
-
-    # A daemon that is in numpy's C++ when the interpreter ends takes the whole process down with SIGABRT (3 exits in 10).
-    atexit.register(stop)
-    thread.start()
-    used: deque[Buffer] = deque()
-    try:
-        while (item := ready.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            used.append(item[0])
-            yield item[1]
-            if len(used) == in_use:
-                free.put(used.popleft())
-    finally:
-        item = None  # an error holds its frames, and they the buffers
-        atexit.unregister(stop)
-        stop()
-
-
-def _keep_making(
-    requests: Iterator[R], make: Callable[[R, Any], Any], free: "SimpleQueue[Any]", ready: "SimpleQueue[Any]"
-) -> None:
-    try:
-        while (buffer := free.get()) is not None:
-            request = next(requests, None)
-            if request is None:
-                break
-            ready.put((buffer, make(request, buffer)))
-    except BaseException as error:
-        ready.put(error)
-    else:
-        ready.put(None)
-
-
-def _buffer(shape: tuple[int, ...], pin: bool) -> np.ndarray:
-    if pin:
-        import torch
-
-        if torch.cuda.is_available():
-            pinned: np.ndarray = torch.empty(shape, dtype=torch.int16, pin_memory=True).numpy()
-            return pinned
-    return np.empty(shape, np.int16)

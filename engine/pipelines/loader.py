@@ -14,7 +14,7 @@ DALI where there is a GPU and torch where there is none.
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,10 +27,11 @@ import torch
 from data_tools.dataset import CROP_SHAPE, Dataset
 from data_tools.memory import keep_freed_memory
 from engine.pipelines import dali
+from engine.pipelines.ahead import Filled, made_ahead, read_ahead
 from engine.pipelines.augment import AugmentConfig
 from engine.pipelines.augment_draws import Params
 from engine.pipelines.batched import HALF, Augmenter, MakeCrop, Views, alone, parameters
-from engine.pipelines.gather import Bad, Desk, Filled, Gather, Hold, Report, made_ahead, read_ahead
+from engine.pipelines.gather import Bad, Desk, Gather, Hold, Report
 from engine.pipelines.meter import Meter
 from engine.pipelines.order import Order, Places, Rows, shards_needed
 from engine.pipelines.resident import Plan, Resident
@@ -41,6 +42,7 @@ PLANNED_CROPS = 1024
 READ_CROPS = 256  # at once, of small batches together: their places in a file lie closer, and a call's own cost is shared
 THREADS = {"cpu": 1, "cuda": 2}  # a second one costs a CPU a third more for each crop; it halves the wait for a cold disk
 State = dict[str, Any]
+Make = Callable[["Planned", torch.Tensor], Iterable["Batch"]]  # into a buffer
 log = logging.getLogger(__name__)
 
 
@@ -155,8 +157,7 @@ class Loader:
         self.order = Order(rows, config.batch_crops, config.seed, config.weights, config.block_shards)
         self.order.slice(0, rank, world, micro=config.micro_batch)  # says now what cannot be
         self.crops = config.batch_crops // world
-        far = any(dataset.root.remote for dataset in datasets)
-        self.together = 1 if far else max(1, READ_CROPS // self.crops)  # batches
+        self.together = 1 if any(one.root.remote for one in datasets) else max(1, READ_CROPS // self.crops)  # batches
         self.recipe = self._recipe(datasets, roles)
         self.step = self._restored(state) if state else step
         self._blob = state["dali"] if state else None
@@ -199,16 +200,13 @@ class Loader:
 
     def _filled(self, in_use: int = 1) -> Generator[Filled[Planned], None, None]:
         """Batches whose last `in_use` stand."""
-        groups = 1 - (1 - in_use) // self.together
+        groups, depth = 1 - (1 - in_use) // self.together, -(-self.config.read_ahead // self.together)
         shape = (self.together * self.crops, *CROP_SHAPE)
-        ahead = read_ahead(self._planned(self.together), self.gather, shape, self._ahead(self.together), groups)
+        ahead = read_ahead(self._planned(self.together), self.gather, shape, depth, groups, late=True)
         with closing(ahead):
             for planned, crops, report in ahead:
                 for these in _slices(len(crops), self.crops):
                     yield Filled(planned.part(these), crops[these], report.part(these))
-
-    def _ahead(self, together: int) -> int:
-        return -(-self.config.read_ahead // together)
 
     def _parameters(self, places: Places) -> Params:
         return parameters(self.config.augment, self.config.views, self.config.seed, places)
@@ -247,22 +245,26 @@ class Loader:
     def _by_crop(self) -> Iterator[tuple[Batch, None]]:
         """Each crop by the thread that reads it, out of its core's cache."""
 
-        def make(planned: Planned, x_BSLT: torch.Tensor) -> list[Batch]:
+        def make(planned: Planned, x_BSLT: torch.Tensor) -> Iterable[Batch]:
             alone()
             with self.meter.timed("augment"):
                 make_crop = self._crop_maker(planned)
             took_s: list[float] = []
-            report = self.gather.read(planned.dataset, planned.row, partial(self._desk, planned, x_BSLT, make_crop, took_s))
+            desk = partial(self._desk, planned, x_BSLT, make_crop, took_s)
+            report = self.gather.read(planned.dataset, planned.row, desk, late=True)
             self.meter.add("augment", sum(took_s))
             places = self._as_read(planned, report).places
-            return [Batch(x_BSLT[part], places[part], report.part(part).skipped) for part in _slices(len(places), self.crops)]
+            parts = _slices(len(places), self.crops)
+            return (Batch(x_BSLT[part], places[part], report.part(part).skipped) for part in parts)
 
         return self._made(make, self.together)
 
-    def _made(self, make: Callable[[Planned, torch.Tensor], list[Batch]], together: int = 1) -> Iterator[tuple[Batch, None]]:
+    def _made(
+        self, make: Callable[[Planned, torch.Tensor], Iterable[Batch]], together: int = 1
+    ) -> Iterator[tuple[Batch, None]]:
         """Ahead, so many at a time, in a thread beside the training."""
         keep_freed_memory()
-        ahead = made_ahead(self._planned(together), make, self._outs(self._ahead(together) + 1, together))
+        ahead = made_ahead(self._planned(together), make, self._outs(1 - -self.config.read_ahead // together, together))
         try:
             while True:
                 with self.meter.timed("read_wait"):

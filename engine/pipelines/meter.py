@@ -6,7 +6,7 @@
     augment     out of them what the model is given
     wait        the training, for its batches
 
-Stages beside each other add up to more than 100.
+Stages beside each other add up to more than 100, and so does `augment` of several threads that read.
 """
 
 import threading

@@ -25,8 +25,9 @@ from torch import Tensor
 
 from data_tools.dataset import CROP_SHAPE, Dataset
 from engine.model.trained import Trained
+from engine.pipelines.ahead import read_ahead
 from engine.pipelines.batched import FS_HZ, HALF
-from engine.pipelines.gather import Gather, read_ahead
+from engine.pipelines.gather import Gather
 from engine.pipelines.leads import LEADS, ConfigError
 from engine.pipelines.signals import Input
 

@@ -16,7 +16,8 @@ from data_tools import store
 from data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, Dataset, fingerprint
 from data_tools.shards import TarWriter
 from data_tools.storage import folder
-from engine.pipelines.gather import Filled, Gather, Report
+from engine.pipelines.ahead import Filled
+from engine.pipelines.gather import Gather, Report
 
 
 def make_dataset(

@@ -11,7 +11,8 @@ from shards_made import batches, flip, make_dataset, read, take_all, tar_path
 
 from data_tools import store
 from data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset, DatasetError
-from engine.pipelines.gather import Gather, read_ahead
+from engine.pipelines.ahead import read_ahead
+from engine.pipelines.gather import Gather
 
 
 def damage_tar(dataset: Dataset, kind: str) -> tuple[str, int]:

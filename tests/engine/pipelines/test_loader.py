@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_tools.dataset import Dataset
+from data_tools.dataset import Dataset, DatasetError
 from engine.pipelines import loader as pipelines_loader
 from engine.pipelines.augment import AugmentConfig, ThreeKG
 from engine.pipelines.batched import Augmenter, Views, alone, parameters
@@ -246,6 +246,20 @@ def test_a_crop_in_the_place_of_another_has_its_own_parameters(
     assert [bad[:3] for bad in batch.skipped] == [(5, 0, rows[5])]
     assert batch.places.row.tolist() == [*rows[:5], source.order.rows[0].after(rows[5]), *rows[6:]]
     assert torch.equal(batch.x_BSLT, at_once(dataset, batch, augment))
+
+
+@pytest.mark.parametrize(("backend", "per_lead"), [("torch", False), ("torch", True), ("dali", False)])
+def test_what_is_read_together_with_a_bad_crop_comes_before_its_error(
+    backend: str, per_lead: bool, dataset: Dataset, tmp_path: Path
+) -> None:
+    changes = {"augment": AugmentConfig(noise="shift", per_lead=per_lead)}
+    whole = some(loader(dataset, backend, **changes), 4)
+    damaged = damage(dataset, tmp_path / "copy", [whole[3][0].places.row[7], whole[2][0].places.row[5]])
+    source, taken = loader(damaged, backend, **changes), []
+    with pytest.raises(DatasetError, match=f"crop {whole[2][0].places.row[5]} at byte"):
+        taken += ((dataclasses.replace(batch, x_BSLT=batch.x_BSLT.clone()), state) for batch, state in source)
+    source.close()
+    assert backend == "dali" or same(whole[:2], taken)  # which asks ahead
 
 
 def damage(dataset: Dataset, copy: Path, rows: Iterable[int]) -> Dataset:

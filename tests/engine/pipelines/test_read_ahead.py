@@ -15,7 +15,8 @@ from shards_made import Batch, batches
 
 from data_tools.dataset import CROP_SHAPE, Dataset
 from engine.pipelines import gather as module
-from engine.pipelines.gather import Gather, read_ahead
+from engine.pipelines.ahead import read_ahead
+from engine.pipelines.gather import Gather
 
 
 class Noted:
@@ -120,7 +121,8 @@ import threading
 from contextlib import contextmanager
 import numpy as np
 from data_tools.dataset import Dataset
-from engine.pipelines.gather import Gather, read_ahead
+from engine.pipelines.ahead import read_ahead
+from engine.pipelines.gather import Gather
 class B: dataset, row = np.zeros(2, int), np.array([1, 2])
 @contextmanager
 def never(shard):

@@ -14,7 +14,8 @@ from staged import cached, named, room, through, until
 
 from data_tools import storage
 from data_tools.dataset import CROP_SHAPE, Dataset, DatasetError
-from engine.pipelines.gather import Gather, read_ahead
+from engine.pipelines.ahead import read_ahead
+from engine.pipelines.gather import Gather
 from engine.pipelines.order import Order, Rows, shards_needed
 from engine.pipelines.staging import Staging
 
