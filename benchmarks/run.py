@@ -125,9 +125,8 @@ def check_model(name: str) -> None:
     from benchmarks.step import config_file, model_of
     from engine.pipelines.leads import ConfigError
 
-    if not Path(config_file(name)).is_file():
-        refuse(f"--model {name}: no such file: use paper, a name out of configs/pretrain, or a path that ends in .yaml")
     try:
+        config_file(name)
         model_of(name)
     except ConfigError as error:
         refuse(f"--model {name}: {' '.join(str(error).split())}")

@@ -41,6 +41,7 @@ from engine.model.quantizer import temperature
 from engine.model.reference import Adam, draws_of
 from engine.objectives.config import ObjectiveConfig
 from engine.parity import authors_adam
+from engine.pipelines.leads import ConfigError
 from engine.training.throughput import compile_model
 from engine.training.validation import to_device
 
@@ -94,9 +95,11 @@ def model_of(name: str) -> ModelConfig:
 
 def config_file(name: str) -> str:
     """Of the whole experiment; `paper` is W2V + CMSC + RLM."""
-    if name.endswith(".yaml"):
-        return name
-    return str(CONFIGS / "pretrain" / f"{'w2v_cmsc_rlm' if name == 'paper' else name}.yaml")
+    ours = CONFIGS / "pretrain" / f"{'w2v_cmsc_rlm' if name == 'paper' else name}.yaml"
+    path = Path(name) if name.endswith(".yaml") else ours
+    if not path.is_file():
+        raise ConfigError("no such file: use paper, a name out of configs/pretrain, or a path that ends in .yaml")
+    return str(path)
 
 
 def runs(base: Run, batches: Sequence[int], compiled: Sequence[str]) -> list[Run]:

@@ -133,18 +133,11 @@ def model_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         if not run.exists():
             raise LoadError(f"{run}: no such folder: give RUN or RUN/model")
         if folder == run and (run / "checkpoints").is_dir():
-            raise LoadError(f"{run}: has checkpoints but no model/ yet: python {_door(run)} --export {run}")
+            raise LoadError(f"{run}: has checkpoints but no model/ yet: --export {run} of pretrain.py or finetune.py")
         raise LoadError(f"{folder}: no {WEIGHTS} in it: give RUN or RUN/model")
     if not os.access(folder / WEIGHTS, os.R_OK):  # safetensors would say that there is no such file
         raise LoadError(f"{folder / WEIGHTS}: may not be read: ask its owner for permission")
     yield folder
-
-
-def _door(run: Path) -> str:
-    """The program that began the run."""
-    settings = run / "config.yaml"
-    tuned = settings.is_file() and "\nhead:" in settings.read_text()
-    return "engine/finetune.py" if tuned else "engine/pretrain.py"
 
 
 def _fetched(url: str, local: Path) -> Path:

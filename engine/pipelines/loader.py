@@ -253,7 +253,7 @@ class Loader:
             desk = partial(self._desk, planned, x_BSLT, make_crop, took_s)
             report = self.gather.read(planned.dataset, planned.row, desk, late=True)
             self.meter.add("augment", sum(took_s))
-            places = self._as_read(planned, report).places
+            places = dataclasses.replace(planned.places, row=report.row)
             parts = _slices(len(places), self.crops)
             return (Batch(x_BSLT[part], places[part], report.part(part).skipped) for part in parts)
 

@@ -199,7 +199,7 @@ class Staging:
                 return True
             if not room and shard not in self._asked:
                 return False
-            others = self._held.keys() - {shard} or any(one.held_bytes for one in self.beside)
+            others = len(self._held) > 1 or any(one._held for one in self.beside)
             if not room and time.monotonic() - began > self.timeout_s * (1 if others else 4):
                 raise NoRoom(f"{self.cache}: no room for {self._name(shard)}: others hold all of it: {MORE}")
             self._closing.wait(POLL_S)  # another process downloads it, or holds the room

@@ -6,22 +6,20 @@ The store is moto behind a real HTTP server on loopback; a layer before it count
 import json
 import logging
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pytest
+from broken_server import STALL_S, Fault, Server
 
 from data_tools import plan, storage, store
 from data_tools.__main__ import main
@@ -42,72 +40,6 @@ serving = pytest.importorskip("werkzeug.serving")
 
 ROOT = Path(__file__).parents[2]
 ARCHIVE, BUCKET = "s3://archives/small", "s3://ecg-bucket"
-STALL_S = 1.4
-ERROR_500 = b"<Error><Code>InternalError</Code><Message>try again</Message></Error>"
-
-
-@dataclass
-class Fault:
-    """`times` requests of this method, for a path that matches, end `how` they should not."""
-
-    how: str  # 500, stall, drop, cut (fewer bytes than announced), lie (fewer bytes, and announced so), kill (the client)
-    method: str
-    path: str
-    times: float = 1
-    victim: subprocess.Popen[bytes] | None = None
-
-
-@dataclass
-class Server:
-    """moto's application as WSGI, with faults."""
-
-    app: Any
-    url: str = ""
-    log: list[tuple[str, str, bool]] = field(default_factory=list)  # method, path, signed
-    faults: list[Fault] = field(default_factory=list)
-    now: int = 0
-    most: int = 0  # requests at work at the same time
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
-        with self.lock:
-            self.now += 1
-            self.most = max(self.most, self.now)
-        try:
-            return self.answer(environ, start_response)
-        finally:
-            with self.lock:
-                self.now -= 1
-
-    def answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
-        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
-        with self.lock:
-            self.log.append((method, path, "HTTP_AUTHORIZATION" in environ))
-            fault = next((f for f in self.faults if f.times and f.method == method and re.search(f.path, path)), None)
-            if fault:
-                fault.times -= 1
-        if not fault:
-            return self.app(environ, start_response)
-        if fault.how in ("500", "stall", "kill"):
-            if fault.victim:
-                fault.victim.kill()
-                fault.victim.wait()
-            time.sleep(STALL_S if fault.how == "stall" else 0)
-            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-            start_response("500 Internal Server Error", [("Content-Length", str(len(ERROR_500)))])
-            return [ERROR_500]
-        if fault.how == "drop":
-            environ["werkzeug.socket"].shutdown(2)
-            raise ConnectionResetError
-        told: list[Any] = []
-        body = b"".join(self.app(environ, lambda *head: told.extend(head)))
-        half = body[: len(body) // 2]
-        headers = [(k, str(len(half)) if k.lower() == "content-length" and fault.how == "lie" else v) for k, v in told[1]]
-        start_response(told[0], [(k, v) for k, v in headers if "checksum" not in k.lower()])
-        return [half]
-
-    def count(self, method: str, path: str) -> int:
-        return sum(m == method and bool(re.search(path, p)) for m, p, _ in self.log)
 
 
 @pytest.fixture(scope="module")

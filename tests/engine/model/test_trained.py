@@ -135,9 +135,8 @@ def harm(kind: str, folder: Path) -> None:
         (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-5000])
     elif kind == "not weights":
         (folder / "model.safetensors").write_text("hello")
-    elif kind in ("not exported", "tuned, not exported"):
+    elif kind == "not exported":
         (folder.parent / "checkpoints").mkdir()
-        (folder.parent / "config.yaml").write_text("run: RUN\nhead:\n" if kind.startswith("tuned") else "run: RUN\n")
         folder.rename(folder.parent.parent / "elsewhere")
     elif kind == "emptied":
         (folder / "model.safetensors").unlink()
@@ -164,8 +163,7 @@ def harm(kind: str, folder: Path) -> None:
         ("few names", "12 channels"),
         ("cut", "copy it anew"),
         ("not weights", "copy it anew"),
-        ("not exported", "engine/pretrain.py --export"),
-        ("tuned, not exported", "engine/finetune.py --export"),
+        ("not exported", "--export .* of pretrain.py or finetune.py"),
         ("emptied", "no model.safetensors"),
     ],
 )
