@@ -1,4 +1,4 @@
-"""What the figures of a record must reach, and whether they do: one line below each table."""
+"""What the figures of a record must reach, and whether they do: one line below each table, and the README's table of all."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.fleet import BAR_CROPS_PER_S, TEN_MILLION
+from benchmarks.tables import rows
 
 Part = dict[str, Any]
 Result = dict[str, Any]
@@ -65,40 +66,73 @@ def four_threads(given: Part) -> bool:
 
 OURS = r": (torch|resident), batch \d+$"  # with one thread
 TO_GPU = r" to cuda, batch (256|1024)$"
-TAR = "lead masking, batches of 256 and 1024: crops a second to the GPU from tar, 4 threads,"
 BF16, FP32 = "^omnilead: (autocast|bf16), .*crops$", "^omnilead: fp32, .*crops$"
+LOADER, STEP = "times the re-creation of fairseq-signals' loader", "times the re-creation of fairseq-signals' in fp32"
 BARS = {
     "ingest": (
-        Bar("records a CPU-second to tar shards, one worker,", "^ingest: omnilead, tar$", median("per_cpu_s"), 2000),
-        Bar("the same, times the re-creation", "^ingest: omnilead, tar$", times_theirs, 10),
-    ),
-    "loader": (
+        Bar("records to tar shards a CPU-second, one worker", "^ingest: omnilead, tar$", median("per_cpu_s"), 2000),
         Bar(
-            "torch and resident, one thread: lead masking, times the re-creation",
-            f"^RLM{OURS}",
+            "records to tar shards, times the re-creation of fairseq-signals' preprocessing",
+            "^ingest: omnilead, tar$",
             times_theirs,
             10,
-            "cpu",
         ),
-        Bar("noise, times the re-creation", rf"^physio\S*{OURS}", times_theirs, 15, "cpu"),
-        Bar(TAR, f"^RLM: (torch|dali){TO_GPU}", median("per_s"), 27_000, "cuda", asks=four_threads),
-        Bar("the same, resident,", f"^RLM: resident{TO_GPU}", median("per_s"), 500_000, "cuda"),
+    ),
+    "loader": (
+        Bar(f"lead masking, torch and resident, one thread, {LOADER}", f"^RLM{OURS}", times_theirs, 10, "cpu"),
+        Bar(f"noise, torch and resident, one thread, {LOADER}", rf"^physio\S*{OURS}", times_theirs, 15, "cpu"),
+        Bar(
+            "crops a second to a GPU from tar, lead masking, batches of 256 and 1024, 4 threads",
+            f"^RLM: (torch|dali){TO_GPU}",
+            median("per_s"),
+            27_000,
+            "cuda",
+            asks=four_threads,
+        ),
+        Bar(
+            "crops a second on a GPU, resident, lead masking",
+            f"^RLM: resident{TO_GPU}",
+            median("per_s"),
+            500_000,
+            "cuda",
+        ),
     ),
     "step": (
-        Bar("paper's model, fewest crops: bf16, times the re-creation in fp32", BF16, times_the_step, 3, "cpu", asks=paper),
-        Bar("fp32, times the re-creation in fp32", FP32, times_the_step, 1.1, "cpu", asks=paper),
-        Bar("paper's model on an H200: crops a second", "^omnilead: ", median("per_s"), BAR_CROPS_PER_S, "cuda", asks=h200),
+        Bar(f"a step of the paper's model in bf16, {STEP}", BF16, times_the_step, 3, "cpu", asks=paper),
+        Bar(f"a step of the paper's model in fp32, {STEP}", FP32, times_the_step, 1.1, "cpu", asks=paper),
+        Bar(
+            "crops a second through the paper's model on an H200",
+            "^omnilead: ",
+            median("per_s"),
+            BAR_CROPS_PER_S,
+            "cuda",
+            asks=h200,
+        ),
     ),
     "e2e": (
-        Bar("overhead %", "", median("overhead_pct"), 3, at_most=True),
-        Bar("of the loop alone %", "", median("loop_pct"), 2, at_most=True),
-        Bar("stall %", "", median("stall_pct"), 1, at_most=True),
+        Bar("overhead of the loader and the loop over the bare step, %", "", median("overhead_pct"), 3, at_most=True),
+        Bar("overhead of the loop alone, %", "", median("loop_pct"), 2, at_most=True),
+        Bar("stall, % of the time", "", median("stall_pct"), 1, at_most=True),
     ),
-    "embed": (Bar("ECGs of 500 Hz: % of the encoder's speed", "^(tar|WFDB|arrays, 500 Hz):", median("share_pct"), 90),),
-    "start": (Bar("seconds to the first step", "^first step", median("seconds"), 20, "cpu", at_most=True),),
+    "embed": (
+        Bar(
+            "ECGs of 500 Hz to embeddings, % of the encoder's own speed",
+            "^(tar|WFDB|arrays, 500 Hz):",
+            median("share_pct"),
+            90,
+        ),
+    ),
+    "start": (Bar("seconds from the command to the first step", "^first step", median("seconds"), 20, "cpu", at_most=True),),
     "scaling": (
-        Bar("10,000,000 crops: seconds to the first batch", "^open", seconds, 10, at_most=True, asks=huge),
-        Bar("MB", "^open", lambda name, results: float(results[name]["peak_mb"]), 1000, at_most=True, asks=huge),
+        Bar("10,000,000 crops: seconds to a rank's first batch", "^open", seconds, 10, at_most=True, asks=huge),
+        Bar(
+            "10,000,000 crops: a rank's memory, MB",
+            "^open",
+            lambda name, results: float(results[name]["peak_mb"]),
+            1000,
+            at_most=True,
+            asks=huge,
+        ),
     ),
 }
 BEST = ("step",)  # cases are ways to do one thing: the best counts, elsewhere the worst
@@ -119,7 +153,29 @@ def judged(part: Part) -> Iterator[tuple[str, float, Bar]]:
 def line(part: Part) -> str:
     said = []
     for case, found, bar in judged(part):
-        met = found <= bar.bar if bar.at_most else found >= bar.bar
-        outcome = f"{'met' if met else 'missed'}, {found:,.4g} ({case})" if case else "not measured"
-        said.append(f"{bar.what} {'at most' if bar.at_most else 'at least'} {bar.bar:,g}: {outcome}")
+        outcome = f"{verdict(found, bar)}, {found:,.4g} ({case})" if case else "not measured"
+        said.append(f"{bar.what} at {'most' if bar.at_most else 'least'} {bar.bar:,g}: {outcome}")
     return f"Bars, the {'best way' if part['benchmark'] in BEST else 'worst case'}: {'; '.join(said)}." if said else ""
+
+
+def verdict(found: float, bar: Bar) -> str:
+    return "met" if (found <= bar.bar if bar.at_most else found >= bar.bar) else "missed"
+
+
+def table(parts: dict[tuple[str, str], Part]) -> str:
+    """Of every bar what was measured, also that nothing was."""
+    lines = []
+    for benchmark, all_bars in BARS.items():
+        for device in ("cpu", "cuda"):
+            if part := parts.get((benchmark, device)):
+                found = judged(part)
+            else:
+                found = (("", 0.0, bar) for bar in all_bars if bar.device == device or (device == "cpu" and not bar.device))
+            for case, figure, bar in found:
+                measured, of = f"{figure:,.4g}", ""
+                if case:
+                    of = f"[{case}](results/{part['file']})"
+                    measured = measured if verdict(figure, bar) == "met" else f"**missed: {measured}**"
+                asked = f"at {'most' if bar.at_most else 'least'} {bar.bar:,g}"
+                lines.append([bar.what, asked, measured if case else "not measured", of])
+    return rows("| | bar | measured | worst case; of a step the best way |", lines)

@@ -1,6 +1,7 @@
 """Records -> pictures: each benchmark's rates, where a step's time goes, its roofline, the way from archive to weights."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import log10
 from typing import Any
 
@@ -23,20 +24,20 @@ WAY = {  # case -> what a crop passes through, in this order; the first case tha
 }
 
 
-def pictures(parts: dict[tuple[str, str], Part]) -> Iterator[tuple[str, Figure]]:
-    """File name, without its ending, and figure."""
+def pictures(parts: dict[tuple[str, str], Part]) -> Iterator[tuple[str, Callable[[], Figure]]]:
+    """File name, without its ending, and what draws it."""
     for (benchmark, device), part in parts.items():
         name = benchmark + ("_gpu" if device == "cuda" else "")
         if benchmark in ("ingest", "loader", "step"):
             if shown(part):
-                yield name, rates(part)
+                yield name, partial(rates, part)
         elif benchmark == "cost":
-            yield f"{name}_time", where_time_goes(part)
-            yield f"{name}_roofline", roofline(part)
+            yield f"{name}_time", partial(where_time_goes, part)
+            yield f"{name}_roofline", partial(roofline, part)
     on_cpu = {benchmark: part["results"] for (benchmark, device), part in parts.items() if device == "cpu"}
     way = {label: on_cpu.get(place, {}).get(case) for (place, case), label in WAY.items()}
     if len(found := {label: result for label, result in way.items() if result}) > 2:
-        yield "way", whole_way(found)
+        yield "way", partial(whole_way, found)
 
 
 def blank(width: float, height: float, title: str) -> tuple[Figure, Any]:

@@ -1,6 +1,6 @@
-"""Records -> the README's tables and pictures. A record that lacks what makes a number mean something is refused.
+"""Records -> tables and pictures. A record that lacks what makes a number mean something is refused.
 
-python -m benchmarks.report            rewrite the tables in README.md and benchmarks/results/*.png
+python -m benchmarks.report            rewrite benchmarks/RESULTS.md, results/*.png, and README.md's two tables
 python -m benchmarks.report --check    exit 1 if the tables are not what the records say
 
 Of each benchmark and kind of device the newest record counts; of one day, one of its own before a part of a suite, which has
@@ -16,13 +16,14 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from benchmarks import bars, fleet, tables
+from benchmarks import bars, fleet, plots, tables
 from benchmarks.fleet import TEN_MILLION
 from benchmarks.tables import Part
 from engine.pipelines.usage import Parser
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+TABLES, README = ROOT / "benchmarks" / "RESULTS.md", ROOT / "README.md"
 BEGIN, END = "<!-- results: made by benchmarks.report -->", "<!-- end of results -->"
 OF_RECORD = ("format", "date", "git", "hardware", "versions", "page_cache")
 OF_PART = ("benchmark", "config", "input", "results")
@@ -43,6 +44,9 @@ INPUT = {  # what was measured on
     **dict.fromkeys(("ingest", "loader", "e2e", "embed", "start", "scaling"), ("archive", "dataset")),
     **dict.fromkeys(("step", "cost", "autotune"), ("archive", "model", "device")),
 }
+
+
+Parts = dict[tuple[str, str], Part]  # by benchmark and device
 
 
 class RecordError(Exception):
@@ -109,9 +113,8 @@ def check(name: str, part: Part) -> None:
                 raise RecordError(f"{name}: {case} has {figure} from {spread['low']} to {spread['high']}: no such thing")
 
 
-def newest(results: Path = RESULTS) -> dict[tuple[str, str], Part]:
-    """By benchmark and device."""
-    found: dict[tuple[str, str], Part] = {}
+def newest(results: Path = RESULTS) -> Parts:
+    found: Parts = {}
     for path in sorted(results.glob("*.json")):
         for part in load(path):
             key = part["benchmark"], part["config"].get("device", "cpu")
@@ -132,17 +135,32 @@ def partial(config: Part) -> bool:
     return bool(fewer or config.get("model") not in (None, "paper") or config.get("huge", TEN_MILLION) < TEN_MILLION)
 
 
-def text(parts: dict[tuple[str, str], Part]) -> str:
-    """What stands in the README between the marks."""
-    blocks = list(blocks_of(parts))
-    return "\n\n".join(blocks) if blocks else "No record yet: `make bench`."
+def whole(parts: Parts) -> str:
+    """RESULTS.md."""
+    head = "Made by `python -m benchmarks.report` from the newest records in `results/`. Rules: [README.md](README.md)."
+    return "\n\n".join(["# Results", head, *blocks_of(parts)]) + "\n"
 
 
-def blocks_of(parts: dict[tuple[str, str], Part]) -> Iterator[str]:
+def brief(parts: Parts) -> str:
+    """What stands in the README between the marks: what pre-training is worth, and each bar."""
+    learned = [block for (benchmark, _), part in parts.items() if benchmark == "downstream" for block in published(part)]
+    blocks = [*learned, "### Bars, and what was measured", bars.table(parts)]
+    return "\n\n".join(blocks).replace("](results/", "](benchmarks/results/")
+
+
+def readme(parts: Parts) -> str:
+    before, _, rest = README.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{brief(parts)}\n{END}{after}"
+
+
+def blocks_of(parts: Parts) -> Iterator[str]:
     for benchmark in tables.TABLES:
         for device in ("cuda", "cpu"):
             if part := parts.get((benchmark, device)):
                 yield from published(part)
+                drawn = plots.pictures({(benchmark, device): part})
+                yield from (f"![{name}](results/{name}.png)" for name, _ in drawn)
     if parts:
         yield from tables.cluster(*rate_of(parts))
 
@@ -150,14 +168,14 @@ def blocks_of(parts: dict[tuple[str, str], Part]) -> Iterator[str]:
 def published(part: Part) -> Iterator[str]:
     heading, make = tables.TABLES[part["benchmark"]]
     where = f", on {part['hardware']['gpus'][0]['name']}" if part["config"].get("device") == "cuda" else ""
-    yield f"**{heading}{where}**"
+    yield f"### {heading}{where}"
     yield from make(part)
     if told := bars.line(part):
         yield told
     yield tables.note(part)
 
 
-def rate_of(parts: dict[tuple[str, str], Part]) -> tuple[float, str]:
+def rate_of(parts: Parts) -> tuple[float, str]:
     """Crops a second of one GPU with the paper's model: measured on one, or else the bar."""
     step = parts.get(("step", "cuda"))
     if step and step["input"].get("model") == "paper":
@@ -173,17 +191,13 @@ def main() -> int:
     options = parser.parse_args()
     try:
         parts = newest()
-        readme = (ROOT / "README.md").read_text()
-        before, _, rest = readme.partition(BEGIN)
-        _, _, after = rest.partition(END)
-        written = f"{before}{BEGIN}\n{text(parts)}\n{END}{after}"
+        written = {TABLES: whole(parts), README: readme(parts)}
         if options.check:
-            return int(written != readme)
-        (ROOT / "README.md").write_text(written)
-        from benchmarks import plots
-
-        for name, drawn in plots.pictures(parts):
-            drawn.savefig(RESULTS / f"{name}.png", dpi=120, metadata={"Software": None})
+            return int(any(path.read_text() != text for path, text in written.items()))
+        for path, text in written.items():
+            path.write_text(text)
+        for name, draw in plots.pictures(parts):
+            draw().savefig(RESULTS / f"{name}.png", dpi=120, metadata={"Software": None})
             print(RESULTS / f"{name}.png")
     except RecordError as error:
         print(f"benchmarks.report: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""A record's part -> Markdown tables for the README: benchmarks.report writes them there."""
+"""A record's part -> Markdown tables for RESULTS.md and the README: benchmarks.report writes them there."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -142,7 +142,7 @@ def scaling(part: Part) -> Iterator[str]:
 def cluster(rate: float, basis: str) -> Iterator[str]:
     """By formula, from one GPU's rate."""
     config = ModelConfig()
-    yield "**Many GPUs, by formula: what a step sends, and what is left of the speed (estimated)**"
+    yield "### Many GPUs, by formula: what a step sends, and what is left of the speed (estimated)"
     lines = []
     for crops in (64, 512):
         for one in (fleet.step(config, gpus, crops, rate) for gpus in fleet.RANKS):
@@ -153,7 +153,7 @@ def cluster(rate: float, basis: str) -> Iterator[str]:
             )
     head = ("GPUs", "crops a GPU", "compute", "a GPU sends", "gradients", "weights", "CMSC's candidates", "its scores")
     yield rows(f"| {' | '.join(head)} | efficiency | with overlap_comm |", lines)
-    yield "**How long a training takes**"
+    yield "### How long a training takes"
     works = (("200 epochs of 85,000 crops: the paper's run", fleet.PAPER_CROPS), ("10 M ECGs, once", fleet.TEN_MILLION))
     lines = []
     for what, crops in works:
@@ -258,7 +258,7 @@ def note(part: Part) -> str:
         seeds = part["config"]["repeats"]
         how = f"up to {seeds} seeds of fine-tuning, ± half of the 95 % interval" if seeds > 1 else "one seed of fine-tuning"
         machine = f"{hardware['cpu']}, {hardware['cores']} cores{dirty}, {part['date'][:10]}"
-        return f"{machine}; {given['archive']}; {how}; [{part['file']}](benchmarks/results/{part['file']})."
+        return f"{machine}; {given['archive']}; {how}; [{part['file']}](results/{part['file']})."
     versions = ", ".join(f"{name} {version}" for name, version in part["versions"].items())
     left_out = "".join(f" Left out: {name}: {reason}." for name, reason in part.get("left_out", {}).items())
     threads = f", {given['threads']} threads" if "threads" in given else ""
@@ -270,5 +270,5 @@ def note(part: Part) -> str:
     return (
         f"{gpu}{hardware['cpu']}, {hardware['cores']} cores{shared} (load {hardware['load_before']:.1f} before){dirty}, "
         f"{part['date'][:10]}; {amount}{threads}; median of {many} runs{fresh}; {versions}; "
-        f"[{part['file']}](benchmarks/results/{part['file']}).{left_out}"
+        f"[{part['file']}](results/{part['file']}).{left_out}"
     )
