@@ -48,10 +48,11 @@ from data_tools.memory import keep_freed_memory
 from data_tools.sources import DataError, Prepared, ReadError, Source, open_sources, prepared
 from engine.model.trained import CONFIG, PREPROCESSING, WEIGHTS, Trained, load, model_folder
 from engine.pipelines.gather import Gather
+from engine.pipelines.lacking import unseen
 from engine.pipelines.leads import LEADS, ConfigError, describe, in_order
 from engine.pipelines.signals import Input, SignalError, crops
 from engine.pipelines.staging import Staging
-from engine.scoring.embedding import DatasetStream, Loaded, RecordStream, Stream, encoder, finite, schema, tables, unseen
+from engine.scoring.embedding import DatasetStream, Loaded, RecordStream, Stream, encoder, finite, schema, tables
 from engine.scoring.parts import Parts
 from engine.scoring.probed import probe, report, roles
 from engine.scoring.rundir import OutputError, writable, write_whole, writing
@@ -221,7 +222,7 @@ def dataset_stream(args: argparse.Namespace, dataset: Dataset, wanted: Input, ro
 
 def measured(args: argparse.Namespace, dataset: Dataset, wanted: Input, rows: np.ndarray) -> np.ndarray:
     """The rows in which the model finds a lead that was measured. A record without any is one that cannot be read."""
-    blank = unseen(dataset, wanted)[rows]
+    blank = unseen(dataset, wanted.seen)[rows]
     if not blank.any():
         return rows
     if blank.all():

@@ -3,8 +3,8 @@
     augment_draws.draws(config, seed, epoch, crop) -> parameters p
     x -> 3KG matrix -> + gain * wave of each noise -> limb leads from I and II -> leads seen -> * time window * lead mask -> x
 
-`augment` draws nothing: x and p in, x out. The lead mask (RLM) comes last, so that a masked lead is exactly zero; whoever
-knows that a lead is missing from the record can clear it in p["keep"] too. Formulas are those of Oh et al. 2022, appendix
+`augment` draws nothing: x and p in, x out. The lead mask (RLM) comes last, so that a masked lead is exactly zero, and so is one
+that its record lacks, whatever was added. Formulas are those of Oh et al. 2022, appendix
 B; the authors' own variants (kinds authors_*) differ from them in the draws alone, and in limb leads made to fit I and II.
 
 Shapes: B crops, S adjacent halves or views, L leads, T samples, K components. x is [B, S, L, T] float32 millivolts; p holds
@@ -105,6 +105,11 @@ class AugmentConfig:
     def kinds(self) -> tuple[str, ...]:
         names = self.noise.split(",") if isinstance(self.noise, str) else self.noise
         return tuple(kind for name in names if name for kind in NOISE_SETS.get(name.strip(), (name.strip(),)))
+
+    @property
+    def changes_zeros(self) -> bool:
+        """Something is added to leads that a record lacks, or one of them could be the only one that is not masked."""
+        return bool(self.kinds) or self.threekg is not None or self.rlm_keep_one
 
     @property
     def refits_limb_leads(self) -> bool:

@@ -57,9 +57,16 @@ class _Draw:
 
 
 def draws(
-    config: AugmentConfig, seed: int, epoch_B: np.ndarray, crop_B: np.ndarray, views: int = 2, samples: int = 2500
+    config: AugmentConfig,
+    seed: int,
+    epoch_B: np.ndarray,
+    crop_B: np.ndarray,
+    views: int = 2,
+    samples: int = 2500,
+    measured_BL: np.ndarray | None = None,
 ) -> Params:
-    """Parameters of `views` halves or views of each crop; `crop_B` are the crops' numbers in the dataset."""
+    """Parameters of `views` halves or views of each crop; `crop_B` are the crops' numbers in the dataset. `measured_BL`: bool
+    [B, 12], which leads their records have; None: all."""
     draw = _Draw(seed, epoch_B, crop_B, views)
     p: Params = {}
     if config.threekg:
@@ -67,8 +74,8 @@ def draws(
     for kind in config.kinds:
         p |= _NOISE[kind](draw, config, samples)
     whole = config.output_leads == config.seen
-    if config.rlm or not whole:
-        p["keep"] = _keep(draw, config)
+    if config.rlm or not whole or measured_BL is not None:
+        p["keep"] = _keep(draw, config, measured_BL)
     return {name: _compact(values) for name, values in p.items()}
 
 
@@ -76,13 +83,15 @@ def _compact(values: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(values if values.dtype in (np.bool_, np.int32) else values.astype(np.float32))
 
 
-def _keep(draw: _Draw, config: AugmentConfig) -> np.ndarray:
+def _keep(draw: _Draw, config: AugmentConfig, measured_BL: np.ndarray | None) -> np.ndarray:
     """Random lead masking: zeroed where u < p, for each lead of each half (Oh et al. 2022; augmentations.py:199-201)."""
     seen = np.isin(config.output_leads, config.seen)[:, None]
+    if measured_BL is not None:
+        seen = seen & measured_BL[:, None, list(config.output_leads), None]
     u = np.where(seen, draw.uniform(Stream.LEAD_MASK, config.output_leads, [0]), -1.0)
     keep: np.ndarray = (u >= config.rlm) & seen
     if config.rlm_keep_one:
-        keep |= u == u.max(axis=-2, keepdims=True)  # the likeliest survivor: any lead is it equally often
+        keep |= (u == u.max(axis=-2, keepdims=True)) & seen  # the likeliest survivor: any lead is it equally often
     return keep
 
 

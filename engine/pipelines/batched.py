@@ -23,6 +23,7 @@ from engine.pipelines import counter
 from engine.pipelines.augment import AUTHORS_NOISE, WAVES, AugmentConfig, Axis, Ops, augment, axis, formula, torch_ops
 from engine.pipelines.augment_draws import Params, draws, white, white_bank
 from engine.pipelines.counter import Stream
+from engine.pipelines.lacking import Measured
 from engine.pipelines.leads import ALL
 from engine.pipelines.order import Places
 
@@ -39,10 +40,10 @@ def crop_key(places: Places) -> np.ndarray:
     return key
 
 
-def parameters(config: AugmentConfig, views: Views, seed: int, places: Places) -> Params:
-    """All that is random about a batch."""
+def parameters(config: AugmentConfig, views: Views, seed: int, places: Places, measured: Measured | None = None) -> Params:
+    """All that is random about a batch, and what none of it may touch."""
     crop = crop_key(places)
-    p = draws(config, seed, places.epoch, crop, views=2)
+    p = draws(config, seed, places.epoch, crop, measured_BL=measured(places) if measured else None)
     if views == "window":
         p["start"] = (counter.uniform(seed, Stream.WINDOW, places.epoch, crop) * (HALF + 1)).astype(np.int64)
     return p

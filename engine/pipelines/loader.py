@@ -12,6 +12,7 @@ DALI where there is a GPU and torch where there is none.
 """
 
 import dataclasses
+import json
 import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -32,6 +33,7 @@ from engine.pipelines.augment import AugmentConfig
 from engine.pipelines.augment_draws import Params
 from engine.pipelines.batched import HALF, Augmenter, MakeCrop, Views, alone, parameters
 from engine.pipelines.gather import Bad, Desk, Gather, Hold, Report
+from engine.pipelines.lacking import measured
 from engine.pipelines.meter import Meter
 from engine.pipelines.order import Order, Places, Rows, shards_needed
 from engine.pipelines.resident import Plan, Resident
@@ -161,6 +163,7 @@ class Loader:
         self.recipe = self._recipe(datasets, roles)
         self.step = self._restored(state) if state else step
         self._blob = state["dali"] if state else None
+        self.measured = measured(datasets) if config.augment.changes_zeros else None
         self.augmenter = Augmenter(config.augment, config.views, config.seed, device)
         self.stagings = self._stagings(datasets)
         staged: dict[int, Hold] = {d: staging.hold for d, staging in self.stagings.items()}
@@ -209,7 +212,7 @@ class Loader:
                     yield Filled(planned.part(these), crops[these], report.part(these))
 
     def _parameters(self, places: Places) -> Params:
-        return parameters(self.config.augment, self.config.views, self.config.seed, places)
+        return parameters(self.config.augment, self.config.views, self.config.seed, places, self.measured)
 
     def _as_read(self, planned: Planned, report: Report) -> Planned:
         """A crop that came in the place of another has parameters of its own."""
@@ -389,7 +392,7 @@ class Loader:
             "views": self.config.views,
             "block_shards": self.config.block_shards,
             "weights": list(self.config.weights) if self.config.weights else None,
-            "augment": _plain(dataclasses.asdict(self.config.augment)),
+            "augment": json.loads(json.dumps(dataclasses.asdict(self.config.augment))),
         }
         if self.backend == "dali":  # its generator's state is of one version, and of one rank of so many
             recipe |= {"dali_version": dali.version(), "rank": self.rank, "world": self.world}
@@ -411,10 +414,3 @@ class Loader:
 
 def _slices(count: int, size: int) -> Iterator[slice]:
     return (slice(at, at + size) for at in range(0, count, size))
-
-
-def _plain(value: Any) -> Any:
-    """As JSON would give it back."""
-    if isinstance(value, dict):
-        return {name: _plain(part) for name, part in value.items()}
-    return [_plain(part) for part in value] if isinstance(value, tuple | list) else value

@@ -19,7 +19,6 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
@@ -28,7 +27,7 @@ from engine.model.trained import Trained
 from engine.pipelines.ahead import read_ahead
 from engine.pipelines.batched import FS_HZ, HALF
 from engine.pipelines.gather import Gather
-from engine.pipelines.leads import LEADS, ConfigError
+from engine.pipelines.leads import ConfigError
 from engine.pipelines.signals import Input
 
 Per = Literal["crop", "record", "half"]
@@ -113,14 +112,6 @@ class DatasetStream:
                 record = self.record[request.at : request.at + len(good)][good]
                 uv_BLT = crops if good.all() else crops[good]
                 yield Crops(request.part, request.last, len(good), uv_BLT, halves, record, about)
-
-
-def unseen(dataset: Dataset, wanted: Input) -> np.ndarray:
-    """bool [crops]: nothing was measured of what the model looks at."""
-    missing = dataset.table(["missing_leads"])["missing_leads"].combine_chunks()
-    seen = pc.is_in(missing.flatten(), pa.array([LEADS[lead] for lead in wanted.seen]))
-    crops = missing.value_parent_indices().to_numpy()[seen.to_numpy(zero_copy_only=False)]
-    return np.asarray(np.bincount(crops, minlength=len(dataset)) == len(wanted.seen))
 
 
 def _runs(names: pa.Table) -> np.ndarray:

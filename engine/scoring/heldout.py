@@ -19,10 +19,10 @@ from tqdm import tqdm
 from data_tools.dataset import CLASSES, Dataset
 from engine.model.trained import Trained
 from engine.pipelines.batched import HALF
+from engine.pipelines.lacking import unseen
 from engine.pipelines.leads import ConfigError, describe
 from engine.pipelines.roles import other_splits
 from engine.pipelines.signals import Input
-from engine.scoring.embedding import unseen
 from engine.scoring.metrics import Array, probabilities
 from engine.scoring.results import Diagnoses, Identities
 from engine.training.validation import Patients
@@ -122,7 +122,7 @@ def _input(model: Trained, dataset: Dataset, setting: Setting) -> tuple[Input, l
 
 def _blind(dataset: Dataset, wanted: Input, rows: Array) -> Iterator[str]:
     """What is scored although the model could see nothing of it."""
-    if blank := int(unseen(dataset, wanted)[rows].sum()):
+    if blank := int(unseen(dataset, wanted.seen)[rows].sum()):
         yield f"In {blank:,} of {len(rows):,} crops nothing was measured of {describe(wanted.seen)}: the model was shown zeros."
 
 

@@ -243,7 +243,7 @@ def test_what_the_model_looks_at_was_not_measured(
         {"record": "y", "start_s": start} for start in (0.0, 20.0)
     ]
     assert record in embedded(dataset.root.url, leads=f"I,{lead}")["record"].to_pylist()
-    monkeypatch.setattr(embed, "unseen", lambda dataset, wanted: np.ones(len(dataset), bool))
+    monkeypatch.setattr(embed, "unseen", lambda dataset, leads: np.ones(len(dataset), bool))
     probed = ["--model", str(tmp_path / "run"), "--data", dataset.root.url, "--probe", "--on-corrupt", "skip"]
     assert embed.main(probed) == 2 and "at which the model looks: show it other leads" in capsys.readouterr().err
 

@@ -200,7 +200,7 @@ def test_crops_in_which_the_model_sees_nothing_are_told(
     scored_rows = np.flatnonzero(np.isin(role, list(roles)))
     lacking = {*scored_rows[:2].tolist(), *scored_rows[-1:].tolist(), *np.flatnonzero(role == "").tolist()}
     monkeypatch.setattr(
-        heldout, "unseen", lambda dataset, wanted: np.isin(np.arange(len(dataset)), list(lacking)) & (wanted.seen == (7,))
+        heldout, "unseen", lambda dataset, leads: np.isin(np.arange(len(dataset)), list(lacking)) & (leads == (7,))
     )
     arguments = (tmp_path / "f.json", "--model", saved_model(head=head), "--data", data.root.url)
     told = f"In 3 of {len(scored_rows):,} crops nothing was measured of V2: the model was shown zeros."

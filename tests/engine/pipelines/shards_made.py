@@ -40,7 +40,8 @@ def make_dataset(
                 rows.append({"shard": s, "offset": tar.add(f"{s}-{c}", data, b"{}"), "crc32c": google_crc32c.value(data)})
             tar.close()
         entries.append({"name": name, "crops": crops, "bytes": tar.size, "sha256": tar.sha256.hexdigest()})
-    table = pa.table({n: pa.array([r[n] for r in rows], COLUMNS.field(n).type) for n in ("shard", "offset", "crc32c")})
+    table = pa.Table.from_pylist([row | {"halves": 2, "missing_leads": []} for row in rows])
+    table = table.cast(pa.schema([COLUMNS.field(name) for name in table.column_names]))
     pq.write_table(table, root / "samples.parquet")
     if zarr:
         store.write(table, entries, folder(root), 1, None, True)
