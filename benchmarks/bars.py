@@ -1,12 +1,12 @@
 """What the figures of a record must reach, and whether they do: one line below each table, and the README's table of all."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.fleet import BAR_CROPS_PER_S, TEN_MILLION
-from benchmarks.tables import rows
+from benchmarks.tables import machine, rows
 
 Part = dict[str, Any]
 Result = dict[str, Any]
@@ -162,20 +162,18 @@ def verdict(found: float, bar: Bar) -> str:
     return "met" if (found <= bar.bar if bar.at_most else found >= bar.bar) else "missed"
 
 
-def table(parts: dict[tuple[str, str], Part]) -> str:
-    """Of every bar what was measured, also that nothing was."""
+def table(parts: Sequence[Part]) -> str:
+    """Of every bar what was measured on each machine, also that nothing was."""
     lines = []
     for benchmark, all_bars in BARS.items():
-        for device in ("cpu", "cuda"):
-            if part := parts.get((benchmark, device)):
-                found = judged(part)
-            else:
-                found = (("", 0.0, bar) for bar in all_bars if bar.device == device or (device == "cpu" and not bar.device))
-            for case, figure, bar in found:
-                measured, of = f"{figure:,.4g}", ""
-                if case:
-                    of = f"[{case}](results/{part['file']})"
-                    measured = measured if verdict(figure, bar) == "met" else f"**missed: {measured}**"
-                asked = f"at {'most' if bar.at_most else 'least'} {bar.bar:,g}"
-                lines.append([bar.what, asked, measured if case else "not measured", of])
-    return rows("| | bar | measured | worst case; of a step the best way |", lines)
+        found = [(part, *one) for part in parts if part["benchmark"] == benchmark for one in judged(part)]
+        for bar in all_bars:
+            told = [bar.what, f"at {'most' if bar.at_most else 'least'} {bar.bar:,g}"]
+            measured = [(part, case, value) for part, case, value, of in found if of is bar and case]
+            for part, case, value in measured:
+                figure = f"{value:,.4g}" if verdict(value, bar) == "met" else f"**missed: {value:,.4g}**"
+                lines.append([*told, figure, machine(part), f"[{case}](results/{part['file']})"])
+                told = ["", ""]
+            if not measured:
+                lines.append([*told, "not measured", "", ""])
+    return rows("| | bar | measured | on | worst case; of a step the best way |", lines)

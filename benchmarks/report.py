@@ -11,7 +11,7 @@ import argparse
 import datetime
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -113,14 +113,19 @@ def check(name: str, part: Part) -> None:
                 raise RecordError(f"{name}: {case} has {figure} from {spread['low']} to {spread['high']}: no such thing")
 
 
-def newest(results: Path = RESULTS) -> Parts:
-    found: Parts = {}
-    for path in sorted(results.glob("*.json")):
-        for part in load(path):
-            key = part["benchmark"], part["config"].get("device", "cpu")
-            if key not in found or rank(part) >= rank(found[key]):
-                found[key] = part
-    return found
+def every(results: Path = RESULTS) -> list[Part]:
+    """The newest last."""
+    return sorted((part for path in sorted(results.glob("*.json")) for part in load(path)), key=rank)
+
+
+def newest(parts: Iterable[Part]) -> Parts:
+    return {(part["benchmark"], part["config"].get("device", "cpu")): part for part in parts}
+
+
+def of_machines(parts: Iterable[Part]) -> list[Part]:
+    """The newest of each benchmark on each machine."""
+    found = {(part["benchmark"], part["config"].get("device", "cpu"), tables.machine(part)): part for part in parts}
+    return sorted(found.values(), key=rank, reverse=True)
 
 
 def rank(part: Part) -> tuple[bool, datetime.date, bool, datetime.datetime]:
@@ -141,14 +146,16 @@ def whole(parts: Parts) -> str:
     return "\n\n".join(["# Results", head, *blocks_of(parts)]) + "\n"
 
 
-def brief(parts: Parts) -> str:
+def brief(parts: Sequence[Part]) -> str:
     """What stands in the README between the marks: what pre-training is worth, and each bar."""
-    learned = [block for (benchmark, _), part in parts.items() if benchmark == "downstream" for block in published(part)]
-    blocks = [*learned, "### Bars, and what was measured", bars.table(parts)]
+    learned = [
+        block for (benchmark, _), part in newest(parts).items() if benchmark == "downstream" for block in published(part)
+    ]
+    blocks = [*learned, "### Bars, and what was measured", bars.table(of_machines(parts))]
     return "\n\n".join(blocks).replace("](results/", "](benchmarks/results/")
 
 
-def readme(parts: Parts) -> str:
+def readme(parts: Sequence[Part]) -> str:
     before, _, rest = README.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{brief(parts)}\n{END}{after}"
@@ -190,13 +197,13 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     try:
-        parts = newest()
-        written = {TABLES: whole(parts), README: readme(parts)}
+        parts = every()
+        written = {TABLES: whole(newest(parts)), README: readme(parts)}
         if options.check:
             return int(any(path.read_text() != text for path, text in written.items()))
         for path, text in written.items():
             path.write_text(text)
-        for name, draw in plots.pictures(parts):
+        for name, draw in plots.pictures(newest(parts)):
             draw().savefig(RESULTS / f"{name}.png", dpi=120, metadata={"Software": None})
             print(RESULTS / f"{name}.png")
     except RecordError as error:

@@ -223,6 +223,11 @@ def is_peer(name: str) -> bool:
     return any(word in name for word in ("re-creation", "wfdb.rdrecord"))
 
 
+def machine(part: Part) -> str:
+    hardware = part["hardware"]
+    return str(hardware["gpus"][0]["name"] if part["config"].get("device") == "cuda" else hardware["cpu"])
+
+
 def clock(part: Part) -> str:
     """A GPU is nobody else's, and its work no CPU's."""
     return "per_s" if part["config"].get("device") == "cuda" else "per_cpu_s"

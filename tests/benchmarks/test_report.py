@@ -12,9 +12,9 @@ from benchmarks.measure import run_cases
 
 
 def test_the_readme_and_the_results_say_what_the_records_say() -> None:
-    parts = report.newest()
+    parts = report.every()
     assert report.README.read_text() == report.readme(parts) and report.brief(parts) in report.readme(parts)
-    assert report.TABLES.read_text() == report.whole(parts)
+    assert report.TABLES.read_text() == report.whole(report.newest(parts))
 
 
 @pytest.mark.parametrize("page", [report.README, report.TABLES], ids=lambda page: page.name)
@@ -25,18 +25,18 @@ def test_what_a_page_of_results_points_to_is_there(page: Path) -> None:
 
 def test_the_readme_has_every_bar(tmp_path: Path) -> None:
     """Of each device one, or, where nothing was measured, that."""
-    table = report.brief({})
-    assert table.count("| not measured |") == sum(map(len, bars.BARS.values()))
+    table = report.brief([])
+    assert table.count("| not measured |  |  |") == sum(map(len, bars.BARS.values()))
     record = suite("cuda")
     record["parts"][2]["input"] = record["parts"][2]["input"] | {"device": "NVIDIA H200"}
     (tmp_path / "suite.json").write_text(json.dumps(record))
-    table = report.brief(report.newest(tmp_path))
+    table = report.brief(report.every(tmp_path))
     of = "[tar: small, 32 crops](benchmarks/results/suite.json)"
-    assert f"| overhead of the loop alone, % | at most 2 | 1.5 | {of} |" in table
+    assert f"| overhead of the loop alone, % | at most 2 | 1.5 | NVIDIA H200 | {of} |" in table
     assert (
         "of the paper's model in bf16, times the re-creation of fairseq-signals' in fp32 | at least 3 | not measured |" in table
     )
-    assert "| crops a second through the paper's model on an H200 | at least 2,700 | **missed: 100** | [omnilead" in table
+    assert "| crops a second through the paper's model on an H200 | at least 2,700 | **missed: 100** | NVIDIA H200 | [" in table
 
 
 @pytest.mark.parametrize("lacking", ["versions", "git", "input", "page_cache"])
@@ -104,7 +104,7 @@ def suite(device: str) -> dict[str, Any]:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_suites_record_becomes_tables_and_pictures(device: str, tmp_path: Path) -> None:
     (tmp_path / "suite.json").write_text(json.dumps(suite(device)))
-    parts = report.newest(tmp_path)
+    parts = report.newest(report.every(tmp_path))
     assert {name for name, _ in parts} == set(tables.TABLES) == set(report.FIGURES)
     text = report.whole(parts)
     for told in (
@@ -153,7 +153,7 @@ def test_a_gpus_steps_without_ours_tell_no_rate(tmp_path: Path) -> None:
     record = suite("cuda")
     record["parts"][2]["results"] = {"matrix product: bf16": RATES}
     (tmp_path / "suite.json").write_text(json.dumps(record))
-    parts = report.newest(tmp_path)
+    parts = report.newest(report.every(tmp_path))
     assert report.rate_of(parts)[0] == fleet.BAR_CROPS_PER_S and "estimated" in report.whole(parts)
     assert [draw() for _, draw in plots.pictures(parts)]
 
@@ -165,7 +165,7 @@ def test_the_newest_record_of_each_device_counts(tmp_path: Path) -> None:
     alone = {key: value for key, value in whole.items() if key != "parts"} | {"date": "2026-01-02"} | whole["parts"][0]
     (tmp_path / "alone.json").write_text(json.dumps(alone))
     (tmp_path / "later.json").write_text(json.dumps(whole | {"date": "2026-01-02T20:00:00"}))
-    parts = report.newest(tmp_path)
+    parts = report.newest(report.every(tmp_path))
     first, *others = [part["benchmark"] for part in whole["parts"]]
     assert parts[first, "cpu"]["file"] == "alone.json"  # of one day's
     assert {parts[name, "cpu"]["file"] for name in others} == {"later.json"}
@@ -301,9 +301,9 @@ def test_a_part_of_a_benchmark_takes_no_whole_ones_place(config: dict[str, Any],
     ingest = {key: value for key, value in made.items() if key != "parts"} | made["parts"][0]
     for name, date, more in (("a", "2026-01-01", {}), ("b", "2026-05-05", config)):
         (tmp_path / f"{name}.json").write_text(json.dumps(ingest | {"date": date, "config": ingest["config"] | more}))
-    assert report.newest(tmp_path)["ingest", "cpu"]["file"] == "a.json"
+    assert report.newest(report.every(tmp_path))["ingest", "cpu"]["file"] == "a.json"
     (tmp_path / "a.json").unlink()
-    assert report.newest(tmp_path)["ingest", "cpu"]["file"] == "b.json"
+    assert report.newest(report.every(tmp_path))["ingest", "cpu"]["file"] == "b.json"
 
 
 def test_the_date_in_a_record_counts_and_not_its_name(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_the_date_in_a_record_counts_and_not_its_name(tmp_path: Path) -> None:
         part = suite("cpu")
         alone = {key: value for key, value in part.items() if key != "parts"} | part["parts"][0] | {"date": date}
         (tmp_path / f"{name}.json").write_text(json.dumps(alone))
-    assert report.newest(tmp_path)["ingest", "cpu"]["file"] == "a.json"
+    assert report.newest(report.every(tmp_path))["ingest", "cpu"]["file"] == "a.json"
 
 
 def busy(loops: int) -> float:
