@@ -45,6 +45,8 @@ def gather(archives: list[tuple[str, str]], number: int) -> dict[str, Any]:
             if cell["state"] == "done":
                 results[f"{name}: {cell['row']}, {cell['task']}, {cell['column']}"] = result(cell, Path(place))
                 seeds = max(seeds, cell["seeds_done"])
+    if not results:
+        refuse(f"no cell of table {number} is done: run engine.reproduce --table {number} again, it goes on")
     return {
         "benchmark": "downstream",
         "config": {"device": "cpu", "table": number, "repeats": seeds},

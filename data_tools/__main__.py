@@ -226,6 +226,8 @@ def _show(options: argparse.Namespace) -> int:
         raise DataError(f"--png {options.png}: no folder {parent} that may be written to: choose another place")
     if options.png and Path(options.png).exists() and not Path(options.png).is_file():
         raise DataError(f"--png {options.png}: no regular file, and would be replaced: choose another place")
+    if options.png:
+        plot.kind_of(Path(options.png))
     if options.what.endswith(".hea"):
         if options.crop is not None:
             raise DataError(f"--crop {options.crop}: {options.what} is a record, and only datasets have crops: leave it out")

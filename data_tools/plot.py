@@ -14,6 +14,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
@@ -242,12 +243,18 @@ def _finish_bars(axes: Axes, names: list[str], values: list[int], slots: float) 
     axes.xaxis.set_minor_formatter("")
 
 
+def kind_of(path: Path) -> str:
+    """Of a picture, by its file's name."""
+    kind = path.suffix[1:].lower() or "png"
+    if kind not in FigureCanvasBase.get_supported_filetypes():
+        raise OSError(f"{path}: no picture can be written as .{kind}: use .png, .svg or .pdf")
+    return kind
+
+
 def save(figure: Figure, path: str | os.PathLike[str], dpi: float = DPI) -> None:
     """Write the file whole or not at all, in the format of its suffix; the same figure gives the same bytes."""
     path = Path(path)
-    kind = path.suffix[1:].lower() or "png"
-    if kind not in figure.canvas.get_supported_filetypes():
-        raise OSError(f"{path}: no picture can be written as .{kind}: use .png, .svg or .pdf")
+    kind = kind_of(path)
     undated = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

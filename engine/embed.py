@@ -254,7 +254,7 @@ class Record(NamedTuple):
 
 def records_of(args: argparse.Namespace, wanted: Input) -> Iterator[Record]:
     for url in args.data:
-        if url.endswith(ARRAYS):
+        if url.endswith(ARRAYS) and Path(url).exists():
             yield from arrays(args, Path(url), wanted)
         elif url.endswith(".hea"):
             source = open_sources(str(Path(url).parent), "wfdb")[0]

@@ -11,6 +11,7 @@ import errno
 import gc
 import math
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,6 +71,7 @@ class Door:
         args = self.parse(arguments)
         try:
             if args.schema:
+                signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
                 print(schema(self.kind))
                 return 0
             if args.export:

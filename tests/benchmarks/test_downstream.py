@@ -49,7 +49,16 @@ def test_one_seed_has_no_interval(tmp_path: Path) -> None:
     assert "| 0.200 |" in "\n".join(tables.downstream(part)) and "one seed" in tables.note(part)
 
 
-def test_a_place_without_the_table_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_place_without_the_table_or_with_none_of_its_cells_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         downstream.main([f"real={tmp_path}"])
     assert ended.value.code == 2 and "no table-1.json" in capsys.readouterr().err
+    place = filled(tmp_path / "tables")
+    table = json.loads((place / "table-3.json").read_text())
+    (place / "table-3.json").write_text(json.dumps(table | {"cells": table["cells"][1:]}))
+    with pytest.raises(SystemExit) as ended:
+        downstream.main([f"real={place}", "--table", "3", "--out", str(tmp_path / "none.json")])
+    assert ended.value.code == 2 and "no cell of table 3 is done" in capsys.readouterr().err
+    assert not (tmp_path / "none.json").exists()

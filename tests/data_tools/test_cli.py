@@ -79,6 +79,7 @@ def test_from_nothing_to_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture
         (("synth", "s3://bucket/archive"), "s3://bucket/archive: archives are made on a local disk"),
         (("synth", "SRC"), "empty"),
         (("synth", "new", "--patients", "0"), "--patients"),
+        (("show", "DATASET", "--png", "x.foo"), "x.foo: no picture can be written as .foo"),
         (("show", "DATASET", "--png", "no/such/folder/x.png"), "--png no/such/folder/x.png: no folder"),
     ],
 )
@@ -99,8 +100,8 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(
     os.mkfifo("PIPE")
     write_challenge(tmp_path / "OWN", "one", ecg())
     places = {"SRC": str(archive), "DATASET": dataset.root.url}
-    code, _, err = run(capsys, *(places.get(argument, argument) for argument in arguments))
-    assert code == 2
+    code, out, err = run(capsys, *(places.get(argument, argument) for argument in arguments))
+    assert code == 2 and not out
     assert len(err.strip().splitlines()) == 1, err
     assert words in err
     assert not (tmp_path / "s3:").exists() and stat.S_ISFIFO(os.stat("PIPE").st_mode)

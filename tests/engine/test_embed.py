@@ -294,6 +294,7 @@ def test_a_dataset_in_a_bucket(dataset: Dataset, embedded: Callable[..., pa.Tabl
     [
         (["--out", "/tmp"], "/tmp: is a folder"),
         (["--data", "nothing/here"], "nothing/here: is not there"),
+        (["--data", "nothing.npy"], "nothing.npy: is not there"),
         (["--data", __file__], "nor a .hea"),
         (["--data", "DATASET", "B"], "one dataset at a time"),
         (["--leads", "I,V9"], "'V9'"),

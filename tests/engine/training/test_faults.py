@@ -219,6 +219,15 @@ def test_a_run_that_is_over_is_not_taken_down_by_what_is_left_of_it(script: str)
     assert (done.returncode, done.stderr) == (0, "") and json.loads(done.stdout)["properties"]["train"]
 
 
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, str(ROOT / "engine" / "pretrain.py"), "--schema"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
+
+
 @pytest.mark.parametrize("fate", [die, hang])
 def test_a_rank_that_dies_or_hangs_ends_the_run_in_time_and_it_goes_on(fate: object, dataset: Dataset, tmp_path: Path) -> None:
     began = time.monotonic()
