@@ -1,0 +1,74 @@
+"""What an archive gives today it gives for ever: bytes, rows and roles, whoever holds a dataset of it. A figure here may change
+only with a line in CHANGELOG.md that names the change."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from handmade import write_challenge
+
+from data_tools.build import Settings, shard
+from data_tools.dataset import Dataset
+from data_tools.finish import assign_roles
+from data_tools.sources import open_sources
+from data_tools.splits import keyed_uniform
+
+RATES = ("500", "257", "1000", "400")
+
+
+def signal(number: int, samples: int) -> np.ndarray:
+    """Whole numbers from products and remainders alone, so no library's generator or cosine is in them."""
+    at = np.arange(12)[:, None] * 977 + np.arange(samples) * (131 + number)
+    x = (at % 1009 + at % 97 * 11 - 1000) // 2 * 2
+    if number % 17:
+        x[2:6] = x[1] - x[0], -(x[0] + x[1]) // 2, x[0] - x[1] // 2, x[1] - x[0] // 2
+    if number % 23 == 5:
+        x[8] = 4
+    return x.astype(np.int16)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    root = tmp_path_factory.mktemp("golden")
+    for number in range(120):
+        folder, letter = (("cpsc_2018", "A"), ("georgia", "E"), ("ningbo", "JS"), ("ptb-xl", "HR"))[number % 4]
+        x = signal(number, 2600 + 433 * (number % 29))
+        if number % 19 == 3:
+            x[number % 12, 7] = -32768  # not measured
+        rate = RATES[number // 4 % 4] if number % 7 == 0 else "500"
+        gain = "488.3(-3)/mV" if number % 5 == 1 else "20(0)/mV" if number % 31 == 9 else "1000.0(0)/mV"
+        place = root / "archive" / "training" / folder / f"g{number // 40 + 1}"
+        write_challenge(place, f"{letter}{number:05d}", x, fs=rate, form=f"16x1+24 {gain} 16 0")
+    rows = "".join(f"{number},{number // 12}.0,50,0,{{}},\n" for number in range(3, 120, 4))
+    (root / "archive" / "ptbxl_database.csv").write_text(f"ecg_id,patient_id,age,sex,scp_codes,heart_axis\n{rows}")
+    return shard(open_sources(str(root / "archive")), Settings(str(root / "out"), quiet=True))
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def test_bytes_and_rows(made: Dataset) -> None:
+    assert len(made) == 217
+    assert [one["sha256"][:16] for one in made.meta["shards"]] == ["e0ce29e9d4423f79"]
+    rows = made.table().to_pylist()
+    assert digest(json.dumps([[row["waveform"], row["crc32c"], row["offset"]] for row in rows])) == "a62ef70aa5c55e84"
+    told = ("source", "record", "patient", "start_s", "halves", "missing_leads", "flags", "dx", "labels", "fs_source_hz")
+    assert digest(json.dumps([[row[name] for name in told] for row in rows])) == "6998bf6270a94c06"
+    assert digest(Path(made.root.url, "rejects.csv").read_text()) == "8ac1d5c1e1346f02"
+
+
+@pytest.mark.parametrize(
+    ("plan", "seed", "roles"),
+    [("paper", 0, "8f4bd21d1635f199"), ("paper", 5, "e2d960d1df2772a4"), ("paper-split", 0, "f2d1bfc311074c53")],
+)
+def test_roles(plan: str, seed: int, roles: str, made: Dataset) -> None:
+    table = assign_roles(made.table(), plan, seed).select(["pretrain", "dx_role", "id_role"])
+    assert digest(json.dumps(table.to_pylist())) == roles
+
+
+def test_the_hash_behind_the_roles() -> None:
+    (one,) = keyed_uniform(["georgia/E00001"], "roles 0", 3).tolist()
+    assert one == [0.2080226667060051, 0.272549073484993, 0.4958111328991003]
