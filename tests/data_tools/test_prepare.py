@@ -136,6 +136,29 @@ def test_flags_say_what_is_odd() -> None:
     assert out[8, 10] == 25000
 
 
+@pytest.mark.parametrize(("uv", "flags"), [(20_000, ()), (20_001, ("large",)), (-20_000, ()), (-20_001, ("large",))])
+def test_from_where_on_an_amplitude_is_large(uv: int, flags: tuple[str, ...]) -> None:
+    x = limb_consistent(CROP)
+    x[7, 100] = uv
+    assert prepared(record(x))[0].flags == flags
+
+
+@pytest.mark.parametrize("lead", range(2, 6))
+@pytest.mark.parametrize("missing", [None, 0, 1, 2, 3, 4, 5, 6])
+def test_from_where_on_limb_leads_contradict_each_other_if_all_that_are_compared_are_there(
+    lead: int, missing: int | None
+) -> None:
+    for uv in (20, 21, -20, -21):
+        x = (limb_consistent(CROP) // 2).astype(np.int16)
+        i, ii = x[0] * 2, x[1] * 2  # even, so that nothing is rounded
+        x[:6] = i, ii, ii - i, -(i + ii) // 2, i - ii // 2, ii - i // 2
+        x[lead, 100] += uv
+        if missing is not None:
+            x[missing, 5] = -32768
+        flags = prepared(record(x, invalid=-32768))[0].flags
+        assert flags == (("einthoven",) if abs(uv) > 20 and missing not in (0, 1, lead) else ())
+
+
 @pytest.mark.parametrize("fs_hz", [100.0, 128.0, 240.0, 250.0, 257.0, 360.0, 400.0, 977.0, 1000.0])
 def test_resampling_keeps_a_sine_and_its_clock(fs_hz: float) -> None:
     """Amplitude and phase of sines well below both Nyquist rates, to 2 uV of 1 mV, away from the record's ends."""

@@ -173,6 +173,10 @@ def test_paper_split_leaks_as_the_authors_code_does_and_all_gives_everything() -
     in_dx = records.is_from("cpsc_2018", "georgia")[records.crop_record]
     assert np.mean(leaking.dx[in_dx] == TRAIN) == pytest.approx(0.8, abs=0.03)
     assert leaking.pretrain[~in_dx].all()
+    trained = np.isin(leaking.identity, (TRAIN, VALID))
+    assert np.mean(leaking.identity[trained] == TRAIN) == pytest.approx(0.8, abs=0.03)
+    tested = np.isin(leaking.identity, (GALLERY, PROBE))
+    assert (trained | tested).all() and tested.any() and leaking.pretrain[tested & ~in_dx].all()
     everything = assign(records, "all", 0)
     assert everything.pretrain.all()
     assert not everything.dx.any()
