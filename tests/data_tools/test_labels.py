@@ -1,0 +1,28 @@
+"""`Dx:` -> codes -> the 26 classes."""
+
+import pytest
+
+from data_tools.labels import ABBREVIATIONS, CLASSES, class_row, parse_dx
+
+
+def test_each_code_of_a_class_is_that_class_and_no_other() -> None:
+    assert len(CLASSES) == len(class_row(())) == 26 and not any(class_row(("164931005", "1")))
+    for index, (_, codes) in enumerate(CLASSES):
+        for code in codes:
+            assert [i for i, holds in enumerate(class_row(("9", code))) if holds] == [index]
+    both = class_row(("59118001", "713427006", "426783006"))  # two names of one class, and another
+    assert [ABBREVIATIONS[i] for i, holds in enumerate(both) if holds] == ["RBBB", "NSR"]
+
+
+@pytest.mark.parametrize(
+    ("text", "codes", "dropped"),
+    [
+        ("426783006, 164889003,426783006", ("426783006", "164889003"), 0),
+        ("1" * 18 + "," + "2" * 19, ("1" * 18,), 1),  # SNOMED's longest has 18 digits
+        ("AF,atrial fibrillation,,-5", ("164889003",), 2),
+        ("٣٤٥", (), 1),  # noqa: RUF001 - digits of another script
+        ("", (), 0),
+    ],
+)
+def test_what_is_no_code_is_counted_and_never_copied(text: str, codes: tuple[str, ...], dropped: int) -> None:
+    assert parse_dx(text) == (codes, dropped)
