@@ -15,11 +15,13 @@ Measured = Callable[[Places], np.ndarray]  # bool [B, 12]
 
 def lacking(dataset: Dataset) -> np.ndarray:
     """uint16 [crops]: a bit for each lead, from I at 1 on."""
-    missing = dataset.table(["missing_leads"])["missing_leads"].combine_chunks()
-    lead = pc.index_in(missing.flatten(), pa.array(LEADS)).fill_null(len(LEADS)).to_numpy()
-    bits = np.zeros(len(dataset), np.uint16)
-    np.bitwise_or.at(bits, missing.value_parent_indices().to_numpy(), (1 << lead).astype(np.uint16))
-    return bits
+    found = [np.zeros(0, np.uint16)]
+    for part in dataset.parts(["missing_leads"]):
+        missing, bits = part["missing_leads"], np.zeros(len(part), np.uint16)
+        lead = pc.index_in(missing.flatten(), pa.array(LEADS)).fill_null(len(LEADS)).to_numpy()
+        np.bitwise_or.at(bits, missing.value_parent_indices().to_numpy(), (1 << lead).astype(np.uint16))
+        found.append(bits)
+    return np.concatenate(found)
 
 
 def unseen(dataset: Dataset, leads: Sequence[int]) -> np.ndarray:
