@@ -12,6 +12,7 @@ from handmade import write_challenge
 from data_tools.build import Settings, shard
 from data_tools.dataset import Dataset
 from data_tools.finish import assign_roles
+from data_tools.prepare import SPEC_HASH
 from data_tools.sources import open_sources
 from data_tools.splits import keyed_uniform
 
@@ -67,6 +68,11 @@ def test_bytes_and_rows(made: Dataset) -> None:
 def test_roles(plan: str, seed: int, roles: str, made: Dataset) -> None:
     table = assign_roles(made.table(), plan, seed).select(["pretrain", "dx_role", "id_role"])
     assert digest(json.dumps(table.to_pylist())) == roles
+
+
+def test_the_name_of_the_preprocessing() -> None:
+    """Datasets that are trained on together, and models and their data, are held to have the same."""
+    assert SPEC_HASH == "ab21e8fe59588e9ba351e16fcfe918f30b27e92a10aa96979cc29362c9c1f538"
 
 
 def test_the_hash_behind_the_roles() -> None:

@@ -114,6 +114,15 @@ def test_a_lead_with_an_invalid_sample_is_zero_and_missing_in_that_crop_only(mar
     np.testing.assert_array_equal(out, x[:, CROP:])
 
 
+def test_the_lowest_value_is_a_sample_where_it_does_not_say_that_none_was_measured() -> None:
+    x = limb_consistent(CROP)
+    x[8, 7] = -32768
+    facts, out = prepared(record(x))
+    assert (facts.missing, out[8, 7]) == ((), -32767) and "saturated" in facts.flags
+    facts, out = prepared(record(x, invalid=-32768))
+    assert facts.missing == ("V3",) and not out[8].any() and facts.flags == ()
+
+
 def test_a_crop_without_a_valid_lead_is_refused() -> None:
     flat = np.repeat(np.arange(12, dtype=np.int16)[:, None], CROP, axis=1)
     with pytest.raises(ReadError, match="no valid lead"):
