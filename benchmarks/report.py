@@ -203,6 +203,7 @@ def main() -> int:
             return int(any(path.read_text() != text for path, text in written.items()))
         for path, text in written.items():
             path.write_text(text)
+            print(path)
         for name, draw in plots.pictures(newest(parts)):
             draw().savefig(RESULTS / f"{name}.png", dpi=120, metadata={"Software": None})
             print(RESULTS / f"{name}.png")
