@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.tables import Part, at_one_size, is_peer, number, repeated
+from benchmarks.tables import Part, at_one_size, is_peer, machine, number, repeated
 
 OURS, OTHERS, INK = "#2f6690", "#b5b5bd", "#333333"
 NAMES = {"cost": "a step by its stages", "step": "one training step"}
@@ -34,10 +34,11 @@ def pictures(parts: dict[tuple[str, str], Part]) -> Iterator[tuple[str, Callable
         elif benchmark == "cost":
             yield f"{name}_time", partial(where_time_goes, part)
             yield f"{name}_roofline", partial(roofline, part)
-    on_cpu = {benchmark: part["results"] for (benchmark, device), part in parts.items() if device == "cpu"}
-    way = {label: on_cpu.get(place, {}).get(case) for (place, case), label in WAY.items()}
+    on_cpu = {benchmark: part for (benchmark, device), part in parts.items() if device == "cpu"}
+    way = {label: on_cpu[place]["results"].get(case) for (place, case), label in WAY.items() if place in on_cpu}
     if len(found := {label: result for label, result in way.items() if result}) > 2:
-        yield "way", partial(whole_way, found)
+        machines = dict.fromkeys(machine(on_cpu[place]) for place, _ in WAY if place in on_cpu)
+        yield "way", partial(whole_way, found, " and ".join(machines))
 
 
 def blank(width: float, height: float, title: str) -> tuple[Figure, Any]:
@@ -50,9 +51,7 @@ def blank(width: float, height: float, title: str) -> tuple[Figure, Any]:
 
 
 def title_of(part: Part) -> str:
-    hardware, name = part["hardware"], NAMES.get(part["benchmark"], part["benchmark"])
-    machine = hardware["gpus"][0]["name"] if part["config"].get("device") == "cuda" else hardware["cpu"]
-    return f"{name}, {machine}, {part['date'][:10]}"
+    return f"{NAMES.get(part['benchmark'], part['benchmark'])}, {machine(part)}, {part['date'][:10]}"
 
 
 def shown(part: Part) -> dict[str, Any]:
@@ -115,8 +114,8 @@ def where_time_goes(part: Part) -> Figure:
 
 def roofline(part: Part) -> Figure:
     """Each stage with matrix products: operations a byte, and operations a second; the machine's roof above them."""
-    machine = part["machine"]
-    peak, bandwidth = machine["tflops"] * 1e3, machine["gb_per_s"]  # GFLOP/s, GB/s
+    roof = part["machine"]
+    peak, bandwidth = roof["tflops"] * 1e3, roof["gb_per_s"]  # GFLOP/s, GB/s
     stages = {n: r for n, r in part["results"].items() if r["gflop"] and n not in ("all stages", "the whole step")}
     points = {n: (r["gflop"] / r["gb"], 1e3 * r["gflop"] / r["ms"]["median"]) for n, r in stages.items()}
     drawn, axes = blank(9, 5.2, subtitle(part))
@@ -158,8 +157,9 @@ def beside(points: dict[str, tuple[float, float]], axes: Any) -> Iterator[tuple[
         yield dx, dy
 
 
-def whole_way(found: dict[str, dict[str, Any]]) -> Figure:
-    drawn, axes = blank(9, 0.34 * len(found) + 1.2, "From archive to weights: crops of 10 s a CPU-second, each stage by itself")
+def whole_way(found: dict[str, dict[str, Any]], machines: str) -> Figure:
+    title = f"From archive to weights: crops of 10 s a CPU-second, each stage by itself\n{machines}"
+    drawn, axes = blank(9, 0.34 * len(found) + 1.2, title)
     names = list(reversed(found))
     bars(axes, names, [found[name]["per_cpu_s"] for name in names], [OURS] * len(names))
     axes.set_xlabel("crops (first two: records) of 10 s a CPU-second, logarithmic; lowest to highest", fontsize=9)
@@ -167,9 +167,9 @@ def whole_way(found: dict[str, dict[str, Any]]) -> Figure:
 
 
 def subtitle(part: Part) -> str:
-    given, machine = part["input"], part["machine"]
+    given = part["input"]
     what = f"{given['crops']} crops, {given['precision']}, the {given['model']} model"
-    return f"{title_of(part)}\n{what}; roof of {machine['name']}"
+    return f"{title_of(part)}\n{what}; roof of {part['machine']['name']}"
 
 
 def unit_of(part: Part) -> str:

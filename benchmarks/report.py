@@ -174,7 +174,7 @@ def blocks_of(parts: Parts) -> Iterator[str]:
 
 def published(part: Part) -> Iterator[str]:
     heading, make = tables.TABLES[part["benchmark"]]
-    where = f", on {part['hardware']['gpus'][0]['name']}" if part["config"].get("device") == "cuda" else ""
+    where = f", on {tables.machine(part)}" if part["config"].get("device") == "cuda" else ""
     yield f"### {heading}{where}"
     yield from make(part)
     if told := bars.line(part):

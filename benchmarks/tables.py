@@ -76,7 +76,7 @@ def autotune(part: Part) -> Iterator[str]:
 
 
 def cost(part: Part) -> Iterator[str]:
-    given, machine, lines = part["input"], part["machine"], []
+    given, roof, lines = part["input"], part["machine"], []
     whole = part["results"]["the whole step"]["ms"]["median"]
     for name, r in part["results"].items():
         share = f"{100 * r['ms']['median'] / whole:.1f} %"
@@ -85,8 +85,8 @@ def cost(part: Part) -> Iterator[str]:
     unit = "CPU-ms" if given["device"] == "cpu" else "ms"
     yield rows(f"| | {unit} | by formula | gap | share | bound by | GFLOP | GB |", lines)
     yield (
-        f"{given['crops']} crops, {given['precision']}, the {given['model']} model; by formula: for {machine['name']}, "
-        f"{machine['tflops']:.3g} TFLOP/s and {machine['gb_per_s']:.3g} GB/s ({machine['source']})."
+        f"{given['crops']} crops, {given['precision']}, the {given['model']} model; by formula: for {roof['name']}, "
+        f"{roof['tflops']:.3g} TFLOP/s and {roof['gb_per_s']:.3g} GB/s ({roof['source']})."
     )
 
 
@@ -262,13 +262,13 @@ def note(part: Part) -> str:
     if part["benchmark"] == "downstream":
         seeds = part["config"]["repeats"]
         how = f"up to {seeds} seeds of fine-tuning, ± half of the 95 % interval" if seeds > 1 else "one seed of fine-tuning"
-        machine = f"{hardware['cpu']}, {hardware['cores']} cores{dirty}, {part['date'][:10]}"
-        return f"{machine}; {given['archive']}; {how}; [{part['file']}](results/{part['file']})."
+        where = f"{machine(part)}, {hardware['cores']} cores{dirty}, {part['date'][:10]}"
+        return f"{where}; {given['archive']}; {how}; [{part['file']}](results/{part['file']})."
     versions = ", ".join(f"{name} {version}" for name, version in part["versions"].items())
     left_out = "".join(f" Left out: {name}: {reason}." for name, reason in part.get("left_out", {}).items())
     threads = f", {given['threads']} threads" if "threads" in given else ""
     fresh = ", each in a fresh process" if part["benchmark"] in FRESH and part["config"].get("device") != "cuda" else ""
-    gpu = f"{hardware['gpus'][0]['name']}, " if part["config"].get("device") == "cuda" else ""
+    gpu = f"{machine(part)}, " if part["config"].get("device") == "cuda" else ""
     shared = "" if gpu else " shared with others"
     fewest, repeats = repeated(part)  # fewer where the time was over
     many = f"{fewest} to {repeats}" if fewest < repeats else f"{repeats}"
