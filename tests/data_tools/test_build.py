@@ -1,6 +1,7 @@
 """A dataset as a whole: its bytes, its readers (ours, tarfile, webdataset, DALI, zarr), and how it is extended."""
 
 import csv
+import errno
 import hashlib
 import json
 import shutil
@@ -13,11 +14,13 @@ import webdataset
 from handmade import ecg, write_challenge
 
 from data_tools.build import Settings, shard
-from data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, Dataset, fingerprint
-from data_tools.errors import DataError, DatasetError
+from data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, SAMPLES, Dataset, fingerprint
+from data_tools.errors import DataError, DatasetError, StorageError
 from data_tools.labels import class_row
 from data_tools.plan import make_plan, permutation
+from data_tools.shards import member_header
 from data_tools.sources import open_sources
+from data_tools.storage import LocalFolder
 from data_tools.synth import synthesise
 from data_tools.verify import verify
 
@@ -271,6 +274,50 @@ def test_somebodys_folder_is_left_alone(archive: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="not empty"):
         build(archive, tmp_path / "mine", format="zarr")
     assert (tmp_path / "mine" / "shards").read_text() == "precious"
+
+
+def test_what_a_killed_run_of_other_settings_left_is_cleared_and_nothing_else(archive: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / ".build").mkdir(parents=True)
+    (out / "shards").mkdir()
+    (out / "store.zarr").mkdir()
+    left = ("shards/00009.tar", "shards/00009.idx", "store.zarr/zarr.json")
+    for name in (*left, "shards/notes.txt"):
+        (out / name).write_text("of another run")
+    made = build(archive, out)
+    assert not any((out / name).exists() for name in left) and not (out / "store.zarr").exists()
+    assert (out / "shards" / "notes.txt").exists() and len(made.shards) == len(list((out / "shards").glob("*.tar")))
+
+
+def test_an_archive_without_a_usable_crop_is_one_line(tmp_path: Path) -> None:
+    write_challenge(tmp_path / "a" / "training" / "georgia" / "g1", "E1", np.zeros((12, 5000), np.int16))
+    with pytest.raises(StorageError, match=r"no usable crop in any record \(no valid lead\): nothing to write"):
+        build(tmp_path / "a", tmp_path / "out")
+
+
+def test_tables_that_cannot_be_written_are_one_line(archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = LocalFolder.write
+
+    def full(self: LocalFolder, name: str, data: bytes) -> None:
+        if name == SAMPLES:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, name, data)
+
+    monkeypatch.setattr(LocalFolder, "write", full)
+    with pytest.raises(StorageError, match=r"writing the tables in .*/out: No space left on device"):
+        build(archive, tmp_path / "out")
+    monkeypatch.undo()
+    assert len(build(archive, tmp_path / "out"))
+
+
+@pytest.mark.parametrize(("name", "size", "fits"), [("n" * 99, 8**11 - 1, True), ("n" * 100, 0, False), ("n", 8**11, False)])
+def test_a_tar_header_says_what_it_can_or_nothing(name: str, size: int, fits: bool) -> None:
+    if fits:
+        member = tarfile.TarInfo.frombuf(member_header(name, size), "ascii", "strict")
+        assert (member.name, member.size, member.mode, member.mtime) == (name, size, 0o644, 0)
+    else:
+        with pytest.raises(ValueError, match="cannot be"):
+            member_header(name, size)
 
 
 def test_the_real_ecgs_are_read_to_the_last_bit(real_ecgs: Path, tmp_path: Path) -> None:

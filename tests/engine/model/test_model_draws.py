@@ -1,6 +1,7 @@
 """Draws are functions of their keys alone, distributed as the authors', in shapes that no draw changes."""
 
 import dataclasses
+import hashlib
 import shutil
 
 import numpy as np
@@ -41,6 +42,17 @@ def runs(mask: Tensor) -> list[int]:
 
 def test_streams_do_not_meet_those_of_the_pipelines() -> None:
     assert max(Stream) < min(ModelStream)
+
+
+@pytest.mark.parametrize(("trim", "digest"), [(False, "2626f3127b5816fc"), (True, "b0cd01b5216f8c18")])
+def test_draws_are_the_same_for_ever(trim: bool, digest: str) -> None:
+    """A run that a later version goes on with sees the masks, negatives and noise that it would have seen."""
+    drawn = draw(dataclasses.replace(CONFIG, mask_trim=trim), keys(8), 156, 100)
+    whole = (drawn.mask_RN, drawn.slot_RM, drawn.valid_RM, drawn.times_RMM)
+    assert hashlib.sha256(b"".join(part.numpy().astype("<i4").tobytes() for part in whole)).hexdigest()[:16] == digest
+    assert drawn.noise_RMGV is not None
+    noise = drawn.noise_RMGV.double().flatten()
+    assert float(noise @ torch.arange(len(noise)).double().cos()) == pytest.approx(-363.61973, rel=1e-5)
 
 
 def test_hashes_are_those_of_the_counter() -> None:
