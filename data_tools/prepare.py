@@ -83,13 +83,12 @@ def rate_ratio(fs_hz: float) -> tuple[int, int]:
 def prepare_crop(record: EcgRecord, index: int, out: np.ndarray) -> Crop:
     """Write crop `index` of the record into `out` [12, 5000] int16; a crop without a valid lead is refused."""
     body, missing, flags = fill(record, index, out)
-    start_s, low, high = index * CROP / FS_HZ, body.min(axis=1), body.max(axis=1)
-    flat = (low == high) & ~missing
-    if (flat | missing).all():
+    start_s, lacks = index * CROP / FS_HZ, missing.tolist()
+    flags += quality.flags_of(body, lacks)
+    if sum(flag.startswith("flat:") for flag in flags) + sum(lacks) == len(LEADS):
         raise ReadError("no valid lead", f"at {start_s:g} s")
-    flags += [f"flat:{LEADS[lead]}" for lead in np.flatnonzero(flat)]
-    flags += quality.amplitude_flags(low, high) + quality.einthoven_flags(body, missing)
-    return Crop(start_s, body.shape[1] // HALF, tuple(LEADS[lead] for lead in np.flatnonzero(missing)), tuple(flags))
+    absent = tuple(lead for lead, lacking in zip(LEADS, lacks, strict=True) if lacking)
+    return Crop(start_s, body.shape[1] // HALF, absent, tuple(flags))
 
 
 def fill(record: EcgRecord, index: int, out: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[str]]:

@@ -235,9 +235,7 @@ def _derived(crop: np.ndarray, row: dict[str, Any]) -> Iterator[str]:
     missing = np.isin(LEADS, row["missing_leads"])
     if body[missing].any():
         yield "a missing lead is not zero"
-    low, high = body.min(axis=1), body.max(axis=1)
-    flags = [f"flat:{LEADS[lead]}" for lead in np.flatnonzero((low == high) & ~missing)]
-    flags += quality.amplitude_flags(low, high) + quality.einthoven_flags(body, missing)
+    flags = quality.flags_of(body, missing.tolist())
     if set(flags) != set(row["flags"]) - {"saturated"}:
         yield f"flags are {flags}, {row['flags']} in {SAMPLES}"
 

@@ -6,6 +6,7 @@ PTB-XL's records (HRnnnnn) have patients only through PTB-XL's own table: put pt
 import dataclasses
 import posixpath
 from collections.abc import Iterator
+from functools import lru_cache
 
 from data_tools.record import EcgRecord
 from data_tools.sources.base import WfdbSource, with_orphans
@@ -45,8 +46,7 @@ class PhysioNet2021(WfdbSource):
                 yield from with_orphans(self.root.names(place), ".mat")
 
     def source_of(self, key: str) -> str:
-        parts = [*self.root.url.split("/")[-2:], *key.split("/")[:-1]]  # the root may be a database, or one of its folders
-        return next((part for part in reversed(parts) if part in DATABASES), self.name)
+        return _database(self.root.url, key.rpartition("/")[0]) or self.name
 
     def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
         if record.source != "ptb-xl" or not record.name.startswith("HR"):
@@ -66,6 +66,13 @@ class PhysioNet2021(WfdbSource):
             f"{self.root.url}: no {TABLE}, so this archive's PTB-XL records have no patient, and no gallery or probe role: "
             "give it with --patients"
         ]
+
+
+@lru_cache(maxsize=256)  # a folder holds a thousand records
+def _database(url: str, place: str) -> str | None:
+    """The root may be a database, or one of its folders."""
+    parts = [*url.split("/")[-2:], *place.split("/")]
+    return next((part for part in reversed(parts) if part in DATABASES), None)
 
 
 @once
