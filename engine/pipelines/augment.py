@@ -4,8 +4,8 @@
     x -> 3KG matrix -> + gain * wave of each noise -> limb leads from I and II -> leads seen -> * time window * lead mask -> x
 
 `augment` draws nothing: x and p in, x out. The lead mask (RLM) comes last, so that a masked lead is exactly zero, and so is one
-that its record lacks, whatever was added. Formulas are those of Oh et al. 2022, appendix
-B; the authors' own variants (kinds authors_*) differ from them in the draws alone, and in limb leads made to fit I and II.
+that its record lacks, whatever was added. Formulas are those of Oh et al. 2022, appendix B; the authors' own variants (kinds
+authors_*) differ from them in the draws alone, and in limb leads made to fit I and II.
 
 Shapes: B crops, S adjacent halves or views, L leads, T samples, K components. x is [B, S, L, T] float32 millivolts; p holds
 [B, S, 1 or L, 1 or K]. Without B everything holds as well: that is what DALI sees. numpy and torch take S = 1 in x and make

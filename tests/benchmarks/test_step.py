@@ -190,13 +190,13 @@ def test_a_ratio_is_that_of_the_same_batch_and_the_bars_are_judged(tmp_path: Pat
         ("omnilead: fp32, 4 crops", 1.1),
     ]
     told = bars.line(part)
-    assert "the best way: paper's model, fewest crops: bf16" in told and "at least 3: met, 3.2 (" in told
+    assert "the best way: a step of the paper's model in bf16, times" in told and "at least 3: met, 3.2 (" in told
     assert "at least 1.1: missed, 1.05 (" in told
     assert "3.20" in step.table(results)
     part |= {"config": {"device": "cuda"}, "input": {"model": "paper", "device": "NVIDIA H200"}}
     assert "at least 2,700: missed, 3.2 (omnilead: bf16, step compiled, 4 crops)" in bars.line(part)
     part["input"] = {"model": "paper", "device": "NVIDIA A100"}
-    assert "H200: crops a second at least 2,700: not measured" in bars.line(part)
+    assert "model on an H200 at least 2,700: not measured" in bars.line(part)
 
 
 def test_the_fewest_crops_are_compared() -> None:
