@@ -1,7 +1,7 @@
 """What torch's compiler makes of a training step for an H200, counted where there is none: kernels, and the bytes of each.
 
     pip install triton
-    python -m benchmarks.kernels [--model paper] [--batch 512] [--compile layers|step] [--each]
+    python -m benchmarks.kernels [--model paper] [--batch 512] [--compile layers|step] [--only REGEX] [--each]
 
 Tensors that know shapes and no numbers go through the model in bf16, and what `train.compile` says through the compiler, which
 is told of an H200. Its kernels are written and never run; a kernel's bytes are what it must read and write once. Not counted:
@@ -24,7 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.run import MODEL, positive
+from benchmarks.run import MODEL, positive, regex
 from engine.pipelines.usage import Parser
 
 TB_PER_S = 4.3  # of an H200's memory, read and written
@@ -100,6 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--compile", choices=("layers", "step"), default="layers", help="as train.compile (default: %(default)s)"
     )
+    parser.add_argument("--only", type=regex, default="", metavar="REGEX", help="parts whose name matches: Layer, pool, ...")
     parser.add_argument("--each", action="store_true", help="list each kernel")
     options = parser.parse_args(arguments)
     lack = lacking()
@@ -111,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from engine.pipelines.leads import ConfigError
 
     try:
-        found = graphs(options.model, options.batch, options.compile)
+        found = graphs(options.model, options.batch, options.compile, options.only)
     except ConfigError as error:
         print(f"benchmarks.kernels: --model {options.model}: {error}", file=sys.stderr)
         return 2
@@ -192,7 +193,7 @@ class NeverRun(Exception):
     """What was compiled is called."""
 
 
-def graphs(model: str, batch: int, how: str) -> list[Graph]:
+def graphs(model: str, batch: int, how: str, only: str) -> list[Graph]:
     """Of one training step, in the order in which they are compiled."""
     import torch
     import torch.nn.functional as F
@@ -224,7 +225,7 @@ def graphs(model: str, batch: int, how: str) -> list[Graph]:
 
         def once(*arguments: Any, **named: Any) -> Any:
             times[name] += 1
-            if times[name] == 1:
+            if times[name] == 1 and re.search(only, name):
                 codes.clear()
                 torch._dynamo.reset()
                 try:

@@ -8,13 +8,13 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from cases_made import dies, fails, stream, works
 
 from benchmarks import autotune, e2e, embed, feed, measure, report, run, scaling, stages, start, step, suite
 from benchmarks.measure import CaseError, call_fresh, run_cases
@@ -71,26 +71,6 @@ def test_a_record_says_where_it_comes_from() -> None:
     assert len(facts["git"]["commit"]) == 40 and facts["hardware"]["cores"] == os.cpu_count()
     assert facts["hardware"]["gpus"] == [] or facts["hardware"]["gpus"][0]["driver_version"]
     assert {"python", "torch", "deepspeed", "numpy"} <= set(facts["versions"])
-
-
-def works(units: float) -> float:
-    return units
-
-
-def fails(_: float) -> float:
-    raise MemoryError("no room\nfor this")
-
-
-def dies(_: float) -> float:
-    os._exit(3)
-
-
-def stream(units: float) -> Generator[float, bool, None]:
-    yield 0.0
-    while True:
-        units += 1
-        if (yield units):
-            return
 
 
 def test_a_case_that_fails_does_not_take_the_others_with_it() -> None:
