@@ -14,7 +14,7 @@ from shards_made import flip, make_dataset, read, tar_path
 
 from data_tools.dataset import CROP_SHAPE, Dataset, DatasetError
 from engine.pipelines import gather as module
-from engine.pipelines.gather import Gather
+from engine.pipelines.gather import Bad, Gather, Report
 
 # Equality
 
@@ -190,3 +190,19 @@ def test_descriptors_and_memory_are_bounded(tmp_path: Path) -> None:
     assert size[1] - size[0] < 4 * 2**20
     gather.close()
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.parametrize("position", [0, 3, 4, 7])
+def test_what_is_bad_is_told_by_its_own_batch_of_those_read_together(position: int) -> None:
+    """First and last of each: an error that no batch told would let wrong bytes through."""
+    rows, halves = np.arange(8), (slice(0, 4), slice(4, 8))
+    bad = Bad(position, 0, position, "it is bad")
+    for number, these in enumerate(halves):
+        mine = Report(rows, (bad,)).part(these)
+        assert mine.row.tolist() == rows[these].tolist()
+        assert [one.position for one in mine.skipped] == [position % 4] * (position // 4 == number)
+        if position // 4 == number:
+            with pytest.raises(DatasetError, match="it is bad"):
+                Report(rows, (), bad).part(these)
+        else:
+            assert Report(rows, (), bad).part(these).skipped == ()
