@@ -1,6 +1,7 @@
 """Leads that a record lacks. Its crops have zeros there, and whatever is added to a batch must leave them zeros."""
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +14,7 @@ from engine.pipelines.order import Places
 Measured = Callable[[Places], np.ndarray]  # bool [B, 12]
 
 
+@lru_cache(maxsize=4)  # each validation asks again
 def lacking(dataset: Dataset) -> np.ndarray:
     """uint16 [crops]: a bit for each lead, from I at 1 on."""
     found = [np.zeros(0, np.uint16)]
