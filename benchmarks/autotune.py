@@ -38,12 +38,12 @@ def measure(work: Path, options: argparse.Namespace, progress: Progress) -> dict
         step.refuse("--precision autocast: the loop has fp32 and bf16: use one of them")
     base = replace(step.base_run(options), precision=options.precision, compiled=COMPILED[options.device])
     base = replace(base, steps=options.steps or STEPS[base.device])
-    notes, results, left_out = work / "memory.jsonl", dict[str, Any](), dict[str, str]()
+    results, left_out = dict[str, Any](), dict[str, str]()
 
     def rate(run: Run) -> float:
-        found = run_cases(step.cases([run], notes), options.repeats, progress, left_out, in_one_process=True)
+        found = run_cases(step.cases([run]), options.repeats, progress, left_out, in_one_process=True)
         results.update(found)
-        step.completed(results, [run], notes)
+        step.completed(results, [run])
         return float(found[run.name][FIGURE[run.device]]["median"]) if run.name in found else 0.0
 
     rate(replace(base, side=step.PRODUCT))  # what MFU is a share of

@@ -12,6 +12,7 @@ import multiprocessing
 import resource
 import signal
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from math import comb
@@ -139,7 +140,7 @@ def _timed(function: Callable[..., Any], arguments: tuple[Any, ...], warm_up: bo
         cpu, wall = cpu_s(), time.perf_counter()
         units = next(stream) if stream else function(*arguments)
         wall, cpu = time.perf_counter() - wall, cpu_s() - cpu
-        runs.append({"units": units, "wall_s": wall, "cpu_s": cpu, "peak_mb": _peak_mb()})
+        runs.append({"units": units, "wall_s": wall, "cpu_s": cpu, "peak_mb": _peak_mb()} | _gpu_peak_mb())
     if stream:  # its threads and workers end before the interpreter does
         with contextlib.suppress(StopIteration):
             stream.send(True)
@@ -150,6 +151,12 @@ def _peak_mb() -> float:
     """Of this process, without workers. getrusage would not do: a child begins with its parent's peak."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+def _gpu_peak_mb() -> dict[str, float]:
+    torch = sys.modules.get("torch")
+    on_gpu = torch is not None and torch.cuda.is_initialized()
+    return {"gpu_peak_mb": torch.cuda.max_memory_allocated() / 2**20} if on_gpu else {}
 
 
 def cpu_s() -> float:
@@ -178,7 +185,7 @@ def summary(runs: list[dict[str, float]]) -> dict[str, Any]:
     return {
         "per_s": spread(run["units"] / run["wall_s"] for run in runs),
         "per_cpu_s": spread(run["units"] / max(run["cpu_s"], 1e-9) for run in runs),
-        "peak_mb": max(run["peak_mb"] for run in runs),
+        **{key: max(run[key] for run in runs) for key in ("peak_mb", "gpu_peak_mb") if key in runs[0]},
         "units": runs[0]["units"],
         "repeats": len(runs),
     }

@@ -16,7 +16,6 @@ sides must agree on the loss of the same weights and draws. `--compiled` is the 
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
@@ -128,12 +127,12 @@ def brief(base: Run) -> list[Run]:
     return found + [replace(mine, batch=batch) for batch in larger] + ways
 
 
-def cases(chosen: Sequence[Run], notes: Path) -> dict[str, Case]:
-    return {run.name: (product if run.side == PRODUCT else step, (run, notes)) for run in chosen}
+def cases(chosen: Sequence[Run]) -> dict[str, Case]:
+    return {run.name: (product if run.side == PRODUCT else step, (run,)) for run in chosen}
 
 
-def step(run: Run, notes: Path) -> Generator[float, bool, None]:
-    """Yields once when warm, then the crops trained on, again and again. What a GPU's memory held at most goes to `notes`."""
+def step(run: Run) -> Generator[float, bool, None]:
+    """Yields once when warm, then the crops trained on, again and again."""
     prepare(run)
     advance = theirs(run) if run.side == RECREATION else ours(run)
     for _ in range(WARM_UP[run.device]):
@@ -144,14 +143,11 @@ def step(run: Run, notes: Path) -> Generator[float, bool, None]:
         for _ in range(run.steps):
             advance()
         synchronise(run)
-        if run.device == "cuda":
-            with notes.open("a") as file:
-                file.write(json.dumps({"name": run.name, "mb": torch.cuda.max_memory_allocated() / 2**20}) + "\n")
         if (yield float(run.steps * run.batch)):
             return
 
 
-def product(run: Run, notes: Path) -> Generator[float, bool, None]:
+def product(run: Run) -> Generator[float, bool, None]:
     """GFLOP of square matrix products."""
     prepare(run)
     size, dtype = PRODUCT_SIZE[run.device], torch.float32 if run.precision == "fp32" else torch.bfloat16
@@ -213,6 +209,7 @@ def ours(run: Run) -> Callable[[], None]:
 
 
 def theirs(run: Run) -> Callable[[], None]:
+    torch.backends.cudnn.allow_tf32 = True  # torch's default, which they leave as it is and engine.model turns off
     config = run.config
     model = AuthorsStep(config, THEIR_OBJECTIVE)
     model.load_state_dict(fairseq.theirs(Pretrainer(config, THEIR_OBJECTIVE).state_dict(), config))
@@ -258,7 +255,7 @@ def both_sides(
 def disagreement(run: Run) -> float:
     prepare(run)
     if run.device == "cuda":
-        torch.backends.cudnn.allow_tf32 = False  # of this process, which times nothing
+        torch.backends.cudnn.allow_tf32 = False  # theirs() turns it on again
     with torch.no_grad():
         (_, mine), (_, wanted) = both_sides(run.config, 2, run.device)
     return abs(float(mine / wanted) - 1)
@@ -274,9 +271,8 @@ def check_agreement(run: Run) -> float:
     return found
 
 
-def completed(results: dict[str, dict[str, Any]], chosen: Sequence[Run], notes: Path) -> dict[str, dict[str, Any]]:
-    """Each step's result with what its crops a second mean: GFLOP/s, MFU, times the re-creation, a GPU's memory."""
-    lines = [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
+def completed(results: dict[str, dict[str, Any]], chosen: Sequence[Run]) -> dict[str, dict[str, Any]]:
+    """Each step's result with what its crops a second mean: MFU, times the re-creation."""
     for run in chosen:
         if run.side == PRODUCT or run.name not in results:
             continue
@@ -285,10 +281,10 @@ def completed(results: dict[str, dict[str, Any]], chosen: Sequence[Run], notes: 
         rate = result[figure]["median"]
         if possible := results.get(f"{PRODUCT}: {kind}"):
             result["mfu"] = rate * gflop / possible[figure]["median"]
-        if peer := results.get(Run(RECREATION, "fp32", run.batch).name):
-            result["times_recreation"] = rate / peer[figure]["median"]
-        if memory := [line["mb"] for line in lines if line["name"] == run.name]:
-            result["gpu_peak_mb"] = max(memory)
+        peers = {"fp32": "times_recreation"} | ({"autocast": "times_autocast"} if run.device == "cuda" else {})
+        for precision, key in peers.items():
+            if peer := results.get(Run(RECREATION, precision, run.batch).name):
+                result[key] = rate / peer[figure]["median"]
     return results
 
 
@@ -331,11 +327,11 @@ def measure(work: Path, options: argparse.Namespace, progress: Callable[[str], N
         chosen = brief(base)
     else:
         chosen = runs(base, options.batches or BATCHES[base.device], options.compiled or WAYS[base.device])
-    notes, left_out = work / "memory.jsonl", dict[str, str]()
+    left_out = dict[str, str]()
     progress("do both sides agree on a loss?")
     difference = check_agreement(base)
-    results = run_cases(cases(chosen, notes), options.repeats, progress, left_out, in_one_process=base.device == "cuda")
-    results = completed(results, chosen, notes)
+    results = run_cases(cases(chosen), options.repeats, progress, left_out, in_one_process=base.device == "cuda")
+    results = completed(results, chosen)
     print(table(results))
     given = facts(base) | {"loss_difference": difference}
     print(bars.line({"benchmark": "step", "config": vars(options), "input": given, "results": results}))

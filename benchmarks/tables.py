@@ -64,7 +64,7 @@ def step(part: Part) -> Iterator[str]:
         cells = [name, number(r["per_s"]["median"]) + unit, number(per_cpu(r)) + unit, reach(r[clock(part)])]
         cells += [
             f"{100 * r['mfu']:.0f} %" if "mfu" in r else "",
-            f"{r['times_recreation']:.2f}x" if "times_recreation" in r else "",
+            " ".join(f"{r[key]:.2f}x{of}" for key, of in TIMES.items() if key in r),
         ]
         lines.append([*cells, f"{r.get('gpu_peak_mb', r['peak_mb']) / 1024:.1f} GB"])
     yield rows("| | crops a second | a CPU-second | lowest to highest | MFU | against the re-creation | peak memory |", lines)
@@ -212,6 +212,7 @@ TABLES: dict[str, tuple[str, Callable[[Part], Iterator[str]]]] = {
 
 
 SIZE = ", batch "
+TIMES = {"times_recreation": "", "times_autocast": " (its autocast)"}
 FRESH = ("ingest", "loader", "step", "scaling", "start")
 
 

@@ -1,9 +1,7 @@
 """The authors' step, written again, is their step: same weights and draws, same loss and gradients as ours. And the rest of the
 benchmark: what is compared with what, and that nothing is timed before both sides agree."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import bars, step, tables
+from benchmarks import bars, measure, step, tables
 from benchmarks.authors_step import AuthorsStep, compute_mask_indices, draw
 from engine.model import fairseq
 from engine.model.config import ModelConfig
@@ -95,13 +93,13 @@ def test_adam_is_the_authors_and_for_small_eps_torchs() -> None:
 
 @pytest.mark.parametrize("side", [step.OURS, step.RECREATION])
 @pytest.mark.parametrize("precision", step.PRECISIONS)
-def test_each_case_trains(side: str, precision: str, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_case_trains(side: str, precision: str, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if side == step.RECREATION and precision == "bf16":
         pytest.skip("not a case: the authors have no bf16 weights")
     made: list[nn.Module] = []
     for name in ("Pretrainer", "AuthorsStep"):
         monkeypatch.setattr(step, name, remember(getattr(step, name), made))
-    stream = step.step(step.Run(side, precision, batch=2, model=tiny, threads=1), tmp_path / "notes")
+    stream = step.step(step.Run(side, precision, batch=2, model=tiny, threads=1))
     assert next(stream) == 0
     before = [p.detach().clone() for p in made[0].parameters()]
     assert next(stream) == 4  # two steps of two crops
@@ -176,12 +174,12 @@ def result(rate: float) -> dict[str, Any]:
     return {"per_s": spread, "per_cpu_s": spread, "peak_mb": 1024.0, "units": 8.0, "repeats": 3}
 
 
-def test_a_ratio_is_that_of_the_same_batch_and_the_bars_are_judged(tmp_path: Path) -> None:
+def test_a_ratio_is_that_of_the_same_batch_and_the_bars_are_judged() -> None:
     chosen = step.runs(step.Run(step.OURS, "fp32"), [4], ["eager", "step"])
     rates = {run.name: 1.0 for run in chosen}
     rates |= {"matrix product: fp32": 352.0, "matrix product: bf16": 1760.0}
     rates |= {"omnilead: fp32, 4 crops": 1.05, "omnilead: bf16, step compiled, 4 crops": 3.2}
-    results = step.completed({name: result(rate) for name, rate in rates.items()}, chosen, tmp_path / "none")
+    results = step.completed({name: result(rate) for name, rate in rates.items()}, chosen)
     best = results["omnilead: bf16, step compiled, 4 crops"]
     assert best["times_recreation"] == pytest.approx(3.2) and best["mfu"] == pytest.approx(3.2 * 175.9 / 1760, rel=1e-3)
     part = {"benchmark": "step", "config": {"device": "cpu"}, "input": {"model": "paper"}, "results": results}
@@ -209,10 +207,10 @@ def test_the_fewest_crops_are_compared() -> None:
     assert found[0] == ("omnilead: bf16, 4 crops", 2.0) and found[1][0] == ""
 
 
-def test_without_a_matrix_product_there_is_no_mfu(tmp_path: Path) -> None:
+def test_without_a_matrix_product_there_is_no_mfu() -> None:
     chosen = step.runs(BASE, [4], ["eager"])
     found = {run.name: result(2.0) for run in chosen if run.side != step.PRODUCT or run.precision == "fp32"}
-    results = step.completed(found, chosen, tmp_path / "none")
+    results = step.completed(found, chosen)
     ours = results["omnilead: bf16, 4 crops"]
     assert "mfu" not in ours and ours["times_recreation"] == 1.0 and "mfu" in results["omnilead: fp32, 4 crops"]
     (line,) = (line for line in step.table(results).splitlines() if line.startswith("omnilead: bf16"))
@@ -222,11 +220,27 @@ def test_without_a_matrix_product_there_is_no_mfu(tmp_path: Path) -> None:
     assert len(step.table({}).splitlines()) == 1
 
 
-def test_a_gpus_memory_is_taken_from_the_notes(tmp_path: Path) -> None:
-    chosen, notes = step.runs(step.Run(step.OURS, "fp32", device="cuda"), [64], [False]), tmp_path / "notes"
-    notes.write_text("".join(json.dumps({"name": chosen[2].name, "mb": mb}) + "\n" for mb in (10.0, 30.0, 20.0)))
-    results = step.completed({run.name: result(1.0) for run in chosen}, chosen, notes)
-    assert results[chosen[2].name]["gpu_peak_mb"] == 30.0 and "gpu_peak_mb" not in results[chosen[3].name]
+def test_a_gpus_baseline_is_also_their_autocast() -> None:
+    chosen = step.runs(step.Run(step.OURS, "fp32", device="cuda"), [64], ["eager"])
+    rates = {run.name: 2.0 if run.precision == "autocast" else 1.0 for run in chosen}
+    results = step.completed({name: result(rate) for name, rate in rates.items()}, chosen)
+    ours = results["omnilead: bf16, 64 crops"]
+    assert (ours["times_recreation"], ours["times_autocast"]) == (1.0, 0.5)
+    assert "| 1.00x 0.50x (its autocast) |" in "".join(tables.step({"config": {"device": "cuda"}, "results": results}))
+
+
+def test_a_gpus_memory_is_the_most_of_all_repeats() -> None:
+    runs = [{"units": 1.0, "wall_s": 1.0, "cpu_s": 1.0, "peak_mb": 1.0, "gpu_peak_mb": mb} for mb in (10.0, 30.0, 20.0)]
+    assert measure.summary(runs)["gpu_peak_mb"] == 30.0
+
+
+def test_the_recreation_has_torchs_own_convolutions(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TF32 on a GPU, which engine.model turns off for the whole process."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    step.ours(replace(BASE, batch=2, model=tiny))
+    assert not torch.backends.cudnn.allow_tf32
+    step.theirs(replace(BASE, batch=2, model=tiny))
+    assert torch.backends.cudnn.allow_tf32
 
 
 @pytest.mark.parametrize("found", [2e-4, float("nan")])
