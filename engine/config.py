@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
-import yaml  # type: ignore[import-untyped]
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from engine.model.config import ModelConfig
@@ -29,10 +28,40 @@ from engine.pipelines.augment import AugmentConfig
 from engine.pipelines.batched import HALF
 from engine.pipelines.leads import ConfigError
 from engine.pipelines.loader import LoaderConfig
+from engine.yaml_files import over, parse, read
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 QUICKSTART = CONFIGS / "pretrain" / "quickstart.yaml"
 CPUINFO = Path("/proc/cpuinfo")
+SHOWN = 80  # characters of a wrong value
+ALIASES = {  # what others call it
+    "learning_rate": "train.lr",
+    "batch_size": "train.batch_crops",
+    "per_device_train_batch_size": "train.micro_batch",
+    "micro_batch_size": "train.micro_batch",
+    "max_steps": "train.steps",
+    "num_steps": "train.steps",
+    "max_epochs": "train.epochs",
+    "num_epochs": "train.epochs",
+    "num_train_epochs": "train.epochs",
+    "warmup_steps": "train.warmup",
+    "warmup_ratio": "train.warmup",
+    "max_grad_norm": "train.clip_norm",
+    "gradient_clipping": "train.clip_norm",
+    "dtype": "train.precision",
+    "save_steps": "train.save_every_steps",
+    "eval_steps": "train.validate_every",
+    "logging_steps": "train.log_every",
+    "num_workers": "pipeline.threads",
+    "output_dir": "run",
+    "out": "run",
+    "dataset": "data.datasets",
+    "hidden_size": "model.width",
+    "num_layers": "model.layers",
+    "num_heads": "model.heads",
+    "checkpoint": "start",
+    "pretrained": "start",
+}
 DEEPSPEED_KEYS = ("zero_optimization", "communication_data_type", "prescale_gradients", "gradient_predivide_factor")
 
 
@@ -184,39 +213,14 @@ class FinetuneConfig(Settings):
 Kind = TypeVar("Kind", bound=Settings)
 
 
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML 1.1 takes 5e-5 for a string; a learning rate is none."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
 def load(path: str | Path, overrides: Sequence[str] = (), kind: type[Kind] = Config) -> Kind:  # type: ignore[assignment]
     tree = read(Path(path))
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key:
             raise ConfigError(f"--set {override!r}: write key=value, for example --set train.steps=100")
-        _set(tree, key.strip().split("."), _parse(value, f"--set {key}"))
+        _set(tree, key.strip().split("."), parse(value, f"--set {key}"))
     return build(tree, kind)
-
-
-def read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A file over its `base`."""
-    path = path.resolve()
-    if path in seen:
-        raise ConfigError(f"{path}: base: goes in a circle")
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}: give another --config") from None
-    tree = _parse(text, str(path)) or {}
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: is no table of keys and values")
-    base = tree.pop("base", None)
-    return tree if base is None else _over(read(path.parent / str(base), (*seen, path)), tree)
 
 
 def build(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # type: ignore[assignment]
@@ -224,7 +228,7 @@ def build(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # type: ign
         if foreign := sorted(tree.keys() & (other.model_fields.keys() - kind.model_fields.keys())):
             raise ConfigError(f"{foreign[0]}: is a setting of {door}: name other settings, or another run")
     _known(tree, list(keys(kind)))
-    tree = _over(kind.defaults, tree)
+    tree = over(kind.defaults, tree)
     augment = tree.get("augment")
     if isinstance(augment, dict) and type(augment.get("leads")) is int:
         tree = tree | {"augment": augment | {"leads": str(augment["leads"])}}
@@ -233,8 +237,13 @@ def build(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # type: ign
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in first["loc"] if not re.search(r"\W", str(part)))
+        if first["type"] == "json_invalid":
+            raise ConfigError("a value is no UTF-8 text: write another") from None
+        given = repr(first["input"])
         mend = f": write {key}=[{first['input']}]" if first["type"] == "tuple_type" else ""
-        raise ConfigError(f"{key}={first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}{mend}") from None
+        if len(given) > SHOWN:
+            given, mend = f"{given[:SHOWN]}...", ""
+        raise ConfigError(f"{key}={given}: {first['msg'][0].lower()}{first['msg'][1:]}{mend}") from None
     except TypeError as error:  # a date, say
         raise ConfigError(f"a value is none that JSON knows: {error}") from None
 
@@ -260,18 +269,12 @@ def _known(tree: dict[str, Any], known: list[str], prefix: str = "") -> None:
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if key not in known:
+            alias = [other for other in known if other == ALIASES.get(str(name))]
             tail = [other for other in known if other.split(".")[-1] == str(name)]
-            near = difflib.get_close_matches(key, known, 1, 0.5) or tail
-            raise ConfigError(f"{key}: no such key" + (f": did you mean {(tail or near)[0]}?" if near else ""))
+            near = tail or alias or difflib.get_close_matches(key[:SHOWN], known, 1, 0.5)
+            raise ConfigError(f"{key[:SHOWN]}: no such key" + (f": did you mean {near[0]}?" if near else ""))
         if isinstance(value, dict):
             _known(value, known, f"{key}.")
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: no YAML: {' '.join(str(error).split())}"[:300]) from None
 
 
 def _set(tree: dict[str, Any], names: list[str], value: Any) -> None:
@@ -280,14 +283,6 @@ def _set(tree: dict[str, Any], names: list[str], value: Any) -> None:
             tree[name] = {}
         tree = tree[name]
     tree[names[-1]] = value
-
-
-def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    both = dict(below)
-    for name, value in above.items():
-        inner = both.get(name)
-        both[name] = _over(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
-    return both
 
 
 def deepspeed_json(config: Settings, world: int, universal: bool = False) -> dict[str, Any]:
@@ -364,8 +359,11 @@ def check(config: Settings, world: int) -> None:
         raise ConfigError(f"run={config.run!r}: must be a local folder, for example --set run=runs/first")
     if not config.data.datasets:
         raise ConfigError("data.datasets=[]: name a dataset, for example --set data.datasets=[DATASET]")
-    if (t.steps is None) == (t.epochs is None):
-        raise ConfigError(f"train.steps={t.steps}, train.epochs={t.epochs}: give one of the two")
+    if t.steps is not None and t.epochs is not None:
+        cure = "add --set train.epochs=null, or --set train.steps=null"
+        raise ConfigError(f"train.steps={t.steps}, train.epochs={t.epochs}: only one of the two may be set: {cure}")
+    if t.steps is None and t.epochs is None:
+        raise ConfigError("train.steps and train.epochs are not set: give one, for example --set train.steps=1000")
     micro_batch(config, world)
     if zero_stage(config) == 3 and t.compile not in (None, "eager"):
         raise ConfigError(f"train.compile={t.compile} with ZeRO stage 3, which gathers weights layer by layer: use eager")

@@ -11,8 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from engine.config import CONFIGS, read
+from engine.config import CONFIGS
 from engine.pipelines.leads import ConfigError
+from engine.yaml_files import read
 
 HERE = CONFIGS / "reproduce"
 TASKS = {"Dx": "diagnosis", "Id": "identification"}  # as the paper calls them; configs/finetune/TASK.yaml

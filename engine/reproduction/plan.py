@@ -15,10 +15,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.config import CONFIGS, Config, FinetuneConfig, check, load, read
+from engine.config import CONFIGS, Config, FinetuneConfig, check, load
 from engine.model.config import ModelConfig, flops_per_crop
 from engine.pipelines.leads import ConfigError, describe, parse
 from engine.reproduction.paper import LEADS, TASKS, Row, Scale, Table, as_arguments, flat
+from engine.yaml_files import read
 
 Kind = Literal["pretrain", "finetune", "evaluate"]
 KINDS: tuple[Kind, ...] = ("pretrain", "finetune", "evaluate")

@@ -48,6 +48,8 @@ def test_the_methods_of_the_paper_are_all_there_and_differ() -> None:
         ("train.stepz=3", "train.stepz: no such key: did you mean train.steps?"),
         ("model.widht=3", "model.widht: no such key: did you mean model.width?"),
         ("lr=1e-4", "lr: no such key: did you mean train.lr?"),
+        ("train.learning_rate=1e-4", "train.learning_rate: no such key: did you mean train.lr?"),
+        ("batch_size=8", "batch_size: no such key: did you mean train.batch_crops?"),
         ("augment.amplitude_mv.emgs=1", "did you mean augment.amplitude_mv.emg?"),
         ("train.lr=fast", "train.lr='fast': input should be a valid number"),
         ("train.steps=2.5", "train.steps=2.5: "),
@@ -91,7 +93,8 @@ def test_precision_auto_is_what_the_hardware_has(
     ("overrides", "world", "says"),
     [
         (["data.datasets=[]"], 1, "data.datasets=[]"),
-        (["train.steps=3"], 1, "train.steps=3, train.epochs=200.0: give one"),
+        (["train.epochs=null"], 1, "--set train.steps="),
+        (["train.steps=3"], 1, "--set train.epochs=null"),
         ([], 3, "train.batch_crops=512: must be a multiple of the 3 ranks"),
         (["train.micro_batch=100"], 2, "train.micro_batch=100: must divide the 256 crops"),
         (["train.deepspeed=null", "train.zero_stage=0"], 1, "train.zero_stage=0 with train.precision=bf16"),
@@ -166,6 +169,42 @@ def test_files_in_a_circle_and_missing_files(tmp_path: Path) -> None:
         load(tmp_path / "a.yaml")
     with pytest.raises(ConfigError, match="No such file"):
         load(tmp_path / "c.yaml")
+
+
+NINE = ["x"] + [", ".join([f"*a{n}"] * 9) for n in range(11)]
+BOMB = "\n".join(f"a{n}: &a{n} [{repeated}]" for n, repeated in enumerate(NINE))
+MERGED = "a0: &a0 {x: 1}\n" + "\n".join(f"a{n}: &a{n} {{<<: [{NINE[n]}]}}" for n in range(1, 12))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"train: &a {lr: *a}", b"&a [*a]", b"data: {datasets: &a [*a]}", BOMB.encode(), MERGED.encode()),
+        *(b"train: " + b"[" * 5000, b"{a: " * 5000, b"train: {steps: " + b"9" * 400 + b"}", b"train: {steps: 0x" + b"f" * 9000),
+        *("run: \u00e9".encode("latin-1"), bytes(range(256)), b'run: "\\ud800"', b'base: "a\\0b"', b"#" * 2**21),
+        *(b"run: 2020-99-99", b"train: {steps: 0x_}", b"train: {steps: !!int ''}", b"run: !!bool x", b"run: !!timestamp x"),
+    ],
+    ids=lambda content: repr(content[:20]),
+)
+def test_a_file_that_is_nobodys_settings_is_one_line(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "f.yaml").write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path / "f.yaml")
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+def test_aliases_and_other_encodings_are_read(tmp_path: Path) -> None:
+    (tmp_path / "f.yaml").write_bytes("run: r\u00e9\ntrain: {log_every: &n 7, keep: *n}".encode("utf-16"))
+    config = load(tmp_path / "f.yaml")
+    assert (config.run, config.train.log_every, config.train.keep) == ("r\u00e9", 7, 7)
+    (tmp_path / "f.yaml").write_bytes(b"\xef\xbb\xbfrun: r")
+    assert load(tmp_path / "f.yaml").run == "r"
+
+
+def test_links_in_a_circle_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "f.yaml").symlink_to(tmp_path / "f.yaml")
+    with pytest.raises(ConfigError):
+        load(tmp_path / "f.yaml")
 
 
 def test_the_tree_comes_back_from_its_own_words() -> None:
