@@ -10,7 +10,6 @@ input has, then the command, which reads, prepares and encodes them and writes t
 import argparse
 import contextlib
 import io
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -85,20 +84,16 @@ def prepare(work: Path, records: int) -> Dataset:
 
 def untrained(folder: Path, model: str) -> None:
     """As engine.training.export would write it before the first step."""
-    from safetensors.torch import save_file
-
     from benchmarks.step import config_file
     from engine.config import load
+    from engine.model.folder import write
     from engine.model.pretrainer import Pretrainer
-    from engine.model.trained import CONFIG, FORMAT, PREPROCESSING, WEIGHTS
     from engine.pipelines.leads import LEADS
 
     config = load(config_file(model))
-    folder.mkdir()
-    save_file(Pretrainer(config.model, config.objective).state_dict(), folder / WEIGHTS)
-    (folder / CONFIG).write_text(json.dumps({"format_version": FORMAT, "model": asdict(config.model)}))
+    weights = Pretrainer(config.model, config.objective).state_dict()
     signal = {"fs_hz": 500, "leads": LEADS, "segment_s": 5.0, "scale": "millivolt"}
-    (folder / PREPROCESSING).write_text(json.dumps(signal))
+    write(folder, weights, {"model": asdict(config.model)}, signal)
 
 
 def turns(setup: Setup) -> dict[str, list[dict[str, float]]]:

@@ -16,7 +16,6 @@ zscore where they say normalize, or name ECG-FM or MIMIC-IV-ECG among their path
 import argparse
 import json
 import os
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -29,24 +28,13 @@ if not __package__:
 import safetensors
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from engine.model.config import ModelConfig
 from engine.model.fairseq import WeightsError, ours, settings, spelling, their_settings, theirs
+from engine.model.folder import CONFIG, PREPROCESSING, WEIGHTS, document_of, model_folder, write
 from engine.model.portable import to_onnx
 from engine.model.stranger import CheckpointError, read_checkpoint, tensors
-from engine.model.trained import (
-    CARD,
-    CONFIG,
-    FORMAT,
-    PREPROCESSING,
-    WEIGHTS,
-    config_of,
-    document_of,
-    load,
-    model_folder,
-    save_weights,
-)
+from engine.model.trained import config_of, load
 from engine.pipelines.leads import LEADS, ConfigError
 from engine.pipelines.signals import SCALES
 from engine.pipelines.usage import Parser
@@ -65,12 +53,9 @@ def from_fairseq(checkpoint: Path, out: Path, scale: str = "auto") -> None:
     scale = _scale(cfg) if scale == "auto" else scale
     history = content.get("optimizer_history")
     origin = {"cfg": cfg, "spelling": spelling(state), "order": list(state), "optimizer_history": history}
-    documents = {
-        CONFIG: _json({"format_version": FORMAT, "model": asdict(config), "fairseq": origin}),
-        PREPROCESSING: _json(preprocessing(config, scale)),
-        CARD: _card(checkpoint.name, config, scale, sum(weights.numel() for weights in converted.values())),
-    }
-    _publish(out, converted, documents)
+    weights = {name: w.clone() for name, w in converted.items()}  # tied ones, once each
+    card = _card(checkpoint.name, config, scale, sum(w.numel() for w in weights.values()))
+    write(out, weights, json.loads(_json({"model": asdict(config), "fairseq": origin})), preprocessing(config, scale), card)
 
 
 def preprocessing(config: ModelConfig, scale: str) -> dict[str, Any]:
@@ -99,7 +84,7 @@ def _scale(cfg: Mapping[str, Any]) -> str:
 def to_fairseq(run: Path, out: Path) -> None:
     if out.exists():
         raise ConfigError(f"{out}: exists: choose another name")
-    with model_folder(run) as folder:
+    with model_folder(run) as (folder, _):
         document = document_of(folder / CONFIG)
         try:
             state = load_file(folder / WEIGHTS)
@@ -146,20 +131,6 @@ def _origin(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
     for key in wrong:
         raise ConfigError(f"{path}: fairseq.{key}={str(origin[key])[:100]}: not as it was written: restore it or leave it out")
     return origin
-
-
-def _publish(out: Path, state: dict[str, Tensor], documents: dict[str, str]) -> None:
-    """All of it or nothing: written beside, then renamed."""
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        save_weights({name: weights.clone() for name, weights in state.items()}, temporary / WEIGHTS)  # tied ones, once each
-        for name, text in documents.items():
-            (temporary / name).write_text(text)
-        temporary.replace(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _json(value: Any) -> str:

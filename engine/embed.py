@@ -46,7 +46,7 @@ from tqdm import tqdm
 from data_tools.dataset import META, Dataset
 from data_tools.memory import keep_freed_memory
 from data_tools.sources import DataError, Prepared, ReadError, Source, open_sources, prepared
-from engine.model.trained import CONFIG, PREPROCESSING, WEIGHTS, Trained, load, model_folder
+from engine.model.trained import Trained, load
 from engine.pipelines.gather import Gather
 from engine.pipelines.lacking import unseen
 from engine.pipelines.leads import LEADS, ConfigError, describe, in_order
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> None:
     on_gpu, cores = args.device.startswith("cuda"), len(os.sched_getaffinity(0))
     args.batch = args.batch or (256 if on_gpu else 16)
     args.workers = args.workers or (cores if on_gpu else max(1, cores // 4))
-    model, wanted, digest = prepare_model(args)
+    model, wanted = prepare_model(args)
     with_meta = [url for url in args.data if is_dataset(url)]
     if with_meta and len(args.data) > 1:
         raise ConfigError(f"--data {' '.join(args.data)}: one dataset at a time, and no files beside it")
@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> None:
             raise ConfigError(f"--data {args.data[0]}: --probe needs a dataset with roles: `data_tools shard` makes one")
         score(args, model, wanted)
         return
-    job = {"model": digest, "leads": args.leads, "per": args.per, "batch": args.batch, "precision": args.precision}
+    job = {"model": model.digest, "leads": args.leads, "per": args.per, "batch": args.batch, "precision": args.precision}
     job |= {"device": torch.device(args.device).type, "on_corrupt": args.on_corrupt}
     if with_meta:
         dataset = Dataset.open(args.data[0])
@@ -165,8 +165,8 @@ def check(args: argparse.Namespace) -> None:
             writable(place, flag)
 
 
-def prepare_model(args: argparse.Namespace) -> tuple[Trained, Input, str]:
-    """The model where it computes, what it takes, and a digest of both."""
+def prepare_model(args: argparse.Namespace) -> tuple[Trained, Input]:
+    """The model where it computes, and what it takes."""
     try:
         device = torch.device(args.device)
         torch.zeros(0, device=device).cpu()
@@ -175,14 +175,9 @@ def prepare_model(args: argparse.Namespace) -> tuple[Trained, Input, str]:
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     keep_freed_memory()
-    with model_folder(args.model) as folder:
-        digest = hashlib.sha256()
-        model = load(folder)
-        for name in (WEIGHTS, CONFIG, PREPROCESSING):
-            with open(folder / name, "rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
+    model = load(args.model)
     model.to(device, torch.bfloat16 if args.precision == "bf16" else torch.float32)
-    return model, model.input.limited_to(args.leads) if args.leads else model.input, digest.hexdigest()
+    return model, model.input.limited_to(args.leads) if args.leads else model.input
 
 
 def is_dataset(url: str) -> bool:

@@ -1,6 +1,5 @@
 """Shared by all tests: one small synthetic archive, and where the real ECGs lie if they do."""
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict
@@ -64,8 +63,8 @@ def save_model(
 ) -> Path:
     """A small untrained model as engine.training.export writes it. `preprocessing`: what differs; `model`: of ModelConfig."""
     import torch
-    from safetensors.torch import save_file
 
+    from engine.model import folder as folders
     from engine.model.config import ModelConfig
     from engine.model.pretrainer import Pretrainer
     from engine.objectives.config import ObjectiveConfig
@@ -87,10 +86,7 @@ def save_model(
     if head and head.get("classes"):
         weights["head.weight"] = torch.randn(len(head["classes"]), config.width, generator=seeded)
         weights["head.bias"] = torch.randn(len(head["classes"]), generator=seeded)
-    document = {"format_version": 1, "model": asdict(config), "objective": asdict(objective), "trained": {"step": 1}}
+    document = {"model": asdict(config), "objective": asdict(objective), "trained": {"step": 1}}
     signal = {"fs_hz": 500, "leads": list(LEADS[:leads]), "segment_s": 5.0, "scale": "millivolt", "sha256": "0"}
-    folder.mkdir(parents=True)
-    save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(document | ({"head": head} if head else {})))
-    (folder / "preprocessing.json").write_text(json.dumps(signal | (preprocessing or {})))
+    folders.write(folder, weights, document | ({"head": head} if head else {}), signal | (preprocessing or {}))
     return folder

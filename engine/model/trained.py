@@ -4,50 +4,42 @@
     model.embed(signal, fs_hz=250, leads=["II", "V1"], unit="mV")   # [L, T] -> [D], [B, L, T] -> [B, D]
     model(x_RLT), model.logits(x_RLT)                               # of segments that are prepared already (model.input)
 
-config.json says what the weights must be: one that is missing, is too many or has another shape is an error that names it.
-Only what stands beside the encoder in pre-training (quantiser, projections) is passed over.
+Files that are not the ones config.json names by sha256 are refused (engine.model.folder), and so are weights that are missing,
+too many or of another shape. Only what stands beside the encoder in pre-training (quantiser, projections) is passed over.
 """
 
-import json
 import os
-import stat
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from engine.model.config import ModelConfig
 from engine.model.encoder import Encoder
+from engine.model.folder import CONFIG, FORMAT, PREPROCESSING, WEIGHTS, LoadError, document_of, model_folder
 from engine.model.heads import pool
 from engine.pipelines.leads import ConfigError
 from engine.pipelines.signals import Input, SignalError, crops
 
-WEIGHTS, CONFIG, PREPROCESSING, CARD = "model.safetensors", "config.json", "preprocessing.json", "README.md"
-FORMAT = 1
 TASKS = ("diagnosis", "identification")
 ROWS = 64  # segments encoded at a time
 SHOWN = 4  # names in a message
-
-
-class LoadError(ConfigError):
-    """A folder that is no model of ours, or not all of one: one line."""
+NOT_FINITE = "the model gives embeddings that are not finite: its weights are broken"
 
 
 class Trained(nn.Module):
-    """In eval mode. R segments of 5 s, L leads, T samples; D is `encoder.width`."""
+    """In eval mode. R segments of 5 s, L leads, T samples; D is `encoder.width`. `digest` is that of its files."""
 
-    def __init__(self, encoder: Encoder, head: nn.Linear | None, config: dict[str, Any], preprocessing: dict[str, Any]) -> None:
+    def __init__(
+        self, encoder: Encoder, head: nn.Linear | None, config: dict[str, Any], preprocessing: dict[str, Any], digest: str = ""
+    ) -> None:
         super().__init__()
-        self.encoder, self.head, self.config, self.preprocessing = encoder, head, config, preprocessing
+        self.encoder, self.head, self.config, self.preprocessing, self.digest = encoder, head, config, preprocessing, digest
         self.input = Input.of(preprocessing, config_of(config).leads)
         self.eval()
 
@@ -104,65 +96,21 @@ class Trained(nn.Module):
             return torch.zeros(0, self.encoder.width, device=self.device)
         c_RD = torch.cat([self.pooled(x_RLT) for x_RLT in torch.cat(parts).split(ROWS)])
         c_BD = torch.stack([part.mean(0) for part in c_RD.split([len(part) for part in parts])])
+        if not c_BD.isfinite().all():
+            raise ConfigError(NOT_FINITE)
         c_BD = F.normalize(c_BD, dim=-1) if unit_norm else c_BD
         return c_BD if several else c_BD[0]
 
 
 def load(path: str | os.PathLike[str]) -> Trained:
-    with model_folder(path) as folder:
+    with model_folder(path) as (folder, digest):
         document, preprocessing = document_of(folder / CONFIG), document_of(folder / PREPROCESSING)
         config = config_of(document, folder / CONFIG)
         encoder, head = _load_weights(folder / WEIGHTS, config, _classes(document, folder / CONFIG))
         try:
-            return Trained(encoder, head, document, preprocessing)
+            return Trained(encoder, head, document, preprocessing, digest)
         except ConfigError as error:
             raise LoadError(f"{folder / PREPROCESSING}: {error}") from None
-
-
-@contextmanager
-def model_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """The folder with the weights: RUN/model or the folder itself; far away ones are fetched first."""
-    text = os.fspath(path)
-    if "://" in text:
-        with tempfile.TemporaryDirectory() as local:
-            yield _fetched(text.rstrip("/"), Path(local))
-        return
-    run = Path(text)
-    folder = run / "model" if (run / "model").is_dir() else run
-    if not (folder / WEIGHTS).is_file():
-        if not run.exists():
-            raise LoadError(f"{run}: no such folder: give RUN or RUN/model")
-        if folder == run and (run / "checkpoints").is_dir():
-            raise LoadError(f"{run}: has checkpoints but no model/ yet: --export {run} of pretrain.py or finetune.py")
-        raise LoadError(f"{folder}: no {WEIGHTS} in it: give RUN or RUN/model")
-    if not os.access(folder / WEIGHTS, os.R_OK):  # safetensors would say that there is no such file
-        raise LoadError(f"{folder / WEIGHTS}: may not be read: ask its owner for permission")
-    yield folder
-
-
-def _fetched(url: str, local: Path) -> Path:
-    try:
-        place, root = fsspec.core.url_to_fs(url)
-        root = f"{root}/model" if place.exists(f"{root}/model/{WEIGHTS}") else root
-        for name in (CONFIG, PREPROCESSING, WEIGHTS):
-            place.get_file(f"{root}/{name}", str(local / name))
-    except FileNotFoundError as error:
-        raise LoadError(f"{url}: no model there: {error}".splitlines()[0]) from None
-    except Exception as error:  # of many kinds: network, credentials, a missing package
-        raise LoadError(f"{url}: {type(error).__name__}: {error}".splitlines()[0]) from None
-    return local
-
-
-def document_of(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise LoadError(f"{path}: no such file: a model is {WEIGHTS}, {CONFIG} and {PREPROCESSING}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise LoadError(f"{path}: cannot be read: {error}".splitlines()[0]) from None
-    if not isinstance(document, dict):
-        raise LoadError(f"{path}: a {type(document).__name__}, not an object")
-    return document
 
 
 def config_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> ModelConfig:
@@ -211,14 +159,6 @@ def _load_weights(path: Path, config: ModelConfig, classes: int) -> tuple[Encode
         mine = {name.removeprefix(f"{part}."): w for name, w in weights.items() if name.startswith(f"{part}.")}
         module.load_state_dict(mine, assign=True)
     return encoder, head
-
-
-def save_weights(weights: dict[str, Tensor], path: Path) -> None:
-    """For others to read as well: safetensors lets the owner alone, whatever the umask."""
-    path.touch()
-    mode = stat.S_IMODE(path.stat().st_mode)
-    save_file(weights, path, metadata={"format": "pt"})
-    path.chmod(mode)
 
 
 def _compare(path: Path, seen: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:

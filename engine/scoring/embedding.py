@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from data_tools.dataset import CROP_SHAPE, Dataset
-from engine.model.trained import Trained
+from engine.model.trained import NOT_FINITE, Trained
 from engine.pipelines.ahead import read_ahead
 from engine.pipelines.batched import FS_HZ, HALF
 from engine.pipelines.gather import Gather
@@ -265,4 +265,4 @@ def finite(table: pa.Table) -> None:
     """A model whose weights have gone wrong must not fill a table quietly."""
     vectors = table["embedding"].combine_chunks().flatten().to_numpy()
     if not np.isfinite(vectors).all():
-        raise ConfigError("the model gives embeddings that are not finite: its weights are broken")
+        raise ConfigError(NOT_FINITE)

@@ -3,16 +3,13 @@
 python engine/pretrain.py --export RUN    # from the newest checkpoint; the end of a run does it too
 """
 
-import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
 from engine.config import Settings
-from engine.model.trained import CARD, CONFIG, FORMAT, PREPROCESSING, WEIGHTS, save_weights
+from engine.model import folder
 from engine.pipelines.leads import describe
 from engine.pipelines.signals import SCALES
 from engine.training import checkpoint
@@ -23,41 +20,19 @@ def export(run: Path, path: Path, config: Settings, task: Task | type[Task]) -> 
     """model/ of a checkpoint: all of it or nothing."""
     state = checkpoint.read_state(path)
     weights = {name: w for name, w in checkpoint.full_weights(path).items() if task.exports(config, name)}
-    temporary, out, old = run / f".model.{os.getpid()}", run / "model", run / f".model.old.{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        try:
-            save_weights(weights, temporary / WEIGHTS)
-        except SafetensorError as error:
-            raise checkpoint.WriteError(f"{out}: {error}: make room, then --export {run}") from error
-        for name, content in documents(config, state, task, sum(w.numel() for w in weights.values())).items():
-            (temporary / name).write_text(content)
-        if out.exists():
-            os.replace(out, old)
-        os.replace(temporary, out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
-    return out
-
-
-def documents(config: Settings, state: dict[str, Any], task: Task | type[Task], parameters: int) -> dict[str, str]:
     leads, seen = (describe(which).split(",") for which in (config.augment.output_leads, config.augment.seen))
     signal = {"fs_hz": 500, "leads": leads, "segment_s": 5.0, "scale": "millivolt", "meaning": SCALES["millivolt"]}
     signal |= {"seen": seen} if seen != leads else {}
     trained = {name: state[name] for name in ("step", "crops_seen", "datasets", "preprocessing_sha256")}
     trained["splits"] = [*state.get("splits", ()), *state.get("splits_before", ())]
-    model = {"format_version": FORMAT, **task.described(config, state), "trained": trained}
-    return {
-        CONFIG: _json(model),
-        PREPROCESSING: _json(signal | {"sha256": state["preprocessing_sha256"]}),
-        CARD: card(config, state, task, parameters, leads),
-    }
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, indent=1) + "\n"
+    about = card(config, state, task, sum(w.numel() for w in weights.values()), leads)
+    document, signal["sha256"] = task.described(config, state) | {"trained": trained}, state["preprocessing_sha256"]
+    out = run / "model"
+    try:
+        folder.write(out, weights, document, signal, about)
+    except SafetensorError as error:
+        raise checkpoint.WriteError(f"{out}: {error}: make room, then --export {run}") from error
+    return out
 
 
 def card(config: Settings, state: dict[str, Any], task: Task | type[Task], parameters: int, leads: list[str]) -> str:

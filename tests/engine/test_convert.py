@@ -21,6 +21,7 @@ from torch import Tensor
 from engine import convert
 from engine.model.config import ModelConfig
 from engine.model.fairseq import their_settings, theirs
+from engine.model.folder import seal
 from engine.model.pretrainer import Pretrainer
 from engine.objectives.config import ObjectiveConfig
 
@@ -84,7 +85,7 @@ def test_a_run_of_ours_becomes_a_checkpoint_of_theirs(tmp_path: Path) -> None:
     convert.from_fairseq(saved(tmp_path / "a.pt"), tmp_path / "run" / "model")
     document = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
     del document["fairseq"]
-    (tmp_path / "run" / "model" / "config.json").write_text(json.dumps(document))
+    seal(tmp_path / "run" / "model", document)
     assert convert.main(["to-fairseq", str(tmp_path / "run"), str(tmp_path / "b.pt")]) == 0
     assert convert.main(["from-fairseq", str(tmp_path / "b.pt"), str(tmp_path / "again")]) == 0
     assert same(*(load_file(tmp_path / p / "model.safetensors") for p in ("run/model", "again")))
@@ -302,7 +303,10 @@ def test_folders_on_the_way_are_made(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_damaged_config_is_one_line(change: Any, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     convert.from_fairseq(saved(tmp_path / "a.pt"), tmp_path / "out")
     path = tmp_path / "out" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change if change else change))
+    if change:
+        seal(tmp_path / "out", json.loads(path.read_text()) | change)
+    else:
+        path.write_text("[]")
     assert convert.main(["to-fairseq", str(tmp_path / "out"), str(tmp_path / "b.pt")]) == 2
     err = capsys.readouterr().err
     assert told in err and err.count("\n") == 1 and not (tmp_path / "b.pt").exists()
@@ -312,6 +316,7 @@ def test_a_model_without_the_local_objective_stays_here(tmp_path: Path, capsys: 
     convert.from_fairseq(saved(tmp_path / "a.pt"), tmp_path / "out")
     path = tmp_path / "out" / "model.safetensors"
     save_file({name: w for name, w in load_file(path).items() if not name.startswith("local.")}, path)
+    seal(tmp_path / "out", json.loads((tmp_path / "out" / "config.json").read_text()))
     assert convert.main(["to-fairseq", str(tmp_path / "out"), str(tmp_path / "b.pt")]) == 2
     err = capsys.readouterr().err
     assert "trained without the local objective" in err and err.count("\n") == 1

@@ -19,6 +19,7 @@ from data_tools.dataset import CLASSES, Dataset, fingerprint
 from data_tools.sources import open_sources
 from data_tools.synth import synthesise
 from engine.evaluate import main
+from engine.model.folder import seal
 from engine.pipelines.leads import LEADS
 from engine.pipelines.roles import split_of
 from engine.scoring import heldout
@@ -223,7 +224,7 @@ def test_a_model_that_has_seen_the_data_split_otherwise(
         ("by hand", False),
     ):
         document = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(document | {"trained": {"splits": splits}}))
+        seal(folder, document | {"trained": {"splits": splits}})
         found = scored(capsys, tmp_path / "f.json", *arguments)
         assert any(told in remark for remark in found["remarks"]) == said, splits
 
@@ -343,6 +344,7 @@ def test_a_model_that_gives_nan(
     weights = load_file(folder / "model.safetensors")
     weights[next(name for name in weights if name.startswith("encoder.layers"))][:] = np.nan
     save_file(weights, folder / "model.safetensors")
+    seal(folder, json.loads((folder / "config.json").read_text()))
     common = ("--model", folder, "--data", data.root.url, "--json", tmp_path / "f.json")
     refuse(capsys, r"the model gave NaN for \d+ of|embeddings are not finite", *common, code=1)
     assert not (tmp_path / "f.json").exists()

@@ -17,9 +17,10 @@ import engine
 from data_tools.dataset import Dataset
 from data_tools.prepare import crop_count, prepare_crop
 from data_tools.record import EcgRecord
+from engine.model.folder import LoadError, seal
 from engine.model.heads import pool
 from engine.model.pretrainer import Pretrainer
-from engine.model.trained import LoadError, Trained, config_of
+from engine.model.trained import Trained, config_of
 from engine.objectives.config import ObjectiveConfig
 from engine.pipelines.leads import ALL, LEADS, ConfigError
 from engine.pipelines.signals import Input, SignalError, crops
@@ -70,6 +71,7 @@ def test_a_model_of_a_bucket_and_of_half_precision(saved_model: Saved) -> None:
     folder = saved_model()
     weights = load_file(folder / "model.safetensors")
     save_file({name: w.half() for name, w in weights.items()}, folder / "model.safetensors")
+    sealed(folder)
     bucket = fsspec.filesystem("memory")
     bucket.put(str(folder), "/bucket/run/model", recursive=True)
     x = torch.randn(1, 12, 2500)
@@ -84,7 +86,7 @@ def test_an_encoder_that_was_never_masked_and_a_head_without_classes(saved_model
     save_file(
         {n: w for n, w in weights.items() if "mask" not in n and not n.startswith("local.")}, folder / "model.safetensors"
     )
-    model = engine.load(folder)
+    model = engine.load(sealed(folder))
     assert model.head is None and model(torch.randn(1, 12, 2500)).isfinite().all()
     with pytest.raises(ConfigError, match="no head"):
         model.logits(torch.randn(1, 12, 2500))
@@ -93,6 +95,13 @@ def test_an_encoder_that_was_never_masked_and_a_head_without_classes(saved_model
 def change(folder: Path, name: str, **to: Any) -> None:
     document = json.loads((folder / name).read_text())
     (folder / name).write_text(json.dumps(document | to))
+    sealed(folder)
+
+
+def sealed(folder: Path) -> Path:
+    """With the sha256 of the files as they are now."""
+    seal(folder, json.loads((folder / "config.json").read_text()))
+    return folder
 
 
 def harm(kind: str, folder: Path) -> None:
@@ -131,6 +140,8 @@ def harm(kind: str, folder: Path) -> None:
     elif kind == "few names":
         change(folder, "preprocessing.json", leads=["I", "II"])
     save_file(weights, folder / "model.safetensors")
+    if kind not in ("no settings", "not json"):
+        sealed(folder)
     if kind == "cut":
         (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-5000])
     elif kind == "not weights":
@@ -140,6 +151,9 @@ def harm(kind: str, folder: Path) -> None:
         folder.rename(folder.parent.parent / "elsewhere")
     elif kind == "emptied":
         (folder / "model.safetensors").unlink()
+    elif kind == "cut, sealed":
+        (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-5000])
+        sealed(folder)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +175,8 @@ def harm(kind: str, folder: Path) -> None:
         ("other rate", "fs_hz=250"),
         ("other scale", "scale='minmax'"),
         ("few names", "12 channels"),
-        ("cut", "copy it anew"),
+        ("cut", "model.safetensors: was changed or damaged"),
+        ("cut, sealed", "cannot be read as safetensors"),
         ("not weights", "copy it anew"),
         ("not exported", "--export .* of pretrain.py or finetune.py"),
         ("emptied", "no model.safetensors"),
@@ -179,7 +194,7 @@ def test_documents_that_say_less_or_nonsense(saved_model: Saved) -> None:
     folder = saved_model()
     document = json.loads((folder / "config.json").read_text())
     del document["model"]["leads"]
-    (folder / "config.json").write_text(json.dumps(document | {"trained": None}))
+    seal(folder, document | {"trained": None})
     assert engine.load(folder).history == {} and read_start(str(folder))[0]["splits"] == []
     for scale in ([], {}, [[1]]):
         change(folder, "preprocessing.json", scale=scale)

@@ -105,7 +105,7 @@ def patched(module: str, name: str, function: Callable[..., None]) -> None:
 
 
 def test_a_full_disk_in_the_end_is_one_line(dataset: Dataset, tmp_path: Path) -> None:
-    before = partial(patched, "engine.training.export", "save_weights", no_room)
+    before = partial(patched, "engine.model.folder", "save_weights", no_room)
     ended = pretrain(tmp_path, dataset.root.url, before=before, train__steps=1)
     assert ended.codes == [1] and "Traceback" not in ended.output
     assert "No space left on device: make room, then --export" in ended.output.splitlines()[-1]

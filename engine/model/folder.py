@@ -1,0 +1,159 @@
+"""A model folder, such as RUN/model/: model.safetensors, config.json, preprocessing.json and a model card.
+
+    write(folder, weights, config, preprocessing, card)
+    with model_folder("RUN") as (folder, digest):       # RUN, RUN/model, a copy of it, s3://bucket/model
+        ...
+
+config.json holds the sha256 of every file; its own is that of its content without it. model_folder() checks them, so nothing
+that was damaged or changed is ever loaded. The model card may be edited.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engine.pipelines.leads import ConfigError
+
+WEIGHTS, CONFIG, PREPROCESSING, CARD = "model.safetensors", "config.json", "preprocessing.json", "README.md"
+SHA256 = "sha256"  # in config.json
+FORMAT = 1
+
+
+class LoadError(ConfigError):
+    """A folder that is no model of ours, or not all of one: one line."""
+
+
+def write(
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    preprocessing: Mapping[str, Any],
+    card: str = "",
+) -> None:
+    """All of it or nothing: written beside, then renamed. A folder that was there is replaced."""
+    temporary, old = (folder.with_name(f".{folder.name}.{kind}{os.getpid()}") for kind in ("", "old."))
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        save_weights(dict(weights), temporary / WEIGHTS)
+        (temporary / PREPROCESSING).write_text(_json(preprocessing))
+        (temporary / CARD).write_text(card)
+        seal(temporary, {"format_version": FORMAT, **config})
+        if folder.exists():
+            os.replace(folder, old)
+        os.replace(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def save_weights(weights: dict[str, Tensor], path: Path) -> None:
+    """For others to read as well: safetensors lets the owner alone, whatever the umask."""
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    save_file(weights, path, metadata={"format": "pt"})
+    path.chmod(mode)
+
+
+def seal(folder: Path, config: Mapping[str, Any]) -> None:
+    """config.json, with the sha256 of the files that are there."""
+    content = json.loads(json.dumps({key: value for key, value in config.items() if key != SHA256}))  # as it will be read
+    sums = {path.name: file_sha256(path) for path in sorted(folder.iterdir()) if path.name != CONFIG}
+    (folder / CONFIG).write_text(_json(content | {SHA256: {**sums, CONFIG: _content_sha256(content | {SHA256: sums})}}))
+
+
+def check(folder: Path) -> str:
+    """A digest of all that makes the model; LoadError if a file is not the one that config.json names."""
+    document = document_of(folder / CONFIG)
+    sums = document.get(SHA256)
+    sums = sums if isinstance(sums, dict) else {}
+    others = {name: value for name, value in sums.items() if name != CONFIG}
+    found = {CONFIG: _content_sha256(document | {SHA256: others})}
+    for name in (PREPROCESSING, WEIGHTS):
+        try:
+            found[name] = file_sha256(folder / name)
+        except FileNotFoundError:
+            raise LoadError(f"{folder / name}: no such file: a model is {WEIGHTS}, {CONFIG} and {PREPROCESSING}") from None
+        except OSError as error:
+            raise LoadError(f"{folder / name}: cannot be read: {error.strerror}") from None
+    for name, digest in found.items():
+        if sums and sums.get(name) != digest:
+            told = f"its sha256 is {digest[:12]}..., in {CONFIG} {str(sums.get(name))[:12]}..."
+            raise LoadError(
+                f"{folder / name}: was changed or damaged after it was written ({told}): copy it anew, or --export RUN"
+            )
+    if not sums:
+        print(f"warning: {folder / CONFIG}: no sha256 of the files: damage to this model cannot be detected", file=sys.stderr)
+    return hashlib.sha256("".join(found.values()).encode()).hexdigest()
+
+
+def file_sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _content_sha256(document: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=1) + "\n"
+
+
+@contextmanager
+def model_folder(path: str | os.PathLike[str]) -> Iterator[tuple[Path, str]]:
+    """The folder with the weights, checked, and its digest. One far away is fetched first."""
+    text = os.fspath(path)
+    if "://" in text:
+        with tempfile.TemporaryDirectory() as local:
+            folder = _fetched(text.rstrip("/"), Path(local))
+            yield folder, check(folder)
+        return
+    run = Path(text)
+    folder = run / "model" if (run / "model").is_dir() else run
+    if not (folder / WEIGHTS).is_file():
+        if not run.exists():
+            raise LoadError(f"{run}: no such folder: give RUN or RUN/model")
+        if folder == run and (run / "checkpoints").is_dir():
+            raise LoadError(f"{run}: has checkpoints but no model/ yet: --export {run} of pretrain.py or finetune.py")
+        raise LoadError(f"{folder}: no {WEIGHTS} in it: give RUN or RUN/model")
+    if not os.access(folder / WEIGHTS, os.R_OK):  # safetensors would say that there is no such file
+        raise LoadError(f"{folder / WEIGHTS}: may not be read: ask its owner for permission")
+    yield folder, check(folder)
+
+
+def _fetched(url: str, local: Path) -> Path:
+    try:
+        place, root = fsspec.core.url_to_fs(url)
+        root = f"{root}/model" if place.exists(f"{root}/model/{WEIGHTS}") else root
+        for name in (CONFIG, PREPROCESSING, WEIGHTS):
+            place.get_file(f"{root}/{name}", str(local / name))
+    except FileNotFoundError as error:
+        raise LoadError(f"{url}: no model there: {error}".splitlines()[0]) from None
+    except Exception as error:  # of many kinds: network, credentials, a missing package
+        raise LoadError(f"{url}: {type(error).__name__}: {error}".splitlines()[0]) from None
+    return local
+
+
+def document_of(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise LoadError(f"{path}: no such file: a model is {WEIGHTS}, {CONFIG} and {PREPROCESSING}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise LoadError(f"{path}: cannot be read: {error}".splitlines()[0]) from None
+    if not isinstance(document, dict):
+        raise LoadError(f"{path}: a {type(document).__name__}, not an object")
+    return document

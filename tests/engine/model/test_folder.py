@@ -1,0 +1,119 @@
+"""A model folder that was damaged or changed is refused by every command that reads one."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import engine
+from engine import convert, embed, evaluate
+from engine.model.folder import CONFIG, PREPROCESSING, SHA256, WEIGHTS, LoadError, file_sha256, seal
+from engine.pipelines.leads import LEADS, ConfigError
+from engine.training.finetuning import read_start
+
+Saved = Callable[..., Path]
+
+
+def flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def edited(folder: Path, name: str, **to: Any) -> None:
+    document = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps(document | to))
+
+
+def other_heads(folder: Path) -> None:
+    edited(folder, CONFIG, model=json.loads((folder / CONFIG).read_text())["model"] | {"heads": 8})
+
+
+CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "leads reversed": (lambda d: edited(d, PREPROCESSING, leads=list(LEADS[::-1])), PREPROCESSING),
+    "another scale": (lambda d: edited(d, PREPROCESSING, scale="zscore"), PREPROCESSING),
+    "hash of the data zeroed": (lambda d: edited(d, PREPROCESSING, sha256="0" * 64), PREPROCESSING),
+    "other heads": (other_heads, CONFIG),
+    "a bit of the weights": (lambda d: flip(d / WEIGHTS, 8 * (d / WEIGHTS).stat().st_size - 1), WEIGHTS),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_what_was_changed_is_refused_and_named(kind: str, saved_model: Saved) -> None:
+    folder = saved_model()
+    engine.load(folder)
+    harm, name = CHANGES[kind]
+    harm(folder)
+    for load in (engine.load, read_start):
+        with pytest.raises(LoadError, match=name) as caught:
+            load(str(folder))
+        assert str(folder / name) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_no_bit_of_a_folder_flips_unnoticed(saved_model: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = saved_model()
+    rng = np.random.default_rng(0)
+    for name in (CONFIG, PREPROCESSING, WEIGHTS):
+        whole = (folder / name).read_bytes()
+        for bit in rng.choice(8 * len(whole), 40, replace=False).tolist():
+            flip(folder / name, bit)
+            try:
+                engine.load(folder)
+                noticed = "warning" in capsys.readouterr().err  # of the name sha256 itself
+            except LoadError:
+                noticed = True
+            assert noticed or json.loads((folder / name).read_text()) == json.loads(whole), f"bit {bit} of {name}"
+            (folder / name).write_bytes(whole)
+
+
+def test_every_command_refuses_a_changed_folder(
+    saved_model: Saved, tmp_path: Path, dataset: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, data = saved_model(), dataset.root.url
+    edited(folder, PREPROCESSING, scale="zscore")
+    for main, arguments in (
+        (embed.main, ["--model", folder, "--data", data, "--out", tmp_path / "f.parquet"]),
+        (evaluate.main, ["--model", folder, "--data", data]),
+        (convert.main, ["to-fairseq", folder, tmp_path / "f.pt"]),
+        (convert.main, ["to-onnx", folder, tmp_path / "f.onnx"]),
+    ):
+        assert main(list(map(str, arguments))) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1 and str(folder / PREPROCESSING) in err
+
+
+def test_hashes_are_those_of_sha256sum_and_a_card_may_be_edited(saved_model: Saved) -> None:
+    folder = saved_model()
+    sums = json.loads((folder / CONFIG).read_text())[SHA256]
+    assert sums.keys() == {path.name for path in folder.iterdir()}
+    assert all(sums[name] == file_sha256(folder / name) for name in (PREPROCESSING, WEIGHTS, "README.md"))
+    (folder / "README.md").write_text("mine")
+    (folder / CONFIG).write_text(json.dumps(json.loads((folder / CONFIG).read_text())))  # other spaces
+    engine.load(folder)
+
+
+def test_a_folder_without_hashes_loads_with_a_warning(saved_model: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = saved_model()
+    engine.load(folder)
+    assert capsys.readouterr().err == ""
+    document = json.loads((folder / CONFIG).read_text())
+    del document[SHA256]
+    (folder / CONFIG).write_text(json.dumps(document))
+    engine.load(folder)
+    err = capsys.readouterr().err
+    assert err.startswith("warning: ") and err.count("\n") == 1 and str(folder) in err
+
+
+def test_embeddings_that_are_not_finite_are_refused(saved_model: Saved) -> None:
+    folder = saved_model()
+    weights = load_file(folder / WEIGHTS)
+    weights["encoder.layers.0.fc1.weight"][3, 5] = torch.nan
+    save_file(weights, folder / WEIGHTS)
+    seal(folder, json.loads((folder / CONFIG).read_text()))
+    with pytest.raises(ConfigError, match="not finite"):
+        engine.load(folder).embed(np.random.default_rng(0).normal(0, 0.3, (12, 5000)), 500, LEADS)
