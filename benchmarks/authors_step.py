@@ -1,8 +1,8 @@
 """The authors' training step, written again by us to be measured beside ours: eager, as fairseq-signals computes it.
 
     source [2B, L, T], adjacent rows the halves of a crop -> Conv1d stack -> layer norm -> projection -> x[mask] = mask_emb
-    -> [T, B, C] transformer with three projections and two bmm an attention -> x[mask], one-hot quantiser, negatives gathered
-    to [100, 2B, M, 256] -> sums of four losses -> gradients divided by the masked tokens -> Adam, one tensor after another
+    -> [T, B, C] transformer with F.multi_head_attention_forward -> x[mask], one-hot quantiser, negatives gathered to
+    [100, 2B, M, 256] -> sums of four losses -> gradients divided by the masked tokens -> Adam, one tensor after another
 
 Not their code: their definitions, layouts and operators, without their data path, logging and checkpoints. Weights bear their
 names, so that engine.model.fairseq.theirs turns ours into these; tests/benchmarks/test_step.py shows that the same weights and
@@ -134,22 +134,34 @@ class Fp32GroupNorm(nn.GroupNorm):
 class TheirAttention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.heads, self.dropout = config.heads, config.attention_dropout
+        self.width, self.heads, self.dropout = config.width, config.heads, config.attention_dropout
         self.k_proj = nn.Linear(config.width, config.width)
         self.v_proj = nn.Linear(config.width, config.width)
         self.q_proj = nn.Linear(config.width, config.width)
         self.out_proj = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens, rows, width = x.shape
-        head = width // self.heads
-        q = self.q_proj(x) * head**-0.5
-        k, v = self.k_proj(x), self.v_proj(x)
-        q, k, v = (z.contiguous().view(tokens, rows * self.heads, head).transpose(0, 1) for z in (q, k, v))
-        weights = torch.bmm(q, k.transpose(1, 2))
-        weights = F.dropout(F.softmax(weights, dim=-1, dtype=torch.float32).type_as(weights), self.dropout, self.training)
-        attended = torch.bmm(weights, v).transpose(0, 1).contiguous().view(tokens, rows, width)
-        out: Tensor = self.out_proj(attended)
+        out, _ = F.multi_head_attention_forward(
+            x,
+            x,
+            x,
+            self.width,
+            self.heads,
+            None,
+            torch.cat((self.q_proj.bias, self.k_proj.bias, self.v_proj.bias)),
+            None,
+            None,
+            False,
+            self.dropout,
+            self.out_proj.weight,
+            self.out_proj.bias,
+            training=self.training,
+            need_weights=False,
+            use_separate_proj_weight=True,
+            q_proj_weight=self.q_proj.weight,
+            k_proj_weight=self.k_proj.weight,
+            v_proj_weight=self.v_proj.weight,
+        )
         return out
 
 

@@ -64,7 +64,7 @@ def four_threads(given: Part) -> bool:
     return int(given.get("threads", TEN_MILLION)) <= 4
 
 
-OURS = r": (torch|resident), batch \d+$"  # with one thread
+OURS = r": (torch|resident), batch \d+(, first epoch)?$"  # with one thread
 TO_GPU = r" to cuda, batch (256|1024)$"
 BF16, FP32 = "^omnilead: (autocast|bf16), .*crops$", "^omnilead: fp32, .*crops$"
 LOADER, STEP = "times the re-creation of fairseq-signals' loader", "times the re-creation of fairseq-signals' in fp32"

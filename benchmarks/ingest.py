@@ -2,7 +2,8 @@
 
 The archive is synthetic (10 s records in the PhysioNet 2021 layout) and in the page cache after the warm-up. The peers read
 the very same files: `wfdb.rdrecord` in a loop, `scipy.io.loadmat` in a loop, and our re-creation of fairseq-signals'
-preprocess_physionet2021.py (wfdb for the header, loadmat, division by the gain, two float64 .mat files of 5 s a record).
+preprocess_physionet2021.py (wfdb for the header, loadmat, division by the gain, two float64 .mat files of 5 s a record), with
+our malloc settings.
 """
 
 import os
@@ -18,6 +19,7 @@ from benchmarks.measure import Case
 from data_tools import synth
 from data_tools.build import Settings, shard
 from data_tools.dataset import Dataset
+from data_tools.memory import keep_freed_memory
 from data_tools.plan import make_plan
 from data_tools.sources import open_sources
 from data_tools.sources.physionet2021 import PhysioNet2021
@@ -95,15 +97,15 @@ def ingest_like_fairseq(archive: Path, work: Path, most: int) -> float:
     import wfdb
     from scipy.io import loadmat, savemat
 
+    keep_freed_memory()
     out = work / f"fairseq-{os.getpid()}"
     out.mkdir()
     records = headers(archive, most)
     for number, path in enumerate(records):
-        _, facts = wfdb.rdsamp(str(path.with_suffix("")))
-        gain = np.array(wfdb.rdheader(str(path.with_suffix(""))).adc_gain)
-        sample = loadmat(path.with_suffix(".mat"))["val"] / gain[:, None]
-        for segment in range(sample.shape[1] // (5 * int(facts["fs"]))):
-            width = 5 * int(facts["fs"])
+        header = wfdb.rdheader(str(path.with_suffix("")))
+        sample = loadmat(path.with_suffix(".mat"))["val"] / np.array(header.adc_gain)[:, None]
+        width = 5 * int(header.fs)
+        for segment in range(sample.shape[1] // width):
             feats = sample[:, segment * width : (segment + 1) * width]
             data = {
                 "feats": feats,

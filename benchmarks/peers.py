@@ -15,17 +15,18 @@ from scipy.io import loadmat  # here: an import in __getitem__ would be paid for
 
 from benchmarks.measure import CaseError
 from data_tools.dataset import CROP_SHAPE, Dataset
+from data_tools.memory import keep_freed_memory
 
 HALF = 2500
 
 
-def write_segments(dataset: Dataset, out: Path, crops: int) -> list[tuple[Path, Path]]:
+def write_segments(dataset: Dataset, out: Path) -> list[tuple[Path, Path]]:
     """Two float64 .mat files a crop, as fairseq-signals' preprocessing leaves them. -> their paths, in the dataset's order."""
     from scipy.io import savemat
 
     out.mkdir()
     pairs = []
-    for row in range(min(crops, len(dataset))):
+    for row in range(len(dataset)):
         mv = dataset.read(row) / 1000.0
         pair = (out / f"{row:06d}_0.mat", out / f"{row:06d}_1.mat")
         for half, path in enumerate(pair):
@@ -98,7 +99,7 @@ def epochs(data: Any, batch: int, workers: int, **options: Any) -> Iterator[Any]
     """A DataLoader's batches without end, from the same workers in all epochs; forked ones die noisily when they end. None at
     all would be no end, either."""
     if workers:
-        options |= {"persistent_workers": True, "multiprocessing_context": "spawn"}
+        options |= {"persistent_workers": True, "multiprocessing_context": "spawn", "worker_init_fn": _settle}
     loader = torch.utils.data.DataLoader(data, batch, num_workers=workers, drop_last=True, **options)
     while True:
         empty = True
@@ -107,6 +108,10 @@ def epochs(data: Any, batch: int, workers: int, **options: Any) -> Iterator[Any]
             empty = False
         if empty:
             raise CaseError(f"too few crops for a batch of {batch}: ask for more --records")
+
+
+def _settle(worker: int) -> None:
+    keep_freed_memory()
 
 
 def fairseq_like(pairs: list[tuple[Path, Path]], noise: tuple[str, ...], batch: int, workers: int) -> Iterator[Any]:

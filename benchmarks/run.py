@@ -167,7 +167,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         command.add_argument("--repeats", type=positive, **turns)  # type: ignore[arg-type]
     for name in ("ingest", "loader", "e2e", "embed", "start"):
         made[name].add_argument("--only", type=regex, metavar="REGEX", default="", help="cases whose name matches")
-    for name, records in {"ingest": 2000, "loader": 2000, "e2e": 600, "embed": 600, "suite": 1000}.items():
+    for name, records in {"ingest": 2000, "loader": 25_000, "e2e": 600, "embed": 600, "suite": 1000}.items():
         least = 1 if name in ("e2e", "embed") else 100  # with fewer there is not every database, nor a peer's batch
         made[name].add_argument("--records", type=at_least(least), default=records, help="size of the synthetic archive")
     made["ingest"].add_argument("--headers", type=positive, default=1_000_000, help="of the large plan")

@@ -167,6 +167,8 @@ def prepare(run: Run) -> None:
     torch.set_num_threads(run.threads)
     torch.manual_seed(1)
     np.random.seed(1)
+    if run.device == "cpu":
+        keep_freed_memory()  # as the loader does wherever it augments; for both sides
 
 
 def synchronise(run: Run) -> None:
@@ -175,8 +177,6 @@ def synchronise(run: Run) -> None:
 
 
 def ours(run: Run) -> Callable[[], None]:
-    if run.device == "cpu":
-        keep_freed_memory()  # as the loader does wherever it augments
     config, device = run.config, torch.device(run.device)
     model = Pretrainer(config, ObjectiveConfig()).to(device).train()
     weights = list(model.parameters())

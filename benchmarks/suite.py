@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 GRACE_MINUTES = 1.5  # after --minutes a case that has begun may end; then it is stopped
 NEEDED = {"DALI": ("nvidia.dali", "the loader's dali backend"), "DeepSpeed": ("deepspeed", "e2e, start, the ranks of scaling")}
 INGEST = r"^read|^ingest: omnilead, tar$|^ingest: re-creation|^verify$"
-LOADER = r"^gather: tar, batch 256$|: (torch|resident), batch 256$|^RLM: dali|loader, 0 workers|DataLoader, 0 workers"
+LOADER = r"^gather: tar, batch 256$|: (torch|resident), batch 256$|^RLM: dali|loader, 0 workers$|DataLoader, 0 workers"
 
 
 def parts(kind: str, options: argparse.Namespace) -> list[list[str]]:
