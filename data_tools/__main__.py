@@ -73,6 +73,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     shard.add_argument("--dx-sources", metavar="NAME", nargs="+", help="whose records get diagnosis roles (cpsc_2018 georgia)")
     shard.add_argument("--id-sources", metavar="NAME", nargs="+", help="whose patients get gallery and probe (ptb-xl)")
+    shard.add_argument(
+        "--pretrain-sources",
+        metavar="NAME",
+        nargs="+",
+        help="what is for pre-training, or `all` (all but ptb and st_petersburg_incart)",
+    )
+    shard.add_argument("--id-share", type=_share, metavar="X", help="most of a source's patients for gallery and probe (0.15)")
     shard.add_argument("--seed", type=_natural, default=0, help="of the order and of the roles (0)")
     shard.add_argument("--workers", type=_positive, default=os.cpu_count() or 1, help="processes (all cores)")
     shard.add_argument("--cluster", metavar="tcp://HOST:8786", help="a Dask scheduler instead of processes")
@@ -118,6 +125,16 @@ def _natural(text: str) -> int:
     return int(text)
 
 
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+    return value
+
+
 def _quiet() -> bool:
     return not sys.stderr.isatty()
 
@@ -158,15 +175,17 @@ def _opened(urls: list[str], kind: str, options: argparse.Namespace) -> list[Any
 def _shard(options: argparse.Namespace) -> int:
     from data_tools.build import Settings, shard
     from data_tools.pseudonyms import read_key
-    from data_tools.splits import PAPERS, RoleSources
+    from data_tools.splits import RoleSources
     from data_tools.summary import describe, notes
 
     started = time.monotonic()
-    if options.plan == "all" and (options.dx_sources or options.id_sources):
-        raise DataError("--plan all gives nobody a role for --dx-sources or --id-sources: use --plan paper")
-    whose = RoleSources(
-        tuple(sorted(set(options.dx_sources or PAPERS.dx))), tuple(sorted(set(options.id_sources or PAPERS.id)))
-    )
+    named = {task: getattr(options, f"{task}_sources") for task in ("dx", "id", "pretrain")}
+    chosen: dict[str, Any] = {task: tuple(sorted(set(names))) for task, names in named.items() if names}
+    if options.id_share is not None:
+        chosen["id_share"] = options.id_share
+    if options.plan == "all" and chosen:
+        given = "--id-share" if "id_share" in chosen else f"--{next(iter(chosen))}-sources"
+        raise DataError(f"--plan all: everything is for pre-training, nothing for {given}: use --plan paper")
     key = read_key(options.pseudonymize) if options.pseudonymize else None
     sources = _opened(options.sources, options.source, options)
     for note in (note for source in sources for note in source.notes()):
@@ -175,7 +194,7 @@ def _shard(options: argparse.Namespace) -> int:
         out=options.out,
         plan=options.plan,
         seed=options.seed,
-        role_sources=whose,
+        role_sources=RoleSources(**chosen),
         format=options.format,
         workers=options.workers,
         cluster=options.cluster,

@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from data_tools.splits import PAPERS, RoleSources
 from data_tools.storage import Folder, ahead, folder
 
 FORMATS = ("tar", "zarr", "both")
-TOLD = ("seed", "plan", "format", "role_sources", "pseudonyms")  # of the recipe, what dataset.json says in words
+TOLD = ("seed", "plan", "format", "id_share", "role_sources", "pseudonyms")  # of the recipe, what dataset.json says in words
 RECORDS_HELD = 8  # long records whose crops meet in one shard are read once
 
 
@@ -88,7 +88,7 @@ def shard(sources: list[Source], settings: Settings) -> Dataset:
             "seed": settings.seed,
             "format": settings.format,
             "pseudonyms": mark,
-        } | ({} if settings.role_sources == PAPERS else {"role_sources": asdict(settings.role_sources)})
+        } | ({} if settings.plan == "all" else settings.role_sources.told())
         if out.exists(META):
             return _same(Dataset.open(settings.out), recipe)
         parts = _build(plan, contents, out, first, settings)

@@ -34,6 +34,7 @@ from data_tools.storage import Folder, folder
 FORMAT_VERSION = 1
 CLASSES = ABBREVIATIONS  # the columns of `labels`
 PLANS = ("paper", "all", "paper-split")
+ROLES = {"dx", "id", "pretrain"}  # for which sources may be named
 CROP_SAMPLES = 5000
 CROP_SHAPE = (len(LEADS), CROP_SAMPLES)
 CROP_BYTES = 2 * len(LEADS) * CROP_SAMPLES
@@ -228,6 +229,7 @@ def misshapen(meta: dict[str, Any]) -> str | None:
         return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
     shards, sources, whose = meta.get("shards"), meta.get("sources", []), meta.get("role_sources", {})
+    share = meta.get("id_share", 1)
     right = {
         "crops": has(meta, crops=int),
         "samples": has(meta.get("samples"), bytes=int, sha256=str),
@@ -236,7 +238,8 @@ def misshapen(meta: dict[str, Any]) -> str | None:
         "formats": meta.get("formats") in ((["tar"], ["tar", "zarr"]) if shards else (["zarr"],)),
         "seed": isinstance(meta.get("seed", 0), int),
         "plan": meta.get("plan", "all") in PLANS,
-        "role_sources": isinstance(whose, dict) and whose.keys() <= {"dx", "id"} and all(map(are_names, whose.values())),
+        "id_share": isinstance(share, int | float) and 0 <= share <= 1,
+        "role_sources": isinstance(whose, dict) and whose.keys() <= ROLES and all(map(are_names, whose.values())),
         "roles": isinstance(meta.get("roles", {}), dict),
         "sources": isinstance(sources, list) and all(map(is_source, sources)),
     }

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,7 @@ def finish(
         "preprocessing_sha256": SPEC_HASH,
         "seed": settings.seed,
         "plan": settings.plan,
-        **{key: recipe[key] for key in ("role_sources",) if key in recipe},
+        **{key: recipe[key] for key in ("id_share", "role_sources") if key in recipe},
         "recipe": recipe_hash(recipe),
         "pseudonyms": recipe["pseudonyms"],
         "crops": len(table),
@@ -116,12 +115,6 @@ def records_of(table: pa.Table) -> splits.Records:
         table["start_s"].to_numpy(),
         table["waveform"].to_numpy(),
     )
-
-
-def role_sources(meta: Mapping[str, Any]) -> splits.RoleSources:
-    """A dataset's; only those that are not the paper's are written down."""
-    named = meta.get("role_sources", {})
-    return splits.RoleSources(**{task: tuple(names) for task, names in named.items()})
 
 
 def assign_roles(table: pa.Table, plan: str, seed: int, whose: splits.RoleSources = splits.PAPERS) -> pa.Table:

@@ -8,9 +8,10 @@ its roles once. Everything works on whole columns (numpy), so ten million record
 `all`          everything is for pre-training
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,12 +23,40 @@ NONE, TRAIN, VALID, TEST, GALLERY, PROBE = range(6)
 ROLE_NAMES = ("", "train", "valid", "test", "gallery", "probe")
 
 
+NOT_THE_PAPERS = ("ptb", "st_petersburg_incart")  # of the Challenge's eight sets; one has 32 patients in 13,000 crops
+ALL_SOURCES = "all"
+
+
 @dataclass(frozen=True)
 class RoleSources:
-    """Whose records get roles in the two tasks."""
+    """Whose records get which roles."""
 
     dx: tuple[str, ...] = ("cpsc_2018", "georgia")
     id: tuple[str, ...] = ("ptb-xl",)
+    pretrain: tuple[str, ...] | None = None  # None: all but NOT_THE_PAPERS
+    id_share: float = 0.15  # of a source's patients, at most, in gallery and probe
+
+    def pretrains(self, source: str) -> bool:
+        """Decided source by source, not by what else is there, so that adding an archive takes nobody out."""
+        if self.pretrain is None:
+            return source not in NOT_THE_PAPERS
+        return source in self.pretrain or ALL_SOURCES in self.pretrain
+
+    def told(self) -> dict[str, Any]:
+        """What dataset.json says of it: `id_share`, and whatever is not as the paper has it."""
+        mine = {
+            name: list(value) for name in ("dx", "id", "pretrain") if (value := getattr(self, name)) != getattr(PAPERS, name)
+        }
+        return {"id_share": self.id_share} | ({"role_sources": mine} if mine else {})
+
+    @classmethod
+    def of(cls, meta: Mapping[str, Any]) -> "RoleSources":
+        """A dataset's. One that says nothing of `id_share` was made when all sources pre-trained and all patients with two
+        sessions were tested."""
+        named = {name: tuple(sources) for name, sources in meta.get("role_sources", {}).items()}
+        if "id_share" not in meta:
+            return cls(**{"pretrain": (ALL_SOURCES,), "id_share": 1.0} | named)
+        return cls(**named, id_share=meta["id_share"])
 
 
 PAPERS = RoleSources()
@@ -75,7 +104,7 @@ def assign(records: Records, plan: str, seed: int, whose: RoleSources = PAPERS) 
     kept_out = np.bincount(group, weights=tested) > 0  # groups that no training may see
     kept_out |= (np.bincount(group, weights=in_dx) > 0) & (dx_of_group != TRAIN)
     of_crop = group[records.crop_record]
-    pretrain = ~kept_out[of_crop]
+    pretrain = ~kept_out[of_crop] & _pretrains(records, whose)[records.crop_record]
     dx = np.where(in_dx[records.crop_record], dx_of_group[of_crop], NONE)
     identity[pretrain] = np.where(chance_id < 0.8, TRAIN, VALID)[of_crop[pretrain]]
     return Roles(pretrain, dx.astype(np.int8), identity)
@@ -105,6 +134,10 @@ def leaks(records: Records, roles: Roles) -> list[str]:
             record = records.crop_record[np.flatnonzero(group == np.flatnonzero(clash)[0])[0]]
             found.append(f"{int(clash.sum())} patients or waveforms in {what}, for example that of {records.label(record)}")
     return found
+
+
+def _pretrains(records: Records, whose: RoleSources) -> np.ndarray:
+    return records.is_from(*filter(whose.pretrains, records.source_names))
 
 
 def keyed_uniform(texts: Iterable[str], key: str, draws: int = 1) -> np.ndarray:
@@ -142,7 +175,7 @@ def _chances(records: Records, group: np.ndarray, seed: int, in_dx: np.ndarray) 
 
 
 def _gallery_probe(records: Records, seed: int, whose: RoleSources) -> tuple[np.ndarray, np.ndarray]:
-    """For every patient of these sources with two sessions, the first crop of two of them by keyed hash: roles of crops, and
+    """For patients of these sources with two sessions, the first crop of two of them by keyed hash: roles of crops, and
     records of such patients. Two files of one waveform are one session."""
     identity = np.zeros(len(records.crop_record), np.int8)
     tested = np.zeros(len(records.names), bool)
@@ -159,11 +192,32 @@ def _gallery_probe(records: Records, seed: int, whose: RoleSources) -> tuple[np.
         waveform = records.waveform[first_crop[record]]
         if len(chosen) < 2 and not (chosen and records.waveform[first_crop[chosen[0]]] == waveform):
             chosen.append(record)
-    for chosen in sessions.values():
-        if len(chosen) == 2:
-            identity[first_crop[chosen]] = GALLERY, PROBE
-            tested[chosen] = True
+    for patient in _drawn(sessions, records.source_names, seed, whose.id_share):
+        chosen = sessions[patient]
+        identity[first_crop[chosen]] = GALLERY, PROBE
+        tested[chosen] = True
     return identity, tested
+
+
+def _drawn(
+    sessions: dict[tuple[int, str], list[int]], source_names: tuple[str, ...], seed: int, share: float
+) -> list[tuple[int, str]]:
+    """The patients with two sessions who are tested. All of them where they are at most `share` of their source's patients, as
+    in the real PTB-XL (2,127 of 18,885); else those whose own hash is below 1/2, 1/4, ...: the first that is few enough.
+
+    A ranking would come closer to `share`, but every new patient with a small hash would push another out. With these
+    thresholds nobody moves when data is added, unless the source passes one of them."""
+    both = [patient for patient, chosen in sessions.items() if len(chosen) == 2]
+    texts = (f"{source_names[source]}/{patient}" for source, patient in both)
+    chances = keyed_uniform(texts, f"gallery {seed}")[:, 0]
+    everybody = np.bincount(np.array([source for source, _ in sessions], np.int64), minlength=len(source_names))
+    of_source = np.array([source for source, _ in both], np.int64)
+    drawn = np.ones(len(both), bool)
+    limit = 1.0
+    while (many := np.bincount(of_source[drawn], minlength=len(source_names)) > share * everybody).any():
+        limit /= 2
+        drawn &= ~many[of_source] | (chances < limit)
+    return [both[i] for i in np.flatnonzero(drawn)]
 
 
 def _strings(column: pa.Array) -> Iterator[str]:
@@ -180,5 +234,7 @@ def _leaking(records: Records, seed: int, whose: RoleSources) -> Roles:
     dx = np.where(in_dx, np.select([chance < 0.8, chance < 0.9], [TRAIN, VALID], TEST), NONE).astype(np.int8)
     identity, _ = _gallery_probe(records, seed, whose)
     of_record = keyed_uniform(labels, f"identity {seed}")[:, 0]
-    trained = np.where(of_record < 0.8, TRAIN, VALID).astype(np.int8)[records.crop_record]
-    return Roles((dx != VALID) & (dx != TEST), dx, np.where(identity == NONE, trained, identity))
+    ours = _pretrains(records, whose)
+    trained = np.where(ours, np.where(of_record < 0.8, TRAIN, VALID), NONE).astype(np.int8)[records.crop_record]
+    pretrain = (dx != VALID) & (dx != TEST) & ours[records.crop_record]
+    return Roles(pretrain, dx, np.where(identity == NONE, trained, identity))

@@ -1,6 +1,7 @@
 """A dataset in words and in one figure: sources, roles beside the paper's, what was refused and why."""
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -8,9 +9,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_tools.dataset import Dataset
-from data_tools.finish import read_rejects, records_of, role_sources
+from data_tools.finish import read_rejects, records_of
 from data_tools.labels import ABBREVIATIONS
 from data_tools.prepare import MAX_UV
+from data_tools.splits import RoleSources
 
 MANY_SATURATED = 0.01  # of a source's crops
 
@@ -24,6 +26,15 @@ PAPER = {
     "id valid": 17_670,
     "id gallery": 2_127,
     "id probe": 2_127,
+}
+# Its six sets, in records of the Challenge's release.
+PAPER_SETS = {
+    "chapman_shaoxing": 10_247,
+    "cpsc_2018": 6_877,
+    "cpsc_2018_extra": 3_453,
+    "georgia": 10_344,
+    "ningbo": 34_905,
+    "ptb-xl": 21_837,
 }
 
 
@@ -47,13 +58,13 @@ def describe(dataset: Dataset) -> str:
         + (", zarr twin" if "zarr" in meta["formats"] else ""),
         f"plan {meta['plan']}, seed {meta['seed']}, fingerprint {dataset.fingerprint[:16]}",
         "",
-        f"{'source':22}{'records':>10}{'used':>10}{'refused':>9}{'crops':>10}{'dropped':>12}  licence",
+        f"{'source':22}{'records':>10}{'the paper':>11}{'used':>10}{'refused':>9}{'crops':>10}{'dropped':>12}  licence",
     ]
     for source in meta["sources"]:
         records = source["records"]
         lines.append(
-            f"{source['name']:22}{records['seen']:10,}{records['used']:10,}{records['refused']:9,}{source['crops']:10,}"
-            f"{source['dropped_s']:10,.0f} s  {source['licence']}"
+            f"{source['name']:22}{records['seen']:10,}{PAPER_SETS.get(source['name'], 0):11,}{records['used']:10,}"
+            f"{records['refused']:9,}{source['crops']:10,}{source['dropped_s']:10,.0f} s  {source['licence']}"
         )
     lines += ["", f"{'role':22}{'crops':>10}{'5 s parts':>11}{'the paper':>11}"]
     if meta["plan"] == "paper-split":
@@ -72,18 +83,7 @@ def describe(dataset: Dataset) -> str:
 
 def notes(dataset: Dataset) -> list[str]:
     """What the next commands would stumble over."""
-    whose, roles = role_sources(dataset.meta), dataset.meta["roles"]
-    found = []
-    if dataset.meta["plan"] != "all" and not roles["dx"]:
-        found.append(
-            f"no record is of {' or '.join(whose.dx)}: nobody has a diagnosis role, which fine-tuning for diagnosis needs: "
-            "--dx-sources names others"
-        )
-    if dataset.meta["plan"] != "all" and "probe" not in roles["id"]:
-        found.append(
-            f"no patient of {' or '.join(whose.id)} has two sessions: no gallery and no probe, which identification needs: "
-            "--id-sources names others"
-        )
+    found = [] if dataset.meta["plan"] == "all" else [*_empty(dataset), *_sets(dataset)]
     table = dataset.table(["source", "flags"])
     flags = table["flags"].combine_chunks()
     beyond = np.zeros(len(table), bool)
@@ -95,6 +95,33 @@ def notes(dataset: Dataset) -> list[str]:
                 f"{count:,} of {all_of[source]:,} crops of {source} are beyond {MAX_UV // 1000} mV: is its unit right?"
             )
     return found
+
+
+def _empty(dataset: Dataset) -> Iterator[str]:
+    """Roles that no crop has, and what would change that."""
+    whose, roles = RoleSources.of(dataset.meta), dataset.meta["roles"]
+    empty = ["pretrain"] if not roles["pretrain"] else []
+    empty += [name for name in PAPER if name != "pretrain" and name.split()[1] not in roles[name.split()[0]]]
+    cures = {
+        "pretrain": "--pretrain-sources names what is for pre-training",
+        "dx": f"diagnosis roles are for records of {' or '.join(whose.dx)}: --dx-sources names others",
+        "id gallery": f"gallery and probe are for patients of {' or '.join(whose.id)} with two sessions, at most "
+        f"{whose.id_share:g} of all: --id-sources and --id-share change that",
+    }
+    told = [cure for role, cure in cures.items() if any(name.startswith(role) for name in empty)]
+    if empty:
+        yield f"no crop for {', '.join(empty)}: {'; '.join(told) or 'too few records'}"
+
+
+def _sets(dataset: Dataset) -> Iterator[str]:
+    """Where the data for pre-training is not the paper's six sets."""
+    whose, names = RoleSources.of(dataset.meta), [source["name"] for source in dataset.meta["sources"] if source["crops"]]
+    if left_out := [name for name in names if not whose.pretrains(name)]:
+        wanted = "not in the paper's" if whose.pretrain is None else "not in --pretrain-sources"
+        yield f"not for pre-training: {', '.join(left_out)} ({wanted}): --pretrain-sources all includes every source"
+    others = [name for name in names if whose.pretrains(name) and name not in PAPER_SETS]
+    if whose.pretrain is None and others and PAPER_SETS.keys() & set(names):
+        yield f"for pre-training, though not in the paper's: {', '.join(others)}: --pretrain-sources names only what is wanted"
 
 
 def _shared(dataset: Dataset) -> int:

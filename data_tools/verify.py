@@ -28,13 +28,14 @@ from data_tools import cluster, pseudonyms, quality
 from data_tools.build import row_of
 from data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, META, REJECTS, SAMPLES, STORE, Dataset, waveform
 from data_tools.errors import DatasetError, ReadError, one_line
-from data_tools.finish import assign_roles, read_rejects, recipe_hash, role_counts, role_sources
+from data_tools.finish import assign_roles, read_rejects, recipe_hash, role_counts
 from data_tools.labels import class_row
 from data_tools.plan import Reject
 from data_tools.prepare import CROP, FS_HZ, HALF, MAX_UV, SPEC, crop_count, prepare_crop
 from data_tools.record import LEADS, EcgRecord
 from data_tools.shards import index_of, member_header
 from data_tools.sources.base import Source, carefully
+from data_tools.splits import RoleSources
 
 MOST = 20  # findings of one shard; a broken disk has thousands
 ROLES = ("pretrain", "dx_role", "id_role")
@@ -121,7 +122,7 @@ def _tables(dataset: Dataset, table: pa.Table) -> list[str]:
     found = []
     again: pa.Table | None = None
     try:
-        again = assign_roles(table, dataset.meta["plan"], dataset.meta["seed"], role_sources(dataset.meta))
+        again = assign_roles(table, dataset.meta["plan"], dataset.meta["seed"], RoleSources.of(dataset.meta))
     except DatasetError as error:
         found.append(f"{SAMPLES}: {error}")
     for column in ROLES:

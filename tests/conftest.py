@@ -14,6 +14,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 from data_tools.build import Settings, shard
 from data_tools.dataset import Dataset
 from data_tools.sources import open_sources
+from data_tools.splits import RoleSources
 from data_tools.synth import synthesise
 
 REAL = Path(__file__).parents[2] / "shared"
@@ -48,9 +49,11 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def dataset(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """The archive as tar and zarr, read only."""
+    """The archive as tar and zarr, read only. All sources pre-train, and all patients with two sessions are tested: so few
+    records would else give next to no gallery."""
     out = tmp_path_factory.mktemp("dataset") / "both"
-    return shard(open_sources(str(archive)), Settings(str(out), format="both", quiet=True))
+    whose = RoleSources(pretrain=("all",), id_share=1.0)
+    return shard(open_sources(str(archive)), Settings(str(out), format="both", role_sources=whose, quiet=True))
 
 
 @pytest.fixture

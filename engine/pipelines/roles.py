@@ -13,7 +13,8 @@ import pyarrow.compute as pc
 
 from data_tools.dataset import Dataset
 
-SPLIT = ("plan", "seed", "role_sources", "pseudonyms")  # a role is a function of these and of who it is: data_tools.splits
+# A role is a function of these and of who it is: data_tools.splits
+SPLIT = ("plan", "seed", "id_share", "role_sources", "pseudonyms")
 
 
 def split_of(dataset: Dataset) -> dict[str, Any]:

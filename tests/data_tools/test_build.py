@@ -20,6 +20,7 @@ from data_tools.labels import class_row
 from data_tools.plan import make_plan, permutation
 from data_tools.shards import member_header
 from data_tools.sources import open_sources
+from data_tools.splits import RoleSources
 from data_tools.storage import LocalFolder
 from data_tools.synth import synthesise
 from data_tools.verify import verify
@@ -258,14 +259,15 @@ def test_a_dataset_is_what_is_in_it_not_where_or_when(archive: Path, dataset: Da
     """A copy of the archive with other times gives the same dataset; another table of patients does not."""
     copy = tmp_path / "copy"
     shutil.copytree(archive, copy, copy_function=shutil.copyfile)
-    again = build(copy, tmp_path / "again", format="both")
+    same = {"format": "both", "role_sources": RoleSources.of(dataset.meta)}
+    again = build(copy, tmp_path / "again", **same)
     assert digests(tmp_path / "again") == digests(Path(dataset.root.url))
-    assert build(archive, tmp_path / "again", format="both").fingerprint == again.fingerprint
+    assert build(archive, tmp_path / "again", **same).fingerprint == again.fingerprint
     copy = copy.rename(tmp_path / "corrected")  # tables are read once a process
     table = copy / "ptbxl_database.csv"
     table.write_text(table.read_text().replace("\n2,", "\n90002,"))
-    with pytest.raises(DatasetError, match="choose another --out"):
-        build(copy, tmp_path / "again", format="both")
+    with pytest.raises(DatasetError, match="of other input or settings: choose another --out"):
+        build(copy, tmp_path / "again", **same)
 
 
 def test_somebodys_folder_is_left_alone(archive: Path, tmp_path: Path) -> None:

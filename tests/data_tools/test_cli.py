@@ -1,6 +1,7 @@
 """The command line as a user meets it: results, one-line errors, exit codes."""
 
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from handmade import ecg, write_challenge
 
 from data_tools.__main__ import main
 from data_tools.dataset import Dataset
+from data_tools.summary import PAPER_SETS
+from data_tools.verify import verify
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -38,6 +41,9 @@ def test_from_nothing_to_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "12 leads, 500 Hz" in text
 
 
+SAME = ("--workers", "1", "--pretrain-sources", "all", "--id-share", "1")  # as the tests' dataset was made
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -54,8 +60,11 @@ def test_from_nothing_to_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture
         (("shard", "SRC", "--out", "x", "--source", "code15"), "no .hdf5 in it"),
         (("shard", "LINKS", "--out", "x", "--source", "wfdb"), "georgia is a link, and such folders are not entered"),
         (("shard", "LINKS", "--out", "x"), "georgia is a link, and such folders are not entered"),
-        (("shard", "SRC", "--out", "DATASET", "--workers", "1"), "format was both, not tar: choose another --out"),
-        (("shard", "SRC", "--out", "DATASET", "--workers", "1", "--seed", "5"), "seed was 0, not 5, format was both, not tar"),
+        (("shard", "SRC", "--out", "DATASET", *SAME), "format was both, not tar: choose another --out"),
+        (("shard", "SRC", "--out", "DATASET", *SAME, "--seed", "5"), "seed was 0, not 5, format was both, not tar"),
+        (("shard", "SRC", "--out", "x", "--id-share", "1.5"), "'1.5' is not a number from 0 to 1"),
+        (("shard", "SRC", "--out", "x", "--plan", "all", "--pretrain-sources", "ptb"), "nothing for --pretrain-sources"),
+        (("shard", "SRC", "--out", "x", "--plan", "all", "--id-share", "0.5"), "nothing for --id-share"),
         (("shard", "SRC", "--out", "x", "--source", "data_tools.sources:Source"), "abstract method"),
         (("shard", "SRC", "--out", "x", "--pseudonymize", "nokey"), "nokey"),
         (("shard", "SRC", "--out", "x", "--pseudonymize", "SHORT"), "at least 16"),
@@ -113,17 +122,44 @@ def test_ones_own_sources_get_roles_where_they_are_named(tmp_path: Path, capsys:
     command = ["shard", tmp_path / "src", "--workers", 1, "--out"]
     code, _, err = run(capsys, *command, tmp_path / "plain")
     assert code == 0
-    assert "note: no record is of cpsc_2018 or georgia: nobody has a diagnosis role" in err
-    assert "note: no patient of ptb-xl has two sessions" in err
+    assert "note: no crop for dx train, dx valid, dx test, id gallery, id probe: " in err
+    assert all(word in err for word in ("cpsc_2018 or georgia: --dx-sources", "0.15", "ptb-xl", "--id-sources", "--id-share"))
     assert "role_sources" not in Dataset.open(str(tmp_path / "plain")).meta
     code, _, err = run(capsys, *command, tmp_path / "named", "--dx-sources", "ningbo")
-    assert code == 0 and "diagnosis role" not in err
+    assert code == 0 and "dx" not in err
     named = Dataset.open(str(tmp_path / "named"))
     assert set(named.meta["roles"]["dx"]) == {"train", "valid", "test"}
     assert run(capsys, "verify", tmp_path / "named", "--deep", "--workers", 1)[0] == 0
     code, _, err = run(capsys, *command, tmp_path / "plain", "--dx-sources", "ningbo")
     assert code == 2 and "is finished" in err
     assert run(capsys, *command, tmp_path / "x", "--plan", "all", "--id-sources", "ningbo")[0] == 2
+
+
+def test_the_papers_sets_and_what_is_left_out_are_told(
+    archive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All eight databases of the Challenge: the paper pre-trains on six."""
+    command = ["shard", archive, "--workers", 1, "--out"]
+    code, out, err = run(capsys, *command, tmp_path / "paper")
+    assert code == 0
+    assert re.search("not for pre-training: ptb, st_petersburg_incart .*--pretrain-sources", err) and "no crop for" not in err
+    for name, records in (("georgia", "10,344"), ("ptb-xl", "21,837"), ("ptb", "0")):
+        assert re.search(rf"^{name} +\d+ +{records} ", out, re.MULTILINE)
+    paper = Dataset.open(str(tmp_path / "paper"))
+    rows = paper.table(["source", "pretrain", "id_role"]).to_pylist()
+    others = [row for row in rows if row["source"] in ("ptb", "st_petersburg_incart")]
+    assert len(others) == 9 and not any(row["pretrain"] or row["id_role"] for row in others)
+    assert {row["source"] for row in rows if row["pretrain"]} == set(PAPER_SETS)
+    assert 0 < paper.meta["roles"]["id"]["probe"] <= 0.15 * 60
+    assert verify(paper) == []
+    code, _, err = run(capsys, *command, tmp_path / "named", "--pretrain-sources", "ptb", "georgia", "--id-share", 0)
+    assert code == 0 and "no crop for id gallery, id probe: " in err
+    assert re.search("not for pre-training: chapman_shaoxing, .*, st_petersburg_incart .*--pretrain-sources", err)
+    named = Dataset.open(str(tmp_path / "named"))
+    assert {row["source"] for row in named.table(["source", "pretrain"]).to_pylist() if row["pretrain"]} == {"ptb", "georgia"}
+    assert verify(named) == []
+    code, _, err = run(capsys, *command, tmp_path / "none", "--pretrain-sources", "nobody")
+    assert code == 0 and "no crop for pretrain, id train, id valid: --pretrain-sources" in err
 
 
 def test_a_linked_file_is_called_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

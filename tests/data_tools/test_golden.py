@@ -14,7 +14,7 @@ from data_tools.dataset import Dataset
 from data_tools.finish import assign_roles
 from data_tools.prepare import SPEC_HASH
 from data_tools.sources import open_sources
-from data_tools.splits import keyed_uniform
+from data_tools.splits import RoleSources, keyed_uniform
 
 RATES = ("500", "257", "1000", "400")
 
@@ -62,12 +62,18 @@ def test_bytes_and_rows(made: Dataset) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "seed", "roles"),
-    [("paper", 0, "8f4bd21d1635f199"), ("paper", 5, "e2d960d1df2772a4"), ("paper-split", 0, "f2d1bfc311074c53")],
+    ("plan", "seed", "before", "now"),
+    [
+        ("paper", 0, "8f4bd21d1635f199", "033ce7bda830e70f"),
+        ("paper", 5, "e2d960d1df2772a4", "c9e1f62f04c018e9"),
+        ("paper-split", 0, "f2d1bfc311074c53", "62c01a550f78e0ae"),
+    ],
 )
-def test_roles(plan: str, seed: int, roles: str, made: Dataset) -> None:
-    table = assign_roles(made.table(), plan, seed).select(["pretrain", "dx_role", "id_role"])
-    assert digest(json.dumps(table.to_pylist())) == roles
+def test_roles(plan: str, seed: int, before: str, now: str, made: Dataset) -> None:
+    """`before`: of a dataset.json that says nothing of `id_share`."""
+    for whose, roles in ((RoleSources.of({}), before), (RoleSources(), now)):
+        table = assign_roles(made.table(), plan, seed, whose).select(["pretrain", "dx_role", "id_role"])
+        assert digest(json.dumps(table.to_pylist())) == roles
 
 
 def test_the_name_of_the_preprocessing() -> None:

@@ -7,6 +7,7 @@ import pytest
 from data_tools.splits import GALLERY, PROBE, TEST, TRAIN, VALID, Records, Roles, RoleSources, assign, leaks
 
 SOURCES = ("cpsc_2018", "georgia", "ningbo", "ptb-xl")
+EVERYBODY = RoleSources(id_share=1.0)  # all patients with two sessions are tested
 
 
 def archive(records: int, seed: int = 0, duplicates: int = 0) -> Records:
@@ -60,7 +61,7 @@ def test_shares_are_those_of_the_paper() -> None:
 
 def test_gallery_and_probe_hold_one_crop_of_two_sessions_of_every_patient_who_has_them() -> None:
     records = archive(600)
-    roles = assign(records, "paper", 0)
+    roles = assign(records, "paper", 0, EVERYBODY)
     patients = np.array(records.patients.to_pylist(), dtype=object)
     sessions = {p: {r for r in range(600) if patients[r] == p} for p in set(patients.tolist()) - {None}}
     for patient, owned in sessions.items():
@@ -73,6 +74,86 @@ def test_gallery_and_probe_hold_one_crop_of_two_sessions_of_every_patient_who_ha
         if len(owned) >= 2:
             assert picked[GALLERY] != picked[PROBE]
             assert not roles.pretrain[np.isin(records.crop_record, list(owned))].any()
+
+
+def patients_of(sessions: np.ndarray) -> Records:
+    """One source, whose patients have so many sessions of one crop each."""
+    patient = np.repeat(np.arange(len(sessions)), sessions)
+    count = len(patient)
+    names, owners = pa.array([f"HR{i:05d}" for i in range(count)]), pa.array([f"p{p}" for p in patient])
+    crops = np.arange(count)
+    return Records(np.zeros(count, np.int16), ("ptb-xl",), names, owners, crops, np.zeros(count), crops.astype(np.uint64))
+
+
+def drawn(records: Records, **whose: float) -> set[str]:
+    roles = assign(records, "paper", 0, RoleSources(**whose))  # type: ignore[arg-type]
+    assert leaks(records, roles) == []
+    gallery, probe = (np.array(records.patients)[roles.identity == role].tolist() for role in (GALLERY, PROBE))
+    assert sorted(gallery) == sorted(probe) and len(set(gallery)) == len(gallery)
+    assert roles.pretrain.sum() == len(records.names) - np.isin(np.array(records.patients), gallery).sum()
+    return set(gallery)
+
+
+@pytest.mark.parametrize("returning", [0.16, 0.3, 0.5, 1.0])
+def test_at_most_a_share_of_the_patients_is_tested(returning: float) -> None:
+    """Where all have two sessions, pre-training would else get nobody."""
+    sessions = np.where(np.arange(2000) < 2000 * returning, 2, 1)
+    for share in (0.0, 0.05, 0.15):
+        assert share / 2.5 * 2000 <= len(drawn(patients_of(sessions), id_share=share)) <= share * 2000
+    assert drawn(patients_of(sessions)) == drawn(patients_of(sessions), id_share=0.15)
+    assert len(drawn(patients_of(sessions), id_share=1.0)) == 2000 * returning
+
+
+def test_the_real_archive_keeps_all_its_patients_with_two_sessions() -> None:
+    sessions = np.where(np.arange(18_885) < 2_127, 2, 1)
+    assert len(drawn(patients_of(sessions))) == 2_127
+
+
+def test_new_patients_move_no_patient_between_training_and_test() -> None:
+    sessions = np.full(1500, 2)
+    before = drawn(patients_of(sessions[:1000]))
+    after = drawn(patients_of(sessions))
+    assert len(before) > 80 and {patient for patient in after if int(patient[1:]) < 1000} == before
+
+
+def test_the_share_is_of_each_sources_own_patients() -> None:
+    few, many = patients_of(np.where(np.arange(500) < 50, 2, 1)), patients_of(np.full(400, 2))
+    both = Records(
+        np.repeat(np.array([0, 1], np.int16), [len(few.names), len(many.names)]),
+        ("clinic", "ptb-xl"),
+        pa.concat_arrays([few.names, many.names]),
+        pa.concat_arrays([few.patients, many.patients]),
+        np.arange(1350),
+        np.zeros(1350),
+        np.arange(1350).astype(np.uint64),
+    )
+    roles = assign(both, "paper", 0, RoleSources(id=("clinic", "ptb-xl")))
+    of = [int(((roles.identity == GALLERY) & both.is_from(name)).sum()) for name in both.source_names]
+    assert of[0] == 50 and of[1] == len(drawn(many))
+
+
+def test_the_papers_six_sets_pre_train_and_others_if_they_are_named() -> None:
+    """Sources of one's own pre-train, whatever lies beside them: what is added later takes nobody out."""
+    names = ("clinic", "georgia", "ptb", "st_petersburg_incart")
+    source = np.repeat(np.arange(4, dtype=np.int16), 10)
+    of = Records(
+        source,
+        names,
+        pa.array(list(map(str, range(40)))),
+        pa.nulls(40, pa.string()),
+        np.arange(40),
+        np.zeros(40),
+        np.arange(40),
+    )
+
+    def trained(plan: str = "paper", **whose: tuple[str, ...]) -> set[str]:
+        roles = assign(of, plan, 0, RoleSources(dx=(), **whose))  # type: ignore[arg-type]
+        assert ((roles.identity != 0) == roles.pretrain).all()
+        return {names[i] for i in source[roles.pretrain]}
+
+    assert trained() == trained("paper-split") == {"clinic", "georgia"}
+    assert trained(pretrain=("ptb", "georgia")) == {"ptb", "georgia"}
+    assert trained(pretrain=("all",)) == set(names)
 
 
 def test_patients_of_two_sources_are_two_though_their_numbers_are_one() -> None:
@@ -100,7 +181,7 @@ def test_two_files_of_one_waveform_are_one_session() -> None:
             np.zeros(2),
             np.array(waveform, np.uint64),
         )
-        roles = assign(records, "paper", 0)
+        roles = assign(records, "paper", 0, EVERYBODY)
         assert [int((roles.identity == role).sum()) for role in (GALLERY, PROBE)] == [expected, expected]
 
 

@@ -17,6 +17,7 @@ import engine
 from data_tools.build import Settings, shard
 from data_tools.dataset import CLASSES, Dataset, fingerprint
 from data_tools.sources import open_sources
+from data_tools.splits import RoleSources
 from data_tools.synth import synthesise
 from engine.evaluate import main
 from engine.model.folder import seal
@@ -35,7 +36,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     """Of the crops for validation, one has a single half."""
     place = tmp_path_factory.mktemp("evaluate")
     synthesise(place / "archive", patients=100, sessions=2, seed=5, progress=False)
-    found = shard(open_sources(str(place / "archive")), Settings(str(place / "dataset"), quiet=True))
+    found = shard(
+        open_sources(str(place / "archive")),
+        Settings(str(place / "dataset"), role_sources=RoleSources(id_share=1.0), quiet=True),
+    )
     assert sorted(set(found.column("halves")[found.select(dx="valid")].tolist())) == [1, 2]
     return found
 

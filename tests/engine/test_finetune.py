@@ -17,6 +17,7 @@ import engine
 from data_tools.build import Settings, shard
 from data_tools.dataset import CLASSES, Dataset
 from data_tools.sources import open_sources
+from data_tools.splits import RoleSources
 from engine import evaluate
 from engine.config import CONFIGS, FinetuneConfig, build, check, load
 from engine.model.encoder import Encoder
@@ -204,8 +205,10 @@ def test_classes_are_numbered_by_patient(dataset: Dataset) -> None:
 
 
 def test_whose_roles_contradict_each_other(dataset: Dataset, base: Path, archive: Path, tmp_path: Path) -> None:
+    whose = RoleSources.of(dataset.meta)
     again, other = (
-        shard(open_sources(str(archive)), Settings(str(tmp_path / f"seed{seed}"), seed=seed, quiet=True)) for seed in (0, 1)
+        shard(open_sources(str(archive)), Settings(str(tmp_path / f"seed{seed}"), seed=seed, role_sources=whose, quiet=True))
+        for seed in (0, 1)
     )
     assert torn([dataset, again], "dx_role") is None is torn([dataset, again], "id_role")
     a, b = dataset.table().to_pydict(), other.table().to_pydict()
@@ -226,7 +229,8 @@ def test_whose_roles_contradict_each_other(dataset: Dataset, base: Path, archive
 
 
 def test_a_model_knows_the_splits_of_all_its_stages(dataset: Dataset, base: Path, archive: Path, tmp_path: Path) -> None:
-    other = shard(open_sources(str(archive)), Settings(str(tmp_path / "other"), seed=1, quiet=True))
+    whose = RoleSources.of(dataset.meta)
+    other = shard(open_sources(str(archive)), Settings(str(tmp_path / "other"), seed=1, role_sources=whose, quiet=True))
     ended = finetune(tmp_path, other.root.url, base, "diagnosis", train__steps=1)
     assert ended.ok, ended.output
     model = engine.load(tmp_path / "run")
