@@ -1,5 +1,6 @@
 """Shared by all tests: one small synthetic archive, and where the real ECGs lie if they do."""
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import asdict
@@ -16,6 +17,12 @@ from data_tools.dataset import Dataset
 from data_tools.sources import open_sources
 from data_tools.splits import RoleSources
 from data_tools.synth import synthesise
+
+with contextlib.suppress(ImportError):  # where the tests for a GPU run alone, it may be missing
+    import hypothesis
+
+    hypothesis.settings.register_profile("unhurried", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+    hypothesis.settings.load_profile("unhurried")
 
 REAL = Path(__file__).parents[2] / "shared"
 

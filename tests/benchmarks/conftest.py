@@ -1,6 +1,12 @@
 """A model that trains in milliseconds."""
 
+import multiprocessing
+from types import SimpleNamespace
+
 import pytest
+
+from benchmarks import measure
+from tests.forks import CONTEXT
 
 TINY = """
 model:
@@ -14,6 +20,14 @@ model:
   code_width: 32
   projection: 32
 """
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A case's process still is its own, and need not import everything again."""
+    monkeypatch.setattr(
+        measure, "multiprocessing", SimpleNamespace(**vars(multiprocessing) | {"get_context": lambda _: CONTEXT})
+    )
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ from benchmarks import e2e, measure, peers, report, run, scaling, start
 from benchmarks.measure import CaseError, call_fresh
 from data_tools.dataset import Dataset
 from engine.scoring import rundir
+from tests.waiting import HANG_S, until
 
 ROOT = Path(run.__file__).parents[1]
 PART = {"input": {"archive": "synthetic", "dataset": "0" * 64}, "left_out": {}}
@@ -125,7 +126,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests
 from benchmarks.measure import call_fresh
 def started(*_):
     print("ready", flush=True)
-    call_fresh(time.sleep, 60)
+    call_fresh(time.sleep, 10**6)
 run.RUN["start"] = started
 sys.exit(run.main(["start"]))
 """
@@ -142,7 +143,7 @@ def test_ctrl_c_is_one_line(wait_s: float) -> None:
     assert process.stdout and process.stdout.readline() == "ready\n"
     time.sleep(wait_s)
     os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate()
     assert (process.returncode, said) == (130, "benchmarks.run: interrupted: nothing was recorded\n")
     assert not [one for one in psutil.process_iter() if group_of(one.pid) == process.pid and not gone(one.pid)]
 
@@ -155,16 +156,15 @@ def group_of(pid: int) -> int:
 
 
 def begins_another(place: Path) -> None:
-    place.write_text(str(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid))
-    time.sleep(60)
+    place.write_text(str(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10**6)"]).pid))
+    time.sleep(10**6)
 
 
 def test_what_a_stopped_case_has_started_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place, until = tmp_path / "pid", time.monotonic() + 60
+    place = tmp_path / "pid"
 
     def none_once_begun() -> float:
-        while not (place.exists() and place.read_text()) and time.monotonic() < until:
-            time.sleep(0.05)
+        until(lambda: place.exists() and place.read_text())
         return 0.0
 
     monkeypatch.setattr(measure, "left_s", none_once_begun)
@@ -174,13 +174,13 @@ def test_what_a_stopped_case_has_started_is_stopped(tmp_path: Path, monkeypatch:
 
 
 def gone(pid: int) -> bool:
-    """Within 10 seconds. A zombie is."""
+    """Within a minute. A zombie is."""
     try:
-        process, until = psutil.Process(pid), time.monotonic() + 10
+        process, end = psutil.Process(pid), time.monotonic() + 60
         while process.status() != psutil.STATUS_ZOMBIE:
-            if time.monotonic() > until:
+            if time.monotonic() > end:
                 return False
-            time.sleep(0.05)
+            time.sleep(0.01)
     except psutil.NoSuchProcess:
         pass
     return True
@@ -192,13 +192,13 @@ run = pathlib.Path(next(word for word in sys.argv if word.startswith("run=")).re
 sys.stderr.write("w" * 200_000)
 run.mkdir()
 (run / "metrics.jsonl").write_text(str(os.getpid()))
-time.sleep(60 if "steps=7" in " ".join(sys.argv) else 0.5)
+time.sleep(10**6 if "steps=7" in " ".join(sys.argv) else 0)
 """
 
 
 def test_a_command_that_says_much_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "end", time.monotonic() + 30)
-    assert start.started((sys.executable, "-c", WRITES), tmp_path / "a", "dataset", 1)["whole"] < 30
+    monkeypatch.setattr(measure, "end", time.monotonic() + HANG_S)
+    assert start.started((sys.executable, "-c", WRITES), tmp_path / "a", "dataset", 1)["whole"] < HANG_S
 
 
 def test_a_training_ends_with_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,16 +218,14 @@ def test_a_training_ends_with_the_benchmark(tmp_path: Path, monkeypatch: pytest.
 def one_fails(setup: e2e.Setup, rank: int) -> None:
     if rank == 0:
         raise CaseError("no luck")
-    time.sleep(60)
+    time.sleep(10**6)
 
 
 def test_no_rank_waits_for_one_that_failed(dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("deepspeed")
     monkeypatch.setattr(e2e, "turns", one_fails)
-    began = time.monotonic()
     with pytest.raises(CaseError, match="no luck"):
         scaling.ranks(e2e.Setup(dataset.root.url, str(tmp_path / "run")), 2)
-    assert time.monotonic() - began < 40
 
 
 def test_a_loader_without_a_batch_is_no_loop_without_end() -> None:

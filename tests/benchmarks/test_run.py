@@ -106,13 +106,11 @@ def test_what_was_measured_before_the_time_was_over_is_kept(
 
 
 def test_a_case_that_is_not_done_in_time_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    began = time.monotonic()
-    monkeypatch.setattr(measure, "end", began + 0.5)
+    monkeypatch.setattr(measure, "end", time.monotonic() + 0.5)
     with pytest.raises(CaseError, match="its time was over"):
-        call_fresh(time.sleep, 60)
+        call_fresh(time.sleep, 10**6)
     with pytest.raises(CaseError, match="its time was over"):
-        start.started((sys.executable, "-c", "import time; time.sleep(60)"), Path("nowhere"), "dataset", 1)
-    assert time.monotonic() - began < 30
+        start.started((sys.executable, "-c", "import time; time.sleep(10**6)"), Path("nowhere"), "dataset", 1)
 
 
 def test_repeats_in_one_process() -> None:

@@ -49,7 +49,7 @@ def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mount]:
 
     yield set_up
     if place.is_mount():
-        subprocess.run(["umount", place], check=True)
+        subprocess.run(["umount", "--lazy", place], check=True)  # at once, though somebody may look into it just now
 
 
 def command(archive: Path, out: Path) -> list[str]:

@@ -1,7 +1,7 @@
 """kill -9 at any moment of sharding: nothing under a final name is ever wrong, and run again it ends with the same bytes.
 
 Run as a script, this file breeds the victims: a process without threads that forks each of them, so that a kill costs no
-imports. Half of them die after a drawn time, half at a drawn file-system call, which a seed repeats.
+imports. Half of them die after a drawn time of work, half at a drawn file-system call, which a seed repeats.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,23 @@ from data_tools.sources import open_sources
 from data_tools.storage import LocalFolder
 from data_tools.synth import synthesise
 from data_tools.verify import verify
+from tests.waiting import until
 
 KILLS, SEED = 100, 20240229
 LAST_CALLS = 12
 ROOT = Path(__file__).parents[2]
-Status = tuple[int, float]  # exit code or -signal, seconds
+Status = tuple[int, float]  # exit code or -signal, CPU seconds
 
 if __name__ in ("__main__", "__mp_main__"):  # the victims and their workers: many small shards
     plan.SHARD_CROPS = store.SHARD_CROPS = 8
+    write = LocalFolder.write
+
+    def write_or_hang(self: LocalFolder, name: str, data: bytes) -> None:
+        if len(list(Path(self.url).glob(".build/*.parquet"))) >= int(os.environ.get("HANG_AT", 10**6)):
+            time.sleep(10**6)
+        write(self, name, data)
+
+    LocalFolder.write = write_or_hang
 
 
 @pytest.fixture(scope="module")
@@ -85,14 +95,13 @@ def test_pseudonymised_after_a_kill_without(small: Path, tmp_path: Path) -> None
 def test_interrupted(small: Path, tmp_path: Path) -> None:
     """Ctrl-C reaches the whole group: one line, no traceback of any process, 130; run again, it finishes."""
     command, environment = _command("typed", small, tmp_path / "out", 2, SEED)
+    environment["HANG_AT"] = "3"
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # or, begun by `command &`, nobody here would hear it
     run = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
     signal.signal(signal.SIGINT, before)
-    while not list(tmp_path.glob("out/.build/*.parquet")):
-        assert run.poll() is None
-        time.sleep(0.005)
+    until(lambda: len(list(tmp_path.glob("out/.build/*.parquet"))) >= 3)
     os.killpg(run.pid, signal.SIGINT)
-    told = run.communicate(timeout=30)[1]
+    told = run.communicate()[1]
     assert (run.returncode, told) == (130, "interrupted: run the same command again to go on\n")
     assert members(run.pid) == []
     assert _script("typed", small, tmp_path / "out", 1, SEED) == 0
@@ -106,14 +115,13 @@ def test_synth_leaves_no_worker_behind(tmp_path: Path, sent: int) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     run = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
     signal.signal(signal.SIGINT, before)
-    while not list(tmp_path.glob("archive/**/*.hea")):
-        assert run.poll() is None
-        time.sleep(0.005)
+    until(lambda: list(tmp_path.glob("archive/**/*.hea")))
+    assert run.poll() is None
     (os.kill if sent == signal.SIGKILL else os.killpg)(run.pid, sent)
     left = members(run.pid)
     for orphan in left:
         os.kill(orphan, signal.SIGKILL)
-    told = run.communicate(timeout=30)[1]
+    told = run.communicate()[1]
     assert (left, "Traceback" in told) == ([], False)
     assert sent == signal.SIGKILL or (run.returncode, told) == (130, "interrupted: delete archive and run it again\n")
 
@@ -129,7 +137,7 @@ def _command(*arguments: object) -> tuple[list[str], dict[str, str]]:
 
 def _script(*arguments: object) -> dict[str, Any]:
     command, environment = _command(*arguments)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     print(done.stdout, done.stderr)
     assert done.returncode == 0
     told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -153,19 +161,18 @@ def _stopped(archive: Path, out: Path, crops: int, parts: int) -> Any:
 
 
 def fork(call: Callable[[], object], wait_s: float | None = None) -> Status:
-    """Run it in a child that is killed after `wait_s`."""
-    started, child = time.monotonic(), os.fork()
+    """Run it in a child that is killed after `wait_s` of work: SIGPROF ends it as SIGKILL does."""
+    child = os.fork()
     if not child:
         try:
+            signal.setitimer(signal.ITIMER_PROF, wait_s or 0)
             call()
             os._exit(0)
         except BaseException:
             traceback.print_exc()
             os._exit(3)
-    if wait_s is not None:
-        time.sleep(wait_s)
-        os.kill(child, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), time.monotonic() - started
+    _, status, used = os.wait4(child, 0)
+    return os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
 
 
 def build(archive: str, out: Path, **settings: Any) -> Dataset:
@@ -198,7 +205,7 @@ def phase(out: Path) -> str:
 
 
 def reference(archive: str, out: Path) -> tuple[float, int, list[int]]:
-    """An uninterrupted build, which opens no file for writing under its final name. -> its seconds, its file-system calls,
+    """An uninterrupted build, which opens no file for writing under its final name. -> its CPU seconds, its file-system calls,
     and which of them are the worst to die at: every rename and the last ones. What it imports lazily is imported here."""
     notes = out.parent / "told.json"
 
@@ -266,7 +273,7 @@ def storm(archive: str, root: Path, kills: int, seed: int) -> dict[str, Any]:
             code, _ = fork(victim, wait_s)
             if code == 0:
                 break
-            assert code == -signal.SIGKILL
+            assert code == -(signal.SIGKILL if wait_s is None else signal.SIGPROF)
             during[phase(out)] += 1
             check_unfinished(out, right)
         assert _files(out) == right, f"dataset {datasets} of seed {seed}"
@@ -274,9 +281,9 @@ def storm(archive: str, root: Path, kills: int, seed: int) -> dict[str, Any]:
     return {"seed": seed, "kills": during.total(), "datasets": datasets, "during": during, "calls": calls, "seconds": seconds}
 
 
-def members(group: int, patience_s: float = 3.0) -> list[int]:
-    """The processes of a group that are alive, and still alive after a while."""
-    found, stop = [group], time.monotonic() + patience_s
+def members(group: int) -> list[int]:
+    """The processes of a group that are alive, and still alive after a long while."""
+    found, stop = [group], time.monotonic() + 60
     while found and time.monotonic() < stop:
         time.sleep(0.01)
         found = []
@@ -285,6 +292,10 @@ def members(group: int, patience_s: float = 3.0) -> list[int]:
                 state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
                 found += [int(path.parent.name)] if int(its_group) == group and state != "Z" else []
     return found
+
+
+def under_way(group: int, out: Path, parts: int) -> bool:
+    return os.getpgid(group) == group and len(list(out.glob(".build/*.parquet"))) > parts
 
 
 def workers(archive: str, root: Path, kills: int, seed: int) -> dict[str, Any]:
@@ -296,10 +307,10 @@ def workers(archive: str, root: Path, kills: int, seed: int) -> dict[str, Any]:
         child = os.fork()
         if not child:
             os.setsid()
+            os.environ["HANG_AT"] = str(number + 5)
             build(archive, out, workers=2)
             os._exit(0)
-        while os.getpgid(child) != child or len(list(out.glob(".build/*.parquet"))) <= number:
-            time.sleep(0.005)  # on a busy machine the one before may have left more parts than were waited for
+        until(partial(under_way, child, out, number))
         time.sleep(rng.uniform(0, 0.05))
         (os.kill if alone else os.killpg)(child, signal.SIGKILL)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL

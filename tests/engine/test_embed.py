@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from data_tools.sources import open_sources, prepared
 from engine import embed
 from engine.pipelines.leads import LEADS
 from engine.scoring import parts as parts_of
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 Saved = Callable[..., Path]
@@ -151,10 +151,7 @@ def test_killed_for_real(dataset: Dataset, embedded: Callable[..., pa.Table], tm
     asked = command(tmp_path / "run", [url], out, batch=1)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     running = subprocess.Popen([sys.executable, "-m", "engine.embed", *asked], cwd=ROOT, env=environment)
-    until = time.monotonic() + 120
-    while not out.with_name("cut.parts").joinpath("000001.parquet").exists() and running.poll() is None:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    until(lambda: out.with_name("cut.parts").joinpath("000001.parquet").exists() or running.poll() is not None)
     running.send_signal(signal.SIGKILL)
     running.wait()
     assert embed.main(asked) == 0

@@ -40,7 +40,7 @@ def losses_and_gradients(name: str, part: slice) -> tuple[dict[str, Tensor], dic
 def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=600))
     half = CROPS // WORLD
     results = {}
     for name in OBJECTIVES:

@@ -2,7 +2,6 @@
 
 import fcntl
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,11 +54,3 @@ def right(path: str, dataset: Dataset, shard: int) -> bool:
 
 def named(name: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == name]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it did not happen within 5 s")

@@ -5,13 +5,12 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
 from engine.pipelines.counter import MAX_SIZE, TINY, Stream, bits, mix, normal, permute, uniform
 
-unhurried = settings(deadline=None)  # a busy machine is no failure
 EPOCH, CROP, VIEW, SLOT = np.arange(4), np.arange(64), np.arange(2), np.arange(48)
 GRID = (EPOCH[:, None, None, None], CROP[:, None, None], VIEW[:, None], SLOT)
 
@@ -83,7 +82,6 @@ def test_a_draw_does_not_depend_on_what_is_drawn_with_it() -> None:
     assert bits(1, np.zeros((0, 3), int)).shape == (0, 3)
 
 
-@unhurried
 @given(st.integers(-(2**70), 2**70), st.integers(-(2**62), 2**62))
 def test_counters_are_taken_modulo_2_to_the_64_whatever_their_type(seed: int, counter: int) -> None:
     here = bits(seed, counter)
@@ -126,13 +124,11 @@ def test_mix_is_splitmix64() -> None:
 keys = st.integers(0, 2**64 - 1)
 
 
-@unhurried
 @given(st.one_of(st.integers(1, 200), st.integers(200, 20_000), st.sampled_from([4096, 4099, 65536, 10_007])), keys)
 def test_permute_is_a_bijection(n: int, key: int) -> None:
     assert (np.sort(permute(np.arange(n), n, key)) == np.arange(n)).all()
 
 
-@unhurried
 @given(st.integers(1, MAX_SIZE), keys, st.integers(0, 2**62))
 def test_permute_stays_inside_and_apart_for_any_size(n: int, key: int, start: int) -> None:
     i = (start + np.arange(300)) % n
@@ -141,7 +137,6 @@ def test_permute_stays_inside_and_apart_for_any_size(n: int, key: int, start: in
     assert len(np.unique(out)) == len(np.unique(i))
 
 
-@unhurried
 @given(st.lists(st.tuples(st.integers(1, 3000), keys), min_size=1, max_size=20))
 def test_permute_broadcasts_sizes_and_keys(blocks: list[tuple[int, int]]) -> None:
     sizes, block_keys = np.array([n for n, _ in blocks]), np.array([key for _, key in blocks], np.uint64)

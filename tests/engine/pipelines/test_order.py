@@ -16,7 +16,7 @@ from data_tools.dataset import Dataset
 from engine.pipelines import order as order_module
 from engine.pipelines.order import Order, OrderError, Places, Rows, deal, quality, shards_needed
 
-unhurried = settings(deadline=None, max_examples=40)  # a busy machine is no failure
+fewer = settings(max_examples=40)
 
 
 def sized(crops: int, shard: int = 16, name: str = "fake") -> Rows:
@@ -55,7 +55,7 @@ def walk(order: Order) -> Iterator[tuple[int, int, int]]:
         position += 1
 
 
-@unhurried
+@fewer
 @given(any_order(datasets=1), st.integers(0, 10**6))
 def test_an_epoch_is_a_permutation_less_the_dropped(order: Order, epoch: int) -> None:
     places = order.places(epoch * order.crops_per_epoch, order.crops_per_epoch)
@@ -66,7 +66,7 @@ def test_an_epoch_is_a_permutation_less_the_dropped(order: Order, epoch: int) ->
     assert order.crops_per_epoch == order.steps_per_epoch * order.batch_crops
 
 
-@unhurried
+@fewer
 @given(any_order())
 def test_each_of_several_datasets_goes_through_its_own_epochs_in_full(order: Order) -> None:
     order = replace(order, rows=(*order.rows, sized(7)), weights=order.weights and (*order.weights, 1.0))
@@ -80,7 +80,7 @@ def test_each_of_several_datasets_goes_through_its_own_epochs_in_full(order: Ord
             assert set(part) <= set(numbers(rows)) if len(part) < len(rows) else sorted(part) == numbers(rows)
 
 
-@unhurried
+@fewer
 @given(any_order(), st.integers(0, 300), st.integers(0, 100))
 def test_resumed_anywhere_it_goes_on_as_if_never_stopped(order: Order, crops_seen: int, count: int) -> None:
     uninterrupted = list(islice(walk(order), crops_seen + count))
@@ -90,7 +90,7 @@ def test_resumed_anywhere_it_goes_on_as_if_never_stopped(order: Order, crops_see
     assert listed(again.places(crops_seen, count)) == uninterrupted[crops_seen:]
 
 
-@unhurried
+@fewer
 @given(any_order(), st.integers(0, 50), st.integers(1, 5))
 def test_several_steps_at_once_are_those_steps(order: Order, step: int, steps: int) -> None:
     for world in (w for w in (1, 2, 3) if order.batch_crops % w == 0):
@@ -98,7 +98,7 @@ def test_several_steps_at_once_are_those_steps(order: Order, step: int, steps: i
         assert listed(order.slice(step, world - 1, world, steps)) == one_by_one
 
 
-@unhurried
+@fewer
 @given(any_rows(), st.integers(0, 4), st.integers(0, 10**4))
 def test_all_world_sizes_share_the_same_global_batches(rows: Rows, block_shards: int, step: int) -> None:
     order = Order((rows, sized(840)), batch_crops=840, seed=3, weights=(1, 2), block_shards=block_shards)
@@ -165,7 +165,7 @@ def test_with_one_dataset_there_is_nothing_to_mix() -> None:
     assert listed(Order((rows,), 8, seed=5, weights=(0.3,)).places(0, 3000)) == listed(plain)
 
 
-@unhurried
+@fewer
 @given(st.lists(st.floats(0.01, 1), min_size=2, max_size=6), st.integers(0, 2**40))
 def test_weights_hold_in_every_run_of_places(weights: list[float], start: int) -> None:
     order = Order(tuple(sized(64) for _ in weights), 16, weights=tuple(weights))
@@ -182,7 +182,7 @@ def test_weights_hold_over_a_hundred_thousand_places() -> None:
     assert np.bincount(dataset) / 100_000 == pytest.approx(weights, rel=0.01)
 
 
-@unhurried
+@fewer
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=5), st.integers(0, 10))
 def test_dealt_out_each_dataset_has_its_turns_in_order_and_its_quota(quotas: list[int], cycle: int) -> None:
     total = sum(quotas)
@@ -198,7 +198,7 @@ def test_without_weights_every_crop_of_every_dataset_comes_once_before_any_comes
     assert sorted(listed(places)[:1343]) == [(d, r, 0) for d, n in enumerate((1000, 10, 333)) for r in range(n)]
 
 
-@unhurried
+@fewer
 @given(any_rows(), st.integers(1, 5), st.integers(0, 3))
 def test_in_a_block_only_its_shards_occur(rows: Rows, block_shards: int, epoch: int) -> None:
     order = Order((rows,), 1, block_shards=block_shards)
@@ -226,7 +226,7 @@ def test_block_order_mixes_the_crops_of_a_block_and_the_blocks_themselves() -> N
     assert sorted(one_block.places(0, 6400).row.tolist()) == list(range(6400))
 
 
-@unhurried
+@fewer
 @given(any_order(), st.integers(0, 200))
 def test_shards_are_needed_in_the_order_in_which_their_crops_come(order: Order, crops_seen: int) -> None:
     expected: dict[int, dict[tuple[int, int], None]] = {d: {} for d in range(len(order.rows))}

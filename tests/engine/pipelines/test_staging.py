@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing
 from functools import partial
@@ -18,13 +18,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from shards_made import Batch, make_dataset
-from staged import CROPS, Root, cached, named, right, room, through, until
+from staged import CROPS, Root, cached, named, right, room, through
 
 from data_tools.dataset import CROP_SHAPE, Dataset, DatasetError
 from engine.pipelines import gather as gathering
 from engine.pipelines import staging as module
 from engine.pipelines.gather import Gather
 from engine.pipelines.staging import Staging, StagingError
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("small_and_quick")
 
@@ -35,7 +36,7 @@ def test_the_first_shard_is_there_before_the_others(ten: Dataset, tmp_path: Path
     opened = threading.Event()
 
     def gate(root: Root, name: str, start: int, size: int) -> bytes:
-        assert "00004" in name or opened.wait(20)
+        assert "00004" in name or opened.wait()
         return root.inner.read_range(name, start, size)
 
     dataset, root = through(ten, gate)
@@ -164,7 +165,15 @@ def test_a_cache_full_of_anothers_shards(ten: Dataset, tmp_path: Path, stagings:
 # Failures
 
 
-def failing(how_often: float, kind: str) -> Callable[[Root, str, int, int], bytes]:
+@pytest.fixture
+def over() -> Iterator[threading.Event]:
+    """Set at the test's end: what stalls until then leaves no thread behind."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def failing(how_often: float, kind: str, over: threading.Event) -> Callable[[Root, str, int, int], bytes]:
     """Each part fails so often, and comes then."""
     tries: Counter[tuple[str, int]] = Counter()
 
@@ -174,7 +183,7 @@ def failing(how_often: float, kind: str) -> Callable[[Root, str, int, int], byte
             if kind == "500":
                 raise OSError(errno.EIO, "We encountered an internal error. Please try again.\nOr not.")
             if kind == "stalls":
-                time.sleep(0.6)
+                over.wait()
             if kind == "cuts":
                 return root.inner.read_range(name, start, size)[:-1]
         return root.inner.read_range(name, start, size)
@@ -183,20 +192,22 @@ def failing(how_often: float, kind: str) -> Callable[[Root, str, int, int], byte
 
 
 @pytest.mark.parametrize("kind", ["500", "stalls", "cuts"])
-def test_a_server_that_fails_now_and_then(ten: Dataset, tmp_path: Path, stagings: list[Staging], kind: str) -> None:
-    dataset, root = through(ten, failing(2, kind))
-    stagings.append(Staging(dataset, tmp_path, room(ten, 10), order=[1], timeout_s=0.1))
+def test_a_server_that_fails_now_and_then(
+    ten: Dataset, tmp_path: Path, stagings: list[Staging], over: threading.Event, kind: str
+) -> None:
+    dataset, root = through(ten, failing(2, kind, over))
+    stagings.append(Staging(dataset, tmp_path, room(ten, 10), order=[1], timeout_s=0.3 if kind == "stalls" else 60))
     assert right(stagings[0].path(1), ten, 1)
     assert min(Counter(root.reads).values()) == 3
 
 
 @pytest.mark.parametrize("kind, error", [("500", StagingError), ("stalls", StagingError), ("cuts", DatasetError)])
 def test_a_server_that_fails_for_ever(
-    ten: Dataset, tmp_path: Path, stagings: list[Staging], kind: str, error: type[DatasetError]
+    ten: Dataset, tmp_path: Path, stagings: list[Staging], over: threading.Event, kind: str, error: type[DatasetError]
 ) -> None:
     """A failing place stops the run; only a file that is too short may be skipped."""
-    dataset, _ = through(ten, failing(1e9, kind))
-    stagings.append(Staging(dataset, tmp_path, room(ten, 10), timeout_s=0.05))
+    dataset, _ = through(ten, failing(1e9, kind, over))
+    stagings.append(Staging(dataset, tmp_path, room(ten, 10), timeout_s=0.05 if kind == "stalls" else 60))
     with pytest.raises(DatasetError, match=r"\A[^\n]*ten/shards/00001\.tar: byte 0 after 5 tries: [^\n]*\Z") as caught:
         stagings[0].path(1)
     assert type(caught.value) is error
@@ -255,15 +266,16 @@ def test_what_an_earlier_run_left_is_within_the_bound_too(ten: Dataset, tmp_path
     assert {stagings[1]._file(shard).exists() for shard in (2, 5)} == {True}  # what comes next stays
 
 
-def test_close_wakes_who_waits(ten: Dataset, tmp_path: Path) -> None:
-    dataset, _ = through(ten, lambda *_: time.sleep(4) or b"")
+def test_close_wakes_who_waits(ten: Dataset, tmp_path: Path, over: threading.Event) -> None:
+    """Though no answer ever comes."""
+    dataset, root = through(ten, lambda *_: bytes(over.wait()))
     before = set(named("staging"))
-    staging = Staging(dataset, tmp_path, room(ten, 10), timeout_s=30)
-    threading.Timer(0.2, staging.close).start()
-    start = time.monotonic()
+    staging = Staging(dataset, tmp_path, room(ten, 10), timeout_s=1e6)
+    closer = threading.Thread(target=lambda: until(lambda: root.reads) and staging.close())
+    closer.start()
     with pytest.raises(StagingError, match=r"00001\.tar: the cache was closed"):
         staging.path(1)
-    assert time.monotonic() - start < 1
+    closer.join()
     until(lambda: not set(named("staging")) - before)
 
 
@@ -275,14 +287,14 @@ from pathlib import Path
 from data_tools.dataset import Dataset
 from engine.pipelines import staging
 staging.PART_BYTES, staging.POLL_S = 50_000, 0.01
-url, cache, notes, shards, max_shards = sys.argv[1:]
+url, cache, notes, shards, max_shards, last_part = sys.argv[1:]
 dataset = Dataset.open(url)
 class Slow:
     def __init__(self, inner): self.inner = inner
     def __getattr__(self, name): return getattr(self.inner, name)
     def read_range(self, name, start, size):
         with open(notes, "a") as file: file.write(f"{name} {start}\\n")
-        time.sleep(0.02)
+        time.sleep(1e6 if start == int(last_part) else 0.02)
         return self.inner.read_range(name, start, size)
 one = staging.Staging(Dataset(Slow(dataset.root), dataset.meta), cache, int(max_shards) * dataset.shards[0]["bytes"])
 for shard in map(int, shards.split(",")):
@@ -291,15 +303,18 @@ for shard in map(int, shards.split(",")):
 """
 
 
-def start(ten: Dataset, cache: Path, notes: Path, shards: list[int], max_shards: int) -> "subprocess.Popen[bytes]":
-    arguments = [ten.root.url, str(cache), str(notes), ",".join(map(str, shards)), str(max_shards)]
+def start(
+    ten: Dataset, cache: Path, notes: Path, shards: list[int], max_shards: int, last_part: int = -1
+) -> "subprocess.Popen[bytes]":
+    """`last_part`: the one in which it hangs."""
+    arguments = [ten.root.url, str(cache), str(notes), ",".join(map(str, shards)), str(max_shards), str(last_part)]
     return subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments], cwd=Path(module.__file__).parents[2])
 
 
 def test_two_processes_share_a_cache(ten: Dataset, tmp_path: Path) -> None:
     cache, notes = tmp_path / "cache", tmp_path / "notes"
     processes = [start(ten, cache, notes, list(range(10)), 10) for _ in range(2)]
-    assert [process.wait(60) for process in processes] == [0, 0]
+    assert [process.wait() for process in processes] == [0, 0]
     assert set(Counter(notes.read_text().splitlines()).values()) == {1}  # every part came once
     assert len(list(cache.glob("*.tar"))) == 10 and not list(cache.glob("*.partial"))
 
@@ -309,8 +324,8 @@ def test_two_processes_in_a_tight_cache(ten: Dataset, tmp_path: Path) -> None:
     cache, rng = tmp_path / "cache", np.random.default_rng(1)
     cache.mkdir()
     processes = [start(ten, cache, tmp_path / "notes", rng.integers(0, 10, 25).tolist(), 3) for _ in range(2)]
-    most, end = 0, time.monotonic() + 120
-    while any(process.poll() is None for process in processes) and time.monotonic() < end:
+    most = 0
+    while any(process.poll() is None for process in processes):
         most = max(most, cached(cache))
         time.sleep(0.001)
     assert [process.returncode for process in processes] == [0, 0]
@@ -319,17 +334,17 @@ def test_two_processes_in_a_tight_cache(ten: Dataset, tmp_path: Path) -> None:
 
 def test_a_killed_download_is_taken_over(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
     cache, notes = tmp_path / "cache", tmp_path / "notes"
-    process = start(ten, cache, notes, [3], 1)
+    process = start(ten, cache, notes, [3], 1, last_part=50_000)
     until(lambda: notes.exists() and len(notes.read_text().splitlines()) >= 2)
     process.send_signal(signal.SIGKILL)
-    process.wait(10)
+    process.wait()
     assert len(list(cache.glob("*.partial"))) == 1
     stagings.append(Staging(ten, cache, room(ten, 1)))
     assert right(stagings[0].path(4), ten, 4)  # its room is needed, and it is nobody's
-    process = start(ten, cache, notes, [3], 1)
+    process = start(ten, cache, notes, [3], 1, last_part=0)
     until(lambda: bool(list(cache.glob("*.partial"))))
     process.send_signal(signal.SIGKILL)
-    process.wait(10)
+    process.wait()
     assert right(stagings[0].path(3), ten, 3)
 
 
@@ -339,6 +354,7 @@ def test_two_that_wait_for_each_others_room_let_go(
     """Two ranks, two shards each, room for two: as each has one, neither gets its second."""
     monkeypatch.setattr(gathering, "ROOM_TRIES", 20)
     monkeypatch.setattr(gathering, "ROOM_WAIT_S", 1.0)
+    monkeypatch.setattr(Staging, "_within_time", lambda self, call: call())  # the limit is for room alone
     stagings += [Staging(ten, tmp_path, room(ten, 2), timeout_s=0.3) for _ in range(2)]
     met = threading.Barrier(2)
     first = {0, 4}  # of each
@@ -346,7 +362,7 @@ def test_two_that_wait_for_each_others_room_let_go(
     def hold(staging: Staging, shard: int) -> AbstractContextManager[str]:
         if shard - 1 in first:
             first.remove(shard - 1)
-            met.wait(20)
+            met.wait()
         return staging.hold(shard)
 
     def read(staging: Staging, rows: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ import fsspec
 import numpy as np
 import pytest
 from shards_made import make_dataset, take_all
-from staged import cached, named, room, through, until
+from staged import cached, named, room, through
 
 from data_tools import storage
 from data_tools.dataset import CROP_SHAPE, Dataset, DatasetError
@@ -18,6 +18,7 @@ from engine.pipelines.ahead import read_ahead
 from engine.pipelines.gather import Gather
 from engine.pipelines.order import Order, Rows, shards_needed
 from engine.pipelines.staging import Staging
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("small_and_quick")
 

@@ -26,7 +26,7 @@ def door(kind: str, arguments: list[str]) -> int:
     print(f"warning: this is {name}", file=sys.stderr)
     if any(word in name for word in (fake / "hang").read_text().split()):
         (fake / f"hangs-{os.getpid()}").touch()
-        time.sleep(600)
+        time.sleep(10**6)
     if any(word in name for word in (fake / "fail").read_text().split()):
         print("engine/pretrain.py: loss is not finite: lower train.lr", file=sys.stderr)
         return 1
@@ -58,8 +58,8 @@ def patch() -> None:
     cost.speed = lambda plan, place: 1e10
 
 
-def worker(arguments: Sequence[str], fake: str, host: str = "", stale_s: float = 90.0) -> None:
-    """In a process of its own: engine.reproduce with these doors."""
+def worker(arguments: Sequence[str], fake: str, host: str = "", stale_s: float = 90.0, together: int = 1) -> None:
+    """In a process of its own: engine.reproduce with these doors, once so many are there."""
     os.environ["FAKE"] = fake
     patch()
     from engine import reproduce
@@ -68,6 +68,9 @@ def worker(arguments: Sequence[str], fake: str, host: str = "", stale_s: float =
     claims.STALE_S = stale_s
     if host:
         claims.here = lambda: host
+    Path(fake, f"worker-{os.getpid()}").touch()
+    while len(list(Path(fake).glob("worker-*"))) < together:
+        time.sleep(0.005)
     sys.exit(reproduce.main(arguments))
 
 

@@ -1,15 +1,12 @@
 """engine.reproduce with doors that do nothing: plans carried out, by several workers, over kills, failures and restarts."""
 
 import json
-import multiprocessing
 import os
 import signal
 import stat
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +18,8 @@ import fake as doors
 from data_tools.dataset import Dataset
 from engine import reproduce
 from engine.reproduction import claims, launch
-
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["engine.reproduce"])
+from tests.forks import CONTEXT
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -46,25 +42,15 @@ JOBS = 1 + 2 * 2 * 2 * 2  # one model; two rows, two columns, two seeds: tuned a
 UNFIT = "engine/pretrain.py: loss is not finite: lower train.lr"
 
 
-def start(given: list[str], fake: Path, host: str = "", stale_s: float = 90.0) -> Any:
-    process = CONTEXT.Process(target=doors.worker, args=(given, str(fake), host, stale_s))
+def start(given: list[str], fake: Path, host: str = "", stale_s: float = 90.0, together: int = 1) -> Any:
+    process = CONTEXT.Process(target=doors.worker, args=(given, str(fake), host, stale_s, together))
     process.start()
     return process
 
 
 def ended(process: Any) -> int:
-    process.join(200)
-    assert process.exitcode is not None, "it goes on and on"
+    process.join()
     return int(process.exitcode)
-
-
-def until(what: Callable[[], Any]) -> Any:
-    end = time.monotonic() + 200
-    while time.monotonic() < end:
-        if found := what():
-            return found
-        time.sleep(0.01)
-    raise AssertionError("it did not come about")
 
 
 def ran(fake: Path) -> list[str]:
@@ -77,7 +63,7 @@ def states(tmp_path: Path) -> Counter[str]:
 
 def test_two_workers_on_one_folder_do_every_job_once(dataset: Dataset, tmp_path: Path, fake: Path) -> None:
     given = arguments(dataset, tmp_path, "--worker")
-    workers = [start(given, fake, host) for host in ("here", "there")]
+    workers = [start(given, fake, host, together=2) for host in ("here", "there")]
     assert [ended(worker) for worker in workers] == [0, 0]
     assert len(ran(fake)) == len(set(ran(fake))) == JOBS
     assert states(tmp_path) == {"done": 4, "not asked": 66}
@@ -100,10 +86,8 @@ def test_a_killed_worker_takes_its_job_down_and_another_goes_on(
     ended(victim)
     until(lambda: not claims._alive(hanging))
     (fake / "hang").write_text("")
-    before = time.monotonic()
-    assert ended(start(given, fake, stale_s=1.0 if host else 90.0)) == 0
+    assert ended(start(given, fake, stale_s=1.0 if host else 1e9)) == 0
     assert len(ran(fake)) == len(set(ran(fake))) == JOBS
-    assert time.monotonic() - before < 60
 
 
 def test_a_silent_worker_that_wakes_gives_up_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +113,7 @@ def test_many_hands_one_claim(tmp_path: Path) -> None:
     hands = [CONTEXT.Process(target=_grab, args=(tmp_path, gate, answers, number)) for number in range(4)]
     for hand in hands:
         hand.start()
-    got = [answers.get(timeout=200) for _ in hands]
+    got = [answers.get() for _ in hands]
     for hand in hands:
         ended(hand)
     for job in range(50):

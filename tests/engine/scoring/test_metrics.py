@@ -139,7 +139,7 @@ def rated(draw: st.DrawFn, least: int = 1) -> tuple[np.ndarray, np.ndarray]:
     return rng.random((n, 26)) < draw(st.sampled_from([0.02, 0.2, 0.6])), rng.integers(0, levels + 1, (n, 26)) / levels
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rated(2))
 def test_areas_agree_with_loops(given_: tuple[np.ndarray, np.ndarray]) -> None:
     labels, scores = given_
@@ -148,7 +148,7 @@ def test_areas_agree_with_loops(given_: tuple[np.ndarray, np.ndarray]) -> None:
             assert (of["auroc"], of["auprc"]) == pytest.approx(slow_areas(labels[:, k], scores[:, k]), abs=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rated(), st.randoms(use_true_random=False), st.integers(1, 8))
 def test_batches_in_any_order_of_any_process_score_as_the_whole(
     given_: tuple[np.ndarray, np.ndarray], random: Any, parts: int
@@ -166,7 +166,7 @@ def test_batches_in_any_order_of_any_process_score_as_the_whole(
     assert challenge_of(sums) == challenge_score(labels, outputs)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rated(), st.integers(0, 2**32 - 1))
 def test_a_weight_counts_as_so_many_copies(given_: tuple[np.ndarray, np.ndarray], seed: int) -> None:
     labels, scores = given_
@@ -220,7 +220,7 @@ def slow_identification(gallery: np.ndarray, own: list[int], probes: np.ndarray,
     return float(np.mean(hits)), float(np.mean(ties))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 2**32 - 1), st.sampled_from([1, 7, 2**23]))
 def test_identification_agrees_with_loops_whatever_the_block(p: int, q: int, seed: int, block: int) -> None:
     rng = np.random.default_rng(seed)

@@ -2,10 +2,7 @@
 
 import importlib
 import json
-import multiprocessing
-import os
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,21 +10,12 @@ from typing import Any
 
 import torch
 
-CONTEXT = multiprocessing.get_context("forkserver")
-HEAVY = [
-    "engine.pretrain",
-    "engine.finetune",
-    "deepspeed",
-    "torch._dynamo",
-    "torch.utils.tensorboard",
-    "deepspeed.runtime.zero.stage3",
-]
-HEAVY += ["deepspeed.runtime.zero.muon.muon_optimizer"]  # DeepSpeed imports it, and with it torch's compiler
-CONTEXT.set_forkserver_preload(HEAVY)
+from tests.forks import started
+
 TINY = """
 model: {conv: [[8, 4], [8, 4], [8, 1]], width: 16, layers: 2, heads: 2, ffn: 32, position_kernel: 8, position_groups: 2,
         codes: 8, code_width: 8, projection: 8, tau_decay: 0.9}
-train: {steps: 6, batch_crops: 8, precision: fp32, lr: 1e-3, clip_norm: 1.0, log_every: 1, peak_tflops: 1.0, timeout_s: 30}
+train: {steps: 6, batch_crops: 8, precision: fp32, lr: 1e-3, clip_norm: 1.0, log_every: 1, peak_tflops: 1.0, timeout_s: 600}
 """
 
 
@@ -47,19 +35,13 @@ class Ended:
         return all(code == 0 for code in self.codes)
 
 
-def child(arguments: Sequence[str], environment: dict[str, str], out: str, before: Callable[[], None] | None) -> None:
-    os.environ.update(environment)
-    file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(file, stream)
-    sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1) for stream in (1, 2))
+def train(arguments: Sequence[str], before: Callable[[], None] | None) -> int:
     torch.set_num_threads(1)
     if before:
         before()
     door = importlib.import_module("engine.finetune" if "start=" in " ".join(arguments) else "engine.pretrain")
-    code = door.main(arguments)
-    sys.stdout.flush()
-    os._exit(code)
+    code: int = door.main(arguments)
+    return code
 
 
 def start(
@@ -69,20 +51,14 @@ def start(
     processes = []
     for rank in range(world):
         environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        processes.append(CONTEXT.Process(target=child, args=(list(arguments), environment, str(tmp / "out.txt"), before)))
-        processes[-1].start()
+        processes.append(started(train, list(arguments), before, out=tmp / "out.txt", env=environment))
     return processes
 
 
-def wait(tmp: Path, processes: list[Any], timeout_s: float = 90) -> Ended:
+def wait(tmp: Path, processes: list[Any]) -> Ended:
     for process in processes:
-        process.join(timeout_s)
-    late = [process for process in processes if process.is_alive()]
-    for process in late:
-        process.kill()
         process.join()
     output = (tmp / "out.txt").read_text() if (tmp / "out.txt").exists() else ""
-    assert not late, f"still running after {timeout_s} s:\n{output}"
     return Ended([process.exitcode for process in processes], output)
 
 
@@ -105,7 +81,7 @@ def tuning(tmp: Path, dataset: str, begin: Path, task: str, run: str = "run", **
     """Arguments of a fine-tuning."""
     sets = {"run": str(tmp / run), "start": str(begin), "data.datasets": json.dumps([dataset]), "head.task": task}
     sets |= {"train.precision": "fp32", "train.batch_crops": 8, "train.steps": 4, "train.lr": 1e-3, "train.validate_every": 2}
-    sets |= {"train.log_every": 1, "train.peak_tflops": 1.0, "train.timeout_s": 60}
+    sets |= {"train.log_every": 1, "train.peak_tflops": 1.0, "train.timeout_s": 600}
     sets |= {name.replace("__", "."): json.dumps(value) for name, value in changes.items()}
     (tmp / "empty.yaml").write_text("{}")
     return ["--config", str(tmp / "empty.yaml"), *(part for k, v in sets.items() for part in ("--set", f"{k}={v}"))]

@@ -14,7 +14,6 @@ from data_tools.dataset import Dataset
 
 SCRIPT = str(Path(__file__).parents[3] / "engine" / "pretrain.py")
 OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
-TIMEOUT_S = 240  # each starts from nothing; on a busy machine that takes long
 
 
 def deepspeed(tmp: Path, node: int, address: str, port: str) -> list[str]:
@@ -42,7 +41,7 @@ def together(tmp: Path, commands: Sequence[list[str]], *environments: dict[str, 
         out.close()
     try:
         for node in nodes:
-            node.wait(TIMEOUT_S)
+            node.wait()
     finally:
         for node in nodes:
             if node.poll() is None:
