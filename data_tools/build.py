@@ -1,11 +1,13 @@
 """From archives to a finished dataset: plan, shards in parallel, tables, and dataset.json last.
 
 A shard is one task and depends on nothing but its list of crops. Beside a finished shard lies its *part*: the rows of
-samples.parquet, its rejects and a key to its content. Run again after any interruption, parts whose key still holds are
-kept and the rest is made; so a run may be killed at any moment, as often as you like, and ends with the same bytes.
+samples.parquet, its rejects, a key to its content, and the part's own sha256. Run again after any interruption, parts that
+hold and whose key is the right one are kept and the rest is made; so a run may be killed at any moment, as often as you
+like, and ends with the same bytes.
 """
 
 import fcntl
+import hashlib
 import json
 import os
 import threading
@@ -29,13 +31,14 @@ from data_tools.memory import keep_freed_memory
 from data_tools.plan import Plan, Reject, make_plan, record_stem
 from data_tools.prepare import Crop, prepare_crop
 from data_tools.record import EcgRecord
-from data_tools.shards import TarWriter
+from data_tools.shards import MAX_INDEX, TarWriter, index_name, part_name, shard_name
 from data_tools.sources.base import Source, carefully
 from data_tools.splits import PAPERS, RoleSources
 from data_tools.storage import Folder, ahead, folder
 
 FORMATS = ("tar", "zarr", "both")
 TOLD = ("seed", "plan", "format", "id_share", "role_sources", "pseudonyms")  # of the recipe, what dataset.json says in words
+DIGEST_BYTES = 32  # at the end of a part
 RECORDS_HELD = 8  # long records whose crops meet in one shard are read once
 
 
@@ -162,19 +165,16 @@ def _build(plan: Plan, contents: list[str], out: Folder, first: int, settings: S
         bar.update(sum(len(plan.shard(i).crops) for i in done))
         for planned in cluster.run(build_shard, tasks, settings.workers, settings.cluster):
             bar.update(planned)
-    return [read_part(out, first + i) for i in range(plan.shards)]
+    return [read_part(out, shard_name(first + i)) for i in range(plan.shards)]
 
 
-def shard_name(index: int) -> str:
-    return f"{index:05d}.tar"
-
-
-def part_name(index: int) -> str:
-    return f".build/{index:05d}.parquet"
-
-
-def read_part(out: Folder, index: int) -> pa.Table:
-    return pq.read_table(pa.BufferReader(out.read(part_name(index), 2**30)))
+def read_part(out: Folder, name: str) -> pa.Table:
+    """A ReadError if it is not as it was written."""
+    data = memoryview(out.read(part_name(name), 2**30))
+    body, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
+    if hashlib.sha256(body).digest() != digest:
+        raise ReadError("fails its sha256", f"{out.url}/{part_name(name)}: run the same command again to make it anew")
+    return pq.read_table(pa.BufferReader(body))
 
 
 def part_facts(part: pa.Table) -> dict[str, Any]:
@@ -184,9 +184,12 @@ def part_facts(part: pa.Table) -> dict[str, Any]:
 
 def _stands(out: Folder, index: int, content: str) -> bool:
     """A part appears after its shard, and both only when complete: a part with the right key vouches for both."""
+    name = shard_name(index)
     try:
-        return bool(part_facts(read_part(out, index))["content"] == content) and out.exists(f"shards/{shard_name(index)}")
-    except (ReadError, pa.ArrowInvalid, KeyError, TypeError):
+        facts = part_facts(read_part(out, name))
+        index = hashlib.sha256(out.read(index_name(name), MAX_INDEX)).hexdigest()
+        return (facts["content"], facts["index"]) == (content, index) and out.size(f"shards/{name}") == facts["bytes"]
+    except (ReadError, FileNotFoundError, KeyError):
         return False
 
 
@@ -228,8 +231,9 @@ def build_shard(task: Task) -> int:
     if task.pseudonym_key:
         rejects = [(source, record, reason, "") for source, record, reason, _ in rejects]
     facts = {"content": task.content, "name": name, "crops": len(rows), "bytes": tar.size, "sha256": tar.sha256.hexdigest()}
-    _write_small(task.out, f"shards/{name.removesuffix('.tar')}.idx", index.encode())
-    _write_small(task.out, part_name(task.index), _part(task.index, rows, facts | {"rejects": rejects}))
+    facts["index"] = hashlib.sha256(index.encode()).hexdigest()
+    _write_small(task.out, index_name(name), index.encode())
+    _write_small(task.out, part_name(name), _part(task.index, rows, facts | {"rejects": rejects}))
     return len(task.crops)
 
 
@@ -248,7 +252,8 @@ def _part(index: int, rows: list[dict[str, Any]], facts: dict[str, Any]) -> byte
     table = pa.table(columns, schema=COLUMNS.with_metadata({"omnilead": json.dumps(facts)}))
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
-    return bytes(sink.getvalue())
+    data = bytes(sink.getvalue())
+    return data + hashlib.sha256(data).digest()
 
 
 def row_of(source: str, name: str, record: EcgRecord, crop: Crop, key: bytes | None) -> dict[str, Any]:

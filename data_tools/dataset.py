@@ -24,7 +24,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_tools.errors import DataError as DataError  # the engine has both from here
+from data_tools.errors import ChunkError as ChunkError  # the engine has these three from here
+from data_tools.errors import DataError as DataError
 from data_tools.errors import DatasetError as DatasetError
 from data_tools.errors import ReadError, one_line
 from data_tools.labels import ABBREVIATIONS
@@ -191,18 +192,27 @@ class Dataset:
         name = STORE if shard < 0 else f"shards/{self.shards[shard]['name']}"
         try:
             if shard < 0:
-                data = np.ascontiguousarray(self.store[row], "<i2").tobytes()
+                crop = np.empty(CROP_SHAPE, "<i2")
+                self.chunks.read(row, crop)
+                data = crop.tobytes()
             else:
                 data = self.root.read_range(name, offset, CROP_BYTES)
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, ChunkError) as error:
             raise DatasetError(one_line(f"{self.root.url}/{name}: crop {row}: {error}: restore the file")) from None
         if check and google_crc32c.value(data) != crc:
             raise DatasetError(f"{self.root.url}/{name}: crop {row} at byte {offset} fails its crc32c: restore the file")
         return np.frombuffer(data, "<i2").reshape(CROP_SHAPE)
 
     @cached_property
+    def chunks(self) -> Any:
+        """The zarr twin, crop by crop: `chunks.read(row, out)`."""
+        from data_tools.chunks import Chunks
+
+        return Chunks(self.root, len(self))
+
+    @cached_property
     def store(self) -> Any:
-        """The zarr twin."""
+        """The zarr twin as zarr-python reads it."""
         return open_store(self.root, "r")
 
 

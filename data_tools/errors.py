@@ -2,7 +2,7 @@
 
 
 class DataError(Exception):
-    """Wrong arguments, or one of the three below."""
+    """Wrong arguments, or one of those below."""
 
 
 class ReadError(DataError):
@@ -22,6 +22,10 @@ class StorageError(DataError):
 
 class DatasetError(DataError):
     """A dataset that is not what it says: the message names the file, the crop and the check."""
+
+
+class ChunkError(DataError):
+    """What is wrong with a chunk of the zarr twin, in the words that come after its name."""
 
 
 def one_line(text: str, most: int = 300) -> str:

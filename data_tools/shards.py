@@ -8,10 +8,24 @@ from collections.abc import Iterable
 from typing import BinaryIO
 
 BLOCK, MAX_NAME = 512, 99
+MAX_INDEX = 2**26
 ECG, JSON = "ecg", "json"
 OWNER, TIME = b"0000644\0" + b"0000000\0" * 2, b"00000000000\0"
 REST = b"0" + bytes(100) + b"ustar\00000" + bytes(64) + b"0000000\0" * 2 + bytes(167)
 CONSTANT_SUM = sum(OWNER + TIME + REST) + 8 * 32  # the sum itself counts as eight blanks
+
+
+def shard_name(number: int) -> str:
+    return f"{number:05d}.tar"
+
+
+def index_name(shard: str) -> str:
+    return f"shards/{shard.removesuffix('.tar')}.idx"
+
+
+def part_name(shard: str) -> str:
+    """Of an unfinished dataset: the shard's rows."""
+    return f".build/{shard.removesuffix('.tar')}.parquet"
 
 
 def member_header(name: str, size: int) -> bytes:
@@ -57,14 +71,15 @@ def index_of(shard: memoryview, offsets: Iterable[int]) -> str:
     """The index of a finished shard, from the headers of its members."""
     lines = []
     for at in offsets:
-        signal, size = _member(shard, at)
+        signal, size = member(shard, at)
         below = at + size + -size % BLOCK + BLOCK
-        facts, length = _member(shard, below)
+        facts, length = member(shard, below)
         lines.append(_line(at, size, signal, below, length, facts))
     return _index(lines)
 
 
-def _member(shard: memoryview, at: int) -> tuple[str, int]:
+def member(shard: memoryview, at: int) -> tuple[str, int]:
+    """Name and size of the member whose bytes begin there."""
     header = bytes(shard[at - BLOCK : at])
     return header[:100].rstrip(b"\0").decode("ascii"), int(header[124:135], 8)
 

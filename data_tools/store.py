@@ -5,6 +5,7 @@ Inner chunks are single crops, compressed with Blosc (LZ4, bitshuffle) and close
 
 import hashlib
 import os
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,10 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from data_tools import cluster
+from data_tools.chunks import layout, read_meta
 from data_tools.dataset import CROP_BYTES, CROP_SHAPE, SHARD_CROPS, STORE, open_store
-from data_tools.errors import DatasetError, StorageError
+from data_tools.errors import DatasetError, ReadError, StorageError
+from data_tools.shards import part_name
 from data_tools.storage import Folder, ahead
 
 MARKER = ".build/zarr-"
@@ -44,8 +47,9 @@ def _create(out: Folder, crops: int) -> None:
     for name in [name for name in out.names(STORE) if name.endswith(".partial")]:  # zarr's, of a run that was killed
         out.remove(name)
     if out.exists(f"{STORE}/zarr.json"):
-        if open_store(out, "r").shape[0] == crops:
-            return
+        with suppress(DatasetError):
+            if read_meta(out) == layout(crops, SHARD_CROPS):
+                return
         out.remove(STORE)
     for name in [name for name in out.names(".build") if name.startswith(MARKER)]:
         out.remove(name)
@@ -73,8 +77,9 @@ def write_block(task: Task) -> int:
     out, block, crops = task
     mark = hashlib.sha256(str([crc for _, _, crc in crops]).encode()).hexdigest().encode()
     marker = f"{MARKER}{block:05d}"
-    if out.exists(marker) and out.read(marker, 64) == mark:
-        return len(crops)
+    with suppress(ReadError):  # not there
+        if out.read(marker, 64) == mark:
+            return len(crops)
     data = np.empty((len(crops), *CROP_SHAPE), "<i2")
 
     def read(crop: tuple[str, int, int]) -> bytes:
@@ -83,7 +88,8 @@ def write_block(task: Task) -> int:
     pieces = ahead(read, crops) if out.remote else map(read, crops)
     for row, (ecg, (name, offset, crc)) in enumerate(zip(pieces, crops, strict=True)):
         if google_crc32c.value(ecg) != crc:
-            raise DatasetError(f"{out.url}/{name}: the crop at byte {offset} fails its crc32c: delete .build and run again")
+            out.remove(part_name(os.path.basename(name)))
+            raise DatasetError(f"{out.url}/{name}: the crop at byte {offset} fails its crc32c: run again to make the file anew")
         data[row] = np.frombuffer(ecg, "<i2").reshape(CROP_SHAPE)
 
     def put() -> None:

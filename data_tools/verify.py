@@ -1,39 +1,36 @@
 """Is a dataset what it says? Every byte, every row, every role; with the archive at hand, every sample to the LSB.
 
-Always: dataset.json's fingerprint, sha256 of tables and shards, crc32c, address and range of every crop, the DALI index,
-counts, roles drawn again and checked for leaks, form and sizes of the zarr twin. `source`: each crop is prepared anew from
-the archive and compared.
-`deep`: tar headers and JSON against the rows, flags and waveform hashes derived again, padding zero, the zarr twin decoded.
+By default: dataset.json's fingerprint, sha256 of tables and shards, every tar header and JSON, the DALI index, crc32c and
+content of every crop in the shards and in the zarr twin, counts, roles drawn again and checked for leaks.
+`fast`: structure and sizes; the samples are not read. `sources`: each crop is prepared again from the archive and compared.
 Findings are sentences that name file, crop and check; an empty list means that everything holds.
 """
 
 import hashlib
-import io
 import json
 import mmap
-import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import google_crc32c
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from data_tools import cluster, pseudonyms, quality
+from data_tools import cluster, pseudonyms
 from data_tools.build import row_of
+from data_tools.chunks import decode, index_bytes
 from data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, META, REJECTS, SAMPLES, STORE, Dataset, waveform
-from data_tools.errors import DatasetError, ReadError, one_line
+from data_tools.errors import ChunkError, DatasetError, ReadError, one_line
 from data_tools.finish import assign_roles, read_rejects, recipe_hash, role_counts
 from data_tools.labels import class_row
 from data_tools.plan import Reject
 from data_tools.prepare import CROP, FS_HZ, HALF, MAX_UV, SPEC, crop_count, prepare_crop
 from data_tools.record import LEADS, EcgRecord
-from data_tools.shards import index_of, member_header
+from data_tools.shards import BLOCK, MAX_INDEX, index_name, index_of, member, member_header
 from data_tools.sources.base import Source, carefully
 from data_tools.splits import RoleSources
 
@@ -43,33 +40,35 @@ FLAGS = (  # in rejects.csv, of records that were used
     *("lead not measured", "flat lead", "saturated", "large", "einthoven"),
     *("checksum differs", "first value differs", "diagnosis without a code", "not in ptbxl_database.csv"),
 )
+SAID_OF_SAMPLES = ["crc32c", "waveform", "halves", "missing_leads"]
+SAID_BY_ARCHIVE = ("patient", "dx", "age", "sex", "fs_source_hz", "halves", "missing_leads", "flags")
 JSON_COLUMNS = [name for name in COLUMNS.names if name not in ("shard", "offset", "crc32c", "waveform", *ROLES)]
 
 
 @dataclass(frozen=True)
 class Check:
-    """One shard's worth of work: the rows are its own, in order."""
+    """One shard or one storage object of the zarr twin; the rows are its own, in order."""
 
     dataset: Dataset
     index: int
     rows: pa.Table
-    deep: bool
+    fast: bool
 
 
 def verify(
     dataset: Dataset,
     sources: list[Source] | None = None,
-    deep: bool = False,
+    fast: bool = False,
     workers: int = 1,
     key: bytes | None = None,
     quiet: bool = True,
 ) -> list[str]:
-    data = dataset.root.read(SAMPLES, dataset.meta["samples"]["bytes"])
-    if hashlib.sha256(data).hexdigest() != dataset.meta["samples"]["sha256"]:
-        return [f"{SAMPLES}: fails its sha256"]  # nothing below can be trusted
     try:
+        data = dataset.root.read(SAMPLES, dataset.meta["samples"]["bytes"])
+        if hashlib.sha256(data).hexdigest() != dataset.meta["samples"]["sha256"]:
+            return [f"{SAMPLES}: fails its sha256"]  # nothing below can be trusted
         table = dataset.table()
-    except DatasetError as error:
+    except (ReadError, DatasetError) as error:
         return [str(error)]
     if others := set(pq.read_schema(pa.BufferReader(data)).names) - set(COLUMNS.names):
         return [f"{SAMPLES}: has columns that version 1 has not: {', '.join(sorted(others))}"[:200]]
@@ -84,13 +83,13 @@ def verify(
     starts = np.searchsorted(table["shard"].to_numpy(), np.arange(len(dataset.shards) + 1))
     if len(table) != dataset.meta["crops"] or (dataset.shards and starts[-1] != len(table)):
         return [*found, f"{SAMPLES}: {len(table)} rows, {dataset.meta['crops']} crops in dataset.json"]
-    checks = (Check(dataset, i, table.slice(starts[i], starts[i + 1] - starts[i]), deep) for i in range(len(dataset.shards)))
-    with tqdm(total=len(table), unit=" crops", desc="shards", disable=quiet) as bar:
-        for crops, findings in cluster.run(check_shard, checks, workers):
-            found += findings
-            bar.update(crops)
+    checks = (Check(dataset, i, table.slice(starts[i], starts[i + 1] - starts[i]), fast) for i in range(len(dataset.shards)))
+    for findings in tqdm(
+        cluster.run(check_shard, checks, workers), total=len(dataset.shards), unit=" shards", desc="shards", disable=quiet
+    ):
+        found += findings
     if "zarr" in dataset.meta["formats"]:
-        found += _store(dataset, table, deep or not dataset.shards, quiet)
+        found += _store(dataset, table, fast, workers, quiet)
     if sources:
         found += _against(dataset, table, sources, rejects, key, quiet)
     return found
@@ -111,8 +110,8 @@ def _facts(dataset: Dataset, table: pa.Table) -> Iterator[str]:
         if (source["crops"], records["used"], records["seen"]) != (crops, used, used + records["refused"]):
             yield f"{META}: counts of {source['name']} are not those of {SAMPLES}: {crops} crops of {used} records"
     yield from (f"{META}: sources lack {name}" for name in counts)
-    ours = {name for shard in dataset.shards for name in (shard["name"], shard["name"].removesuffix(".tar") + ".idx")}
-    strays = [name for name in dataset.root.names("shards") if name.removeprefix("shards/") not in ours]
+    ours = {name for shard in dataset.shards for name in (f"shards/{shard['name']}", index_name(shard["name"]))}
+    strays = [name for name in dataset.root.names("shards") if name not in ours]
     if "zarr" not in meta["formats"] and dataset.root.exists(f"{STORE}/zarr.json"):
         strays.append(STORE)
     yield from (f"{name}: not a part of the dataset" for name in strays[:MOST])
@@ -137,28 +136,40 @@ def _tables(dataset: Dataset, table: pa.Table) -> list[str]:
     return found
 
 
-def check_shard(check: Check) -> tuple[int, list[str]]:
+def check_shard(check: Check) -> list[str]:
     shard, rows = check.dataset.shards[check.index], check.rows
     name = f"shards/{shard['name']}"
     found: list[str] = []
     try:
+        if len(rows) != shard["crops"]:
+            found.append(f"{name}: {len(rows)} rows, {shard['crops']} crops in {META}")
+        if check.fast:
+            return [*found, *_sizes(check.dataset, name, shard["bytes"]), *_sizes(check.dataset, index_name(shard["name"]))]
         with _mapped(check.dataset, name, shard["bytes"]) as data:
             if len(data) != shard["bytes"]:
-                return len(rows), [f"{name}: {len(data)} bytes, {shard['bytes']} expected (truncated or replaced)"]
+                return [f"{name}: {len(data)} bytes, {shard['bytes']} expected (truncated or replaced)"]
             if hashlib.sha256(data).hexdigest() != shard["sha256"]:
                 found.append(f"{name}: fails its sha256")
-            if len(rows) != shard["crops"]:
-                found.append(f"{name}: {len(rows)} rows, {shard['crops']} crops in dataset.json")
             found += _crops(name, data, rows)
-            found += _index(check.dataset, name, data, rows)
-            if check.deep and not found:
+            found += _index(check.dataset, index_name(shard["name"]), data, rows)
+            if not found:
                 try:
-                    found += _deep(name, data, rows)
-                except (tarfile.TarError, ValueError, TypeError, AttributeError) as error:  # sums of nonsense hold
+                    found += _members(name, data, rows)
+                except (ValueError, TypeError, AttributeError, RecursionError) as error:  # sums of nonsense hold
                     found.append(one_line(f"{name}: a member is of another form: {error}"))
     except ReadError as error:
         found.append(f"{name}: {error.reason}")
-    return len(rows), found[:MOST]
+    return found[:MOST]
+
+
+def _sizes(dataset: Dataset, name: str, due: int | None = None) -> Iterator[str]:
+    try:
+        size = dataset.root.size(name)
+    except FileNotFoundError:
+        yield f"{name}: missing file"
+    else:
+        if due is not None and size != due:
+            yield f"{name}: {size} bytes, {due} expected (truncated or replaced)"
 
 
 @contextmanager
@@ -180,42 +191,49 @@ def _mapped(dataset: Dataset, name: str, size: int) -> Iterator[Any]:
 
 
 def _crops(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]:
-    offsets, checksums = rows["offset"].to_pylist(), rows["crc32c"].to_pylist()
-    for row, (offset, crc) in enumerate(zip(offsets, checksums, strict=True)):
-        piece = bytes(data[offset : offset + CROP_BYTES])
-        if google_crc32c.value(piece) != crc:
-            yield f"{name}: crop {row} at byte {offset} fails its crc32c"
-        elif int(np.frombuffer(piece, "<i2").min()) < -MAX_UV:
-            yield f"{name}: crop {row} holds -32768, which no crop may"
+    for number, row in enumerate(rows.select(["offset", *SAID_OF_SAMPLES]).to_pylist()):
+        piece = bytes(data[row["offset"] : row["offset"] + CROP_BYTES])
+        crop = np.frombuffer(piece.ljust(CROP_BYTES, b"\0"), "<i2").reshape(CROP_SHAPE)
+        yield from (f"{name}: crop {number} at byte {row['offset']} {finding}" for finding in _content(crop, row))
+
+
+def _content(crop: np.ndarray, row: dict[str, Any]) -> Iterator[str]:
+    """What the table says of a crop, beside its samples."""
+    crc, hashed = waveform(crop)
+    if crc != row["crc32c"]:
+        yield "fails its crc32c"
+        return
+    if hashed != row["waveform"]:
+        yield f"has another waveform hash than in {SAMPLES}"
+    if int(crop.min()) < -MAX_UV:
+        yield "holds -32768, which no crop may"
+    if row["halves"] == 1 and crop[:, HALF:].any():
+        yield "should be zero in its second half"
+    if any(crop[i].any() for i, lead in enumerate(LEADS) if lead in row["missing_leads"]):
+        yield "should be zero in its missing leads"
 
 
 def _index(dataset: Dataset, name: str, data: memoryview, rows: pa.Table) -> list[str]:
-    name = name.removesuffix(".tar") + ".idx"
     try:
-        text, wanted = dataset.root.read(name, 2**26).decode(), index_of(data, rows["offset"].to_pylist())
+        text, wanted = dataset.root.read(name, MAX_INDEX).decode(), index_of(data, rows["offset"].to_pylist())
     except (ReadError, ValueError) as error:
         return [f"{name}: {error}"]
     return [] if text == wanted else [f"{name}: names, addresses or sizes in it are not the shard's"]
 
 
-def _deep(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]:
-    """Member by member, as a stranger's tar reader would; then everything that can be derived from the samples."""
-    with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
-        members = list(tar)
-    if len(members) != 2 * len(rows):
-        yield f"{name}: {len(members)} members for {len(rows)} crops"
-        return
+def _members(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]:
+    """Member by member to the end of the file: headers of the format's form, and JSON that says what the row says."""
+    end = 0
     for number, row in enumerate(rows.to_pylist()):
-        ecg, text = members[2 * number : 2 * number + 2]
-        key = ecg.name.removesuffix(".ecg")
+        key = f"{row['source']}-{row['record']}-{round(row['start_s'] * FS_HZ) // CROP:03d}"
         at = f"{name}: crop {number} ({key})"
-        headers = bytes(data[ecg.offset : ecg.offset + 512]), bytes(data[text.offset : text.offset + 512])
-        if headers != (member_header(f"{key}.ecg", CROP_BYTES), member_header(f"{key}.json", text.size)):
-            yield f"{at}: tar headers are not of the format's form"
-            continue
-        if ecg.offset_data != row["offset"] or not key.startswith(f"{row['source']}-{row['record']}-"):
-            yield f"{at}: stands where {row['source']}/{row['record']} should"
-        told = json.loads(bytes(data[text.offset_data : text.offset_data + text.size]))
+        start, facts = end + BLOCK, end + BLOCK + CROP_BYTES + -CROP_BYTES % BLOCK + BLOCK
+        _, length = member(data, facts)
+        headers = bytes(data[end:start]), bytes(data[facts - BLOCK : facts])
+        if row["offset"] != start or headers != (member_header(f"{key}.ecg", CROP_BYTES), member_header(f"{key}.json", length)):
+            yield f"{at}: another crop or another kind of tar member stands where it should"
+            return
+        told = json.loads(bytes(data[facts : facts + length]))
         expected = {column: row[column] for column in JSON_COLUMNS}
         expected |= {"crc32c": f"{row['crc32c']:08x}", "waveform": f"{row['waveform']:016x}"}
         if told.get("age") is not None:
@@ -223,72 +241,59 @@ def _deep(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]:
         differing = sorted(name for name in told.keys() | expected.keys() if told.get(name) != expected.get(name))
         if differing:
             yield f"{at}: JSON and {SAMPLES} differ in {', '.join(differing)}"
-        crop = np.frombuffer(data, "<i2", CROP_BYTES // 2, row["offset"]).reshape(CROP_SHAPE)
-        yield from (f"{at}: {finding}" for finding in _derived(crop, row))
+        end = facts + length + -length % BLOCK
+    if bytes(data[end:]) != bytes(2 * BLOCK):
+        yield f"{name}: the end of the tar file does not follow its last crop"
 
 
-def _derived(crop: np.ndarray, row: dict[str, Any]) -> Iterator[str]:
-    if waveform(np.ascontiguousarray(crop)) != (row["crc32c"], row["waveform"]):
-        yield "waveform hash differs"
-    if row["halves"] == 1 and crop[:, HALF:].any():
-        yield "its second half should be zero"
-    body = crop[:, : HALF * row["halves"]]
-    missing = np.isin(LEADS, row["missing_leads"])
-    if body[missing].any():
-        yield "a missing lead is not zero"
-    flags = quality.flags_of(body, missing.tolist())
-    if set(flags) != set(row["flags"]) - {"saturated"}:
-        yield f"flags are {flags}, {row['flags']} in {SAMPLES}"
-
-
-def _store(dataset: Dataset, table: pa.Table, deep: bool, quiet: bool) -> list[str]:
-    """Form and sizes. `deep`: every chunk decoded; zarr checks its own crc32c of the compressed bytes, ours is of the crop."""
+def _store(dataset: Dataset, table: pa.Table, fast: bool, workers: int, quiet: bool) -> list[str]:
     try:
-        store = dataset.store
+        chunks = dataset.chunks
     except DatasetError as error:
         return [str(error)]
-    for what, seen, due in (
-        ("shape", store.shape, (len(table), *CROP_SHAPE)),
-        ("type", str(store.dtype), "int16"),
-        ("chunks", store.chunks, (1, *CROP_SHAPE)),
-        ("shards", store.shards and store.shards[1:], CROP_SHAPE),
-        ("attributes", dict(store.attrs), {}),
-        ("dimensions", store.metadata.dimension_names, ("crop", "lead", "sample")),
+    if chunks.meta != chunks.layout:
+        return [f"{STORE}/zarr.json: has more in it than data_tools writes"]
+    blocks = range(-(-len(table) // chunks.block))
+    ours = {f"{STORE}/zarr.json", *map(chunks.name, blocks)}
+    found = [f"{name}: not a part of the dataset" for name in dataset.root.names(STORE) if name not in ours][:MOST]
+    said = table.select(SAID_OF_SAMPLES)
+    checks = (Check(dataset, i, said.slice(i * chunks.block, chunks.block), fast) for i in blocks)
+    for findings in tqdm(
+        cluster.run(check_object, checks, workers), total=len(blocks), unit=" files", desc="zarr", disable=quiet
     ):
-        if seen != due:
-            return [f"{STORE}: {what} {seen}, {due} expected"[:200]]
-    found = list(islice(_objects(dataset, store.shards[0]), MOST))
-    if found or not deep:
-        return found
-    checksums = table["crc32c"].to_pylist()
-    for start in tqdm(range(0, len(table), 64), unit=" chunks", desc="zarr", disable=quiet):
-        try:
-            block = np.ascontiguousarray(store[start : start + 64], "<i2")
-        except Exception as error:  # whatever a damaged chunk makes of a codec
-            found.append(f"{STORE}: crops {start} to {start + 63}: {type(error).__name__}: {error}"[:200])
-            continue
-        wrong = [start + i for i, crop in enumerate(block) if google_crc32c.value(crop.tobytes()) != checksums[start + i]]
-        found += [f"{STORE}: crop {row} fails its crc32c" for row in wrong]
-    return found[:MOST]
+        found += findings
+    return found
 
 
-def _objects(dataset: Dataset, most: int) -> Iterator[str]:
-    """Is every storage object, of up to `most` crops, there, and as long as the index at its end says?"""
-    tail = 16 * most + 4
-    for block, start in enumerate(range(0, len(dataset), most)):
-        name = f"{STORE}/c/{block}/0/0"
+def check_object(check: Check) -> list[str]:
+    """A storage object of the zarr twin: its index, and the chunks, each of which is a crop."""
+    chunks, root, count = check.dataset.chunks, check.dataset.root, len(check.rows)
+    name = chunks.name(check.index)
+    try:
+        index, size = chunks.index(check.index).tolist(), root.size(name)
+        spans = sorted(index[:count])  # one after the other, from the first byte to the index
+        ends = [0, *(start + length for start, length in spans)]
+        if [start for start, _ in spans] + [size - index_bytes(chunks.block)] != ends:
+            return [f"{name}: {size} bytes, which are not those that its index names (replaced, or lacks a crop)"]
+        if check.fast:
+            return []
+        with _mapped(check.dataset, name, size) as data:
+            return list(islice(_chunks(name, data, index, check), MOST))
+    except FileNotFoundError:
+        return [f"{name}: missing file"]
+    except (ChunkError, ReadError) as error:
+        return [f"{name}: {error}"]
+
+
+def _chunks(name: str, data: memoryview, index: list[list[int]], check: Check) -> Iterator[str]:
+    crop, first = np.empty(CROP_SHAPE, "<i2"), check.index * check.dataset.chunks.block
+    for number, row in enumerate(check.rows.select(SAID_OF_SAMPLES).to_pylist()):
+        start, length = index[number]
         try:
-            size = dataset.root.size(name)
-            index = dataset.root.read_range(name, max(0, size - tail), tail)
-        except FileNotFoundError:
-            yield f"{name}: missing file"
-            continue
-        if len(index) != tail or google_crc32c.value(index[:-4]) != int.from_bytes(index[-4:], "little"):
-            yield f"{name}: {size} bytes, the last of which are no index (truncated or replaced)"
-            continue
-        ends = np.frombuffer(index[:-4], "<u8").reshape(most, 2)[: len(dataset) - start].sum(axis=1)
-        if int(ends.max()) != size - tail:
-            yield f"{name}: {size} bytes, its index says another number, or lacks a crop"
+            decode(bytes(data[start : start + length]), length, crop)
+            yield from (f"{name}: crop {first + number} {finding}" for finding in _content(crop, row))
+        except ChunkError as error:
+            yield f"{name}: crop {first + number}: {error}"
 
 
 def _against(
@@ -343,8 +348,8 @@ def _differing(
             yield f"{at}: a crop of the archive that is not in {SAMPLES}"
             continue
         row = table.slice(parts[part], 1).to_pylist()[0]
-        if google_crc32c.value(crop.tobytes()) != row["crc32c"] or not np.array_equal(dataset.read(parts[part]), crop):
+        if waveform(crop)[0] != row["crc32c"] or not np.array_equal(dataset.read(parts[part]), crop):
             yield f"{at}: the archive has other samples"
         stored = {column: pa.array([value], COLUMNS.field(column).type)[0].as_py() for column, value in told.items()}
-        if others := [column for column in ("patient", "dx", "age", "sex", "fs_source_hz") if stored[column] != row[column]]:
+        if others := [column for column in SAID_BY_ARCHIVE if stored[column] != row[column]]:
             yield f"{at}: the archive says otherwise in {', '.join(others)}"

@@ -10,7 +10,7 @@ A crop's crc32c is checked at its first reading in this process (`check`), befor
 hardware, which keep the GIL, where preadv gives it up. google_crc32c takes a numpy array without a copy, though it refuses the
 writable memoryview of the same bytes.
 
-The zarr twin is read and decoded chunk by chunk (chunks.py): half the bytes, five times the CPU time.
+The zarr twin is read and decoded chunk by chunk (data_tools/chunks.py): half the bytes, five times the CPU time.
 """
 
 import errno
@@ -29,8 +29,7 @@ from typing import Any, Literal, NamedTuple
 import google_crc32c
 import numpy as np
 
-from data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset, DatasetError
-from engine.pipelines.chunks import ChunkError, Chunks
+from data_tools.dataset import CROP_BYTES, CROP_SHAPE, ChunkError, Dataset, DatasetError
 from engine.pipelines.meter import Meter
 from engine.pipelines.order import Rows
 from engine.pipelines.staging import NoRoom, StagingError
@@ -118,7 +117,7 @@ class _Source:
         if self.source == "tar" and not (self.shard.min() >= 0 and self.shard.max() < len(self.names)):
             raise DatasetError(f"{self.url}: samples.parquet names shards that dataset.json does not")
         self.checked = np.zeros(-(-self.crops // 8), np.uint8)
-        self.chunks = Chunks(dataset) if self.source == "zarr" else None
+        self.chunks = dataset.chunks if self.source == "zarr" else None
 
     def addresses(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """shard and offset, or storage object and place in it."""

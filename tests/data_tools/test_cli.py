@@ -30,7 +30,7 @@ def test_from_nothing_to_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture
     code, text, _ = run(capsys, "shard", archive, "--out", out, "--workers", 1, "--format", "both")
     assert code == 0
     assert "189,051" in text  # beside the paper's own count
-    assert run(capsys, "verify", out, "--source", archive, "--deep", "--workers", 1)[:2][0] == 0
+    assert run(capsys, "verify", out, "--source", archive, "--workers", 1)[:2][0] == 0
     for arguments in ((), ("--crop", 0)):
         png = tmp_path / f"{len(arguments)}.png"
         assert run(capsys, "show", out, *arguments, "--png", png)[0] == 0
@@ -129,7 +129,7 @@ def test_ones_own_sources_get_roles_where_they_are_named(tmp_path: Path, capsys:
     assert code == 0 and "dx" not in err
     named = Dataset.open(str(tmp_path / "named"))
     assert set(named.meta["roles"]["dx"]) == {"train", "valid", "test"}
-    assert run(capsys, "verify", tmp_path / "named", "--deep", "--workers", 1)[0] == 0
+    assert run(capsys, "verify", tmp_path / "named", "--workers", 1)[0] == 0
     code, _, err = run(capsys, *command, tmp_path / "plain", "--dx-sources", "ningbo")
     assert code == 2 and "is finished" in err
     assert run(capsys, *command, tmp_path / "x", "--plan", "all", "--id-sources", "ningbo")[0] == 2
@@ -212,10 +212,9 @@ def test_a_key_for_names_that_are_plain(
 
 
 def test_verify_says_what_it_did_not_read(dataset: Dataset, capsys: pytest.CaptureFixture[str]) -> None:
-    told = "of store.zarr form and sizes alone: --deep reads it"
-    for deep in ((), ("--deep",)):
-        code, out, _ = run(capsys, "verify", dataset.root.url, "--workers", 1, *deep)
-        assert code == 0 and (told in out) == (not deep)
+    for fast in ((), ("--fast",)):
+        code, out, _ = run(capsys, "verify", dataset.root.url, "--workers", 1, *fast)
+        assert code == 0 and ("not read: the contents of shards/ and store.zarr" in out) == bool(fast)
 
 
 def test_verify_exits_1_and_says_why(dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -189,7 +189,7 @@ def test_no_file_of_the_dataset_holds_free_text(dataset: Dataset) -> None:
 
 
 def test_the_dataset_agrees_with_the_archive(dataset: Dataset, written: tuple[Path, dict[str, Made]]) -> None:
-    assert main(["verify", dataset.root.url, "--deep", "--source", str(written[0]), "--workers", "1"]) == 0
+    assert main(["verify", dataset.root.url, "--source", str(written[0]), "--workers", "1"]) == 0
 
 
 def test_strict_makes_refused_records_an_error(
@@ -244,7 +244,7 @@ class Floats(Source):
 
 def test_a_source_of_floats_and_its_slips(tmp_path: Path) -> None:
     made = shard([Floats(folder(tmp_path))], Settings(str(tmp_path / "out"), quiet=True))
-    assert verify(made, [Floats(folder(tmp_path))], deep=True) == []
+    assert verify(made, [Floats(folder(tmp_path))]) == []
     lines = [line.split(",")[1:3] for line in Path(made.root.url, REJECTS).read_text().splitlines()[1:]]
     assert sorted(lines) == sorted(
         [[key, reason] for key, (_, reason) in Floats.wrong.items()] + [["huge", "large"], ["huge", "einthoven"]]

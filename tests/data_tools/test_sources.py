@@ -300,7 +300,7 @@ def test_names_that_no_shard_can_hold_are_refused_one_by_one(tmp_path: Path) -> 
         "a,b-c,record read already,another of this name came first",
         f'{"s" * 40},{"r" * 50},record name,"100 characters in a shard, 99 at most"',
     ]
-    assert verify(made, [Named(folder(tmp_path))], deep=True) == []
+    assert verify(made, [Named(folder(tmp_path))]) == []
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from handmade import ecg, write_challenge
 
-from data_tools import build
+from data_tools import build, plan, store
 from data_tools.__main__ import main
 from data_tools.build import Settings, row_of, shard
 from data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset, fingerprint
@@ -122,66 +122,135 @@ def forged(text: bytes) -> Damage:
     return damage
 
 
-DAMAGES: dict[str, tuple[Damage, bool, str]] = {  # what, needs --deep, a word of the finding
-    "flipped sample": (flip("shards/00000.tar", 70_000), False, "crc32c"),
-    "flipped tar header": (flip("shards/00000.tar", 3), False, "sha256"),
-    "truncated shard": (truncate, False, "truncated"),
-    "missing shard": (lambda root: (root / "shards" / "00000.tar").unlink(), False, "missing file"),
-    "missing index": (lambda root: (root / "shards" / "00000.idx").unlink(), False, "missing file"),
-    "wrong index": (flip("shards/00000.idx", 20), False, "00000.idx"),
-    "wrong name in the index": (flip("shards/00000.idx", 35), False, "00000.idx"),
-    "wrong end of the index": (flip("shards/00000.idx", -10), False, "00000.idx"),
-    "flipped table": (flip("samples.parquet", 500), False, "samples.parquet"),
-    "flipped zarr chunk": (flip("store.zarr/c/0/0/0", 40_000), True, "store.zarr"),
-    "zarr that is not told": (rewritten(lambda meta: meta.update(formats=["tar"])), False, "store.zarr: not a part"),
-    "stray shard": (lambda root: (root / "shards/00009.tar").write_bytes(b""), False, "shards/00009.tar: not a part"),
-    "another rate told": (rewritten(lambda meta: meta.update(fs_hz=250)), False, "fs_hz 250, 500 expected"),
-    "another unit told": (rewritten(lambda meta: meta.update(uv_per_lsb=4.88)), False, "uv_per_lsb"),
-    "leads told backwards": (rewritten(lambda meta: meta["leads"].reverse()), False, "leads"),
-    "another length told": (rewritten(lambda meta: meta.update(crop_samples=2500)), False, "crop_samples"),
-    "a filter told": (rewritten(lambda meta: meta["preprocessing"].update(filter="band")), False, "preprocessing fails"),
-    "a source's crops": (rewritten(lambda meta: meta["sources"][0].update(crops=1)), False, "counts of"),
-    "a source's records": (rewritten(lambda meta: meta["sources"][0]["records"].update(seen=10**6)), False, "counts of"),
-    "a source renamed": (rewritten(lambda meta: meta["sources"][0].update(name="mine")), False, "sources lack"),
-    "nothing of roles": (rewritten(lambda meta: meta.pop("plan")), False, "says nothing of plan"),
-    "another column": (with_table(lambda table: table.append_column("name", table["record"])), False, "has not: name"),
-    "a column less": (with_table(lambda table: table.drop_columns("waveform")), False, "waveform is missing"),
-    "nulls": (column("dx", lambda values: [None, *values[1:]]), False, "dx is missing in some rows"),
-    "flipped rejects": (flip("rejects.csv", 3), False, "rejects.csv: fails its sha256"),
-    "missing rejects": (lambda root: (root / "rejects.csv").unlink(), False, "rejects.csv: missing file"),
-    "longer rejects": (lambda root: (root / "rejects.csv").open("a").write("a,b,c,d\n"), False, "file too large"),
-    "rejects of an old dataset": (old_rejects("source\nptb\n"), False, "rejects.csv: not enough values"),
-    "rejects of an old dataset in Latin": (old_rejects("source,record,reason,detail\na,b,\xe9,d\n"), False, "utf-8"),
-    "a huge field": (old_rejects("source,record,reason,detail\na,b,c," + "x" * 200_000), False, "larger than field limit"),
-    "JSON that is a list": (forged(b"[]"), True, "another form"),
-    "JSON that is none": (forged(b"{"), True, "another form"),
-    "missing zarr": (lambda root: shutil.rmtree(root / "store.zarr"), False, "store.zarr"),
-    "missing zarr chunk": (lambda root: (root / "store.zarr/c/0/0/0").unlink(), False, "store.zarr/c/0/0/0: missing file"),
-    "truncated zarr chunk": (lambda root: os.truncate(root / "store.zarr/c/0/0/0", 900_000), False, "truncated"),
-    "zarr chunk with a hole": (cut_in_the_middle, False, "store.zarr/c/0/0/0"),
-    "zarr of no form": (lambda root: (root / "store.zarr/zarr.json").write_text("[]"), False, "store.zarr"),
-    "zarr of other words": (edited("store.zarr/zarr.json", "endian", "endman"), False, "store.zarr"),
-    "zarr of another shape": (edited("store.zarr/zarr.json", "5000", "2500"), False, "shape"),
-    "zarr with a note": (edited("store.zarr/zarr.json", '"attributes": {', '"attributes": {"a": 1'), False, "attributes"),
-    "role moved": (column("pretrain", everyone_pretrains), False, "pretrain"),
-    "rows swapped": (column("record", swap_first_two), True, "should"),
-    "addresses swapped": (column("offset", swap_first_two), False, "crc32c"),
-    "flag dropped": (column("flags", lambda values: [[]] * len(values)), True, "flags"),
-    "labels changed": (column("labels", lambda values: [[True] * 26, *values[1:]]), False, "labels"),
-    "counts changed": (rewritten(lambda meta: meta["roles"].update(pretrain=1)), False, "counts per role"),
-    "sha256 changed": (rewritten(lambda meta: meta["shards"][0].update(sha256="0" * 64)), False, "sha256"),
+DAMAGES: dict[str, tuple[Damage, str]] = {  # what, a word of the finding
+    "flipped sample": (flip("shards/00000.tar", 70_000), "crc32c"),
+    "flipped tar header": (flip("shards/00000.tar", 3), "sha256"),
+    "truncated shard": (truncate, "truncated"),
+    "missing shard": (lambda root: (root / "shards" / "00000.tar").unlink(), "missing file"),
+    "missing index": (lambda root: (root / "shards" / "00000.idx").unlink(), "missing file"),
+    "wrong index": (flip("shards/00000.idx", 20), "00000.idx"),
+    "wrong name in the index": (flip("shards/00000.idx", 35), "00000.idx"),
+    "wrong end of the index": (flip("shards/00000.idx", -10), "00000.idx"),
+    "flipped table": (flip("samples.parquet", 500), "samples.parquet"),
+    "flipped zarr chunk": (flip("store.zarr/c/0/0/0", 40_000), "store.zarr"),
+    "zarr that is not told": (rewritten(lambda meta: meta.update(formats=["tar"])), "store.zarr: not a part"),
+    "stray shard": (lambda root: (root / "shards/00009.tar").write_bytes(b""), "shards/00009.tar: not a part"),
+    "another rate told": (rewritten(lambda meta: meta.update(fs_hz=250)), "fs_hz 250, 500 expected"),
+    "another unit told": (rewritten(lambda meta: meta.update(uv_per_lsb=4.88)), "uv_per_lsb"),
+    "leads told backwards": (rewritten(lambda meta: meta["leads"].reverse()), "leads"),
+    "another length told": (rewritten(lambda meta: meta.update(crop_samples=2500)), "crop_samples"),
+    "a filter told": (rewritten(lambda meta: meta["preprocessing"].update(filter="band")), "preprocessing fails"),
+    "a source's crops": (rewritten(lambda meta: meta["sources"][0].update(crops=1)), "counts of"),
+    "a source's records": (rewritten(lambda meta: meta["sources"][0]["records"].update(seen=10**6)), "counts of"),
+    "a source renamed": (rewritten(lambda meta: meta["sources"][0].update(name="mine")), "sources lack"),
+    "nothing of roles": (rewritten(lambda meta: meta.pop("plan")), "says nothing of plan"),
+    "another column": (with_table(lambda table: table.append_column("name", table["record"])), "has not: name"),
+    "a column less": (with_table(lambda table: table.drop_columns("waveform")), "waveform is missing"),
+    "nulls": (column("dx", lambda values: [None, *values[1:]]), "dx is missing in some rows"),
+    "flipped rejects": (flip("rejects.csv", 3), "rejects.csv: fails its sha256"),
+    "missing rejects": (lambda root: (root / "rejects.csv").unlink(), "rejects.csv: missing file"),
+    "longer rejects": (lambda root: (root / "rejects.csv").open("a").write("a,b,c,d\n"), "file too large"),
+    "rejects of an old dataset": (old_rejects("source\nptb\n"), "rejects.csv: not enough values"),
+    "rejects of an old dataset in Latin": (old_rejects("source,record,reason,detail\na,b,\xe9,d\n"), "utf-8"),
+    "a huge field": (old_rejects("source,record,reason,detail\na,b,c," + "x" * 200_000), "larger than field limit"),
+    "JSON that is a list": (forged(b"[]"), "another form"),
+    "JSON that is none": (forged(b"{"), "another form"),
+    "missing zarr": (lambda root: shutil.rmtree(root / "store.zarr"), "store.zarr"),
+    "missing zarr chunk": (lambda root: (root / "store.zarr/c/0/0/0").unlink(), "store.zarr/c/0/0/0: missing file"),
+    "truncated zarr chunk": (lambda root: os.truncate(root / "store.zarr/c/0/0/0", 900_000), "index fails"),
+    "zarr chunk with a hole": (cut_in_the_middle, "store.zarr/c/0/0/0"),
+    "zarr of no form": (lambda root: (root / "store.zarr/zarr.json").write_text("[]"), "store.zarr"),
+    "zarr of other words": (edited("store.zarr/zarr.json", "endian", "endman"), "store.zarr"),
+    "zarr of another shape": (edited("store.zarr/zarr.json", "5000", "2500"), "shape"),
+    "zarr with a note": (edited("store.zarr/zarr.json", '"attributes": {', '"attributes": {"a": 1'), "zarr.json: has more"),
+    "role moved": (column("pretrain", everyone_pretrains), "pretrain"),
+    "rows swapped": (column("record", swap_first_two), "stands where it should"),
+    "addresses swapped": (column("offset", swap_first_two), "crc32c"),
+    "flag dropped": (column("flags", lambda values: [[]] * len(values)), "flags"),
+    "labels changed": (column("labels", lambda values: [[True] * 26, *values[1:]]), "labels"),
+    "counts changed": (rewritten(lambda meta: meta["roles"].update(pretrain=1)), "counts per role"),
+    "sha256 changed": (rewritten(lambda meta: meta["shards"][0].update(sha256="0" * 64)), "sha256"),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damage_is_found_and_named(name: str, dataset: Dataset, tmp_path: Path) -> None:
-    damage, deep, word = DAMAGES[name]
+    damage, word = DAMAGES[name]
     root = tmp_path / "copy"
     shutil.copytree(dataset.root.url, root)
     damage(root)
-    found = verify(Dataset.open(str(root)), deep=deep)
+    found = verify(Dataset.open(str(root)))
     assert found
     assert word in " ".join(found), found
+
+
+@pytest.fixture(scope="module")
+def pieces(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same archive in four shards and four storage objects."""
+    out = tmp_path_factory.mktemp("pieces") / "both"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "SHARD_CROPS", 50)
+        patch.setattr(store, "SHARD_CROPS", 50)
+        shard(open_sources(str(archive)), Settings(str(out), format="both", quiet=True))
+    return out
+
+
+def test_a_flipped_byte_is_found_wherever_it_is(pieces: Path, tmp_path: Path) -> None:
+    """Of every file but the two that hold the checksums of all others, which the tests above flip."""
+    names = sorted(str(path.relative_to(pieces)) for path in pieces.rglob("*") if path.is_file())
+    assert len(names) == 3 + 4 + 4 + 4 + 1
+    rng = np.random.default_rng(0)
+    for turn in range(4):
+        shutil.copytree(pieces, tmp_path / f"{turn}")
+        names = [name for name in names if name not in ("dataset.json", "samples.parquet")]
+        for name in names:
+            flip(name, int(rng.integers((pieces / name).stat().st_size)))(tmp_path / f"{turn}")
+        found = verify(Dataset.open(str(tmp_path / f"{turn}")))
+        if not any("zarr.json" in line for line in found):
+            raise AssertionError(found)
+        (tmp_path / f"{turn}/store.zarr/zarr.json").write_bytes((pieces / "store.zarr/zarr.json").read_bytes())
+        found = verify(Dataset.open(str(tmp_path / f"{turn}")))
+        assert [name for name in names if name not in " ".join(found)] == ["store.zarr/zarr.json"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("shards/00000.tar", "shards/00001.tar"),
+        ("shards/00000.idx", "shards/00001.idx"),
+        ("store.zarr/c/0/0/0", "store.zarr/c/1/0/0"),
+    ],
+)
+def test_swapped_files_are_found(one: str, other: str, pieces: Path, tmp_path: Path) -> None:
+    root = tmp_path / "copy"
+    shutil.copytree(pieces, root)
+    (root / one).rename(root / "aside"), (root / other).rename(root / one), (root / "aside").rename(root / other)
+    found = " ".join(verify(Dataset.open(str(root))))
+    assert one in found and other in found
+
+
+@pytest.mark.parametrize("name", ["samples.parquet", "rejects.csv", "store.zarr/c/3/0/0"])
+def test_files_of_another_dataset_are_found(name: str, archive: Path, pieces: Path, tmp_path: Path) -> None:
+    root = tmp_path / "copy"
+    shutil.copytree(pieces, root)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "SHARD_CROPS", 50)
+        key = b"k" * 32 if name == "rejects.csv" else None
+        shard(open_sources(str(archive)), Settings(str(tmp_path / "o"), format="both", seed=1, pseudonym_key=key, quiet=True))
+    (root / name).write_bytes((tmp_path / "o" / name).read_bytes())
+    assert any(name in line for line in verify(Dataset.open(str(root))))
+
+
+def test_fast_looks_at_sizes_and_reads_no_sample(dataset: Dataset, tmp_path: Path) -> None:
+    root = tmp_path / "copy"
+    shutil.copytree(dataset.root.url, root)
+    flip("shards/00000.tar", 70_000)(root)
+    flip("store.zarr/c/0/0/0", 40_000)(root)
+    assert verify(Dataset.open(str(root)), fast=True) == []
+    for damage in (truncate, cut_in_the_middle, lambda root: (root / "shards" / "00000.idx").unlink()):
+        damage(root)
+    found = verify(Dataset.open(str(root)), fast=True)
+    assert [line.split(":")[0] for line in found] == ["shards/00000.tar", "shards/00000.idx", "store.zarr/c/0/0/0"]
 
 
 @pytest.mark.parametrize(
@@ -232,11 +301,11 @@ def test_rows_without_an_address_are_one_line(dataset: Dataset, tmp_path: Path) 
 def test_no_json_tells_more_than_its_row(archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "row_of", lambda *facts: row_of(*facts) | {"name": "Bob"})
     made = shard(open_sources(str(archive)), Settings(str(tmp_path / "out"), quiet=True))
-    assert verify(made, deep=True)[0].endswith("JSON and samples.parquet differ in name")
+    assert verify(made)[0].endswith("JSON and samples.parquet differ in name")
 
 
 def test_a_sound_dataset_passes_every_check(archive: Path, dataset: Dataset) -> None:
-    assert verify(dataset, open_sources(str(archive)), deep=True) == []
+    assert verify(dataset, open_sources(str(archive))) == []
     assert verify(dataset, workers=2) == []
 
 
@@ -251,7 +320,7 @@ def test_rejects_that_are_damaged_hide_nothing_else(dataset: Dataset, tmp_path: 
 def test_a_dataset_that_does_not_tell_the_sum_of_its_rejects_passes(dataset: Dataset, tmp_path: Path) -> None:
     shutil.copytree(dataset.root.url, tmp_path / "copy")
     rewritten(lambda meta: meta.pop("rejects"))(tmp_path / "copy")
-    assert verify(Dataset.open(str(tmp_path / "copy")), deep=True) == []
+    assert verify(Dataset.open(str(tmp_path / "copy"))) == []
 
 
 def test_a_dataset_changed_by_hand_does_not_open(dataset: Dataset, tmp_path: Path) -> None:
@@ -334,7 +403,7 @@ def test_a_record_that_is_longer_now_or_only_flagged_is_missed(tmp_path: Path) -
     write_challenge(place, "E1", x)
     write_challenge(place, "E2", ecg())
     made = shard(open_sources(str(tmp_path)), Settings(str(tmp_path / "out"), quiet=True))
-    assert verify(made, open_sources(str(tmp_path)), deep=True) == []
+    assert verify(made, open_sources(str(tmp_path))) == []
     write_challenge(place, "E1", np.concatenate([x, ecg(5000, 1)], axis=1))
     assert verify(made, open_sources(str(tmp_path))) == [
         "georgia/E1 at 60 s: a crop of the archive that is not in samples.parquet"
