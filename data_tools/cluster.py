@@ -38,7 +38,11 @@ def run(
 def _on_processes(function: Callable[[Task], Result], tasks: Iterable[Task], workers: int) -> Iterator[Result]:
     queue = iter(tasks)
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker) as pool:
+    try:
+        executor = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker)
+    except OSError as error:  # no semaphore can be made
+        raise StorageError(f"/dev/shm: {error.strerror}: let this user write there, or use --workers 1") from None
+    with executor as pool:
 
         def submit(count: int) -> set[Future[Result]]:
             taken = list(islice(queue, count))

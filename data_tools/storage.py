@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from data_tools.errors import ReadError, StorageError
+from data_tools.errors import ReadError, StorageError, one_line
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -207,21 +207,23 @@ class RemoteFolder:
     def path(self, name: str) -> str:
         return f"{self.url}/{name}" if name else self.url
 
-    def patiently(self, what: str, call: Callable[[], T]) -> T:
-        """Retries with growing, jittered waits: an object store answers 500 or stalls now and then."""
+    def patiently(self, what: str, call: Callable[[], T], ours: bool = False) -> T:
+        """Retries with growing, jittered waits: an object store answers 500 or stalls now and then, and may answer 404 for
+        `ours`, files that are known to be there."""
         for attempt in range(RETRIES):
             try:
                 return call()
             except FileNotFoundError:
-                raise
+                if not ours or attempt == RETRIES - 1:
+                    raise
             except PermissionError as error:
                 raise StorageError(f"{what}: not allowed ({error}): credentials, or --anonymous") from None
             except Exception as error:
                 if "Credentials" in type(error).__name__:
                     raise StorageError(f"{what}: {error}: set the usual variables, or --anonymous for public data") from None
                 if attempt == RETRIES - 1:
-                    raise StorageError(f"{what}: {type(error).__name__} after {RETRIES} tries: {error}"[:300]) from None
-                time.sleep(FIRST_WAIT_S * 2**attempt * (0.5 + random.random()))
+                    raise StorageError(one_line(f"{what}: {type(error).__name__} after {RETRIES} tries: {error}")) from None
+            time.sleep(FIRST_WAIT_S * 2**attempt * (0.5 + random.random()))
         raise AssertionError
 
     def read(self, name: str, limit: int) -> bytes:
@@ -234,7 +236,7 @@ class RemoteFolder:
         return data
 
     def read_range(self, name: str, start: int, size: int) -> bytes:
-        return self.patiently(self.path(name), lambda: self._range(name, start, size))
+        return self.patiently(self.path(name), lambda: self._range(name, start, size), ours=True)
 
     def _range(self, name: str, start: int, size: int) -> bytes:
         """As many of the bytes as the object has: an answer may be cut, and announce the length that it was cut to."""
@@ -256,7 +258,7 @@ class RemoteFolder:
         return data
 
     def size(self, name: str) -> int:
-        return int(self.patiently(self.path(name), lambda: self.fs.info(self.path(name))["size"]))
+        return int(self.patiently(self.path(name), lambda: self.fs.info(self.path(name))["size"], ours=True))
 
     def stamp(self, name: str) -> bytes:
         return b""  # a request per record would cost more than the plan; headers carry checksums

@@ -255,9 +255,11 @@ def _store(dataset: Dataset, table: pa.Table, fast: bool, workers: int, quiet: b
         return [f"{STORE}/zarr.json: has more in it than data_tools writes"]
     blocks = range(-(-len(table) // chunks.block))
     ours = {f"{STORE}/zarr.json", *map(chunks.name, blocks)}
-    found = [f"{name}: not a part of the dataset" for name in dataset.root.names(STORE) if name not in ours][:MOST]
     said = table.select(SAID_OF_SAMPLES)
-    checks = (Check(dataset, i, said.slice(i * chunks.block, chunks.block), fast) for i in blocks)
+    there = set(dataset.root.names(STORE))
+    found = [f"{name}: not a part of the dataset" for name in sorted(there - ours)[:MOST]]
+    found += [f"{name}: missing file" for name in sorted(ours - there)[:MOST]]
+    checks = (Check(dataset, i, said.slice(i * chunks.block, chunks.block), fast) for i in blocks if chunks.name(i) in there)
     for findings in tqdm(
         cluster.run(check_object, checks, workers), total=len(blocks), unit=" files", desc="zarr", disable=quiet
     ):

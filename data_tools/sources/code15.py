@@ -3,6 +3,7 @@
 Releases and copies differ in the unit of the tracings, and no file says which: it is measured (see `_unit`), not believed.
 """
 
+import math
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -44,7 +45,7 @@ class Code15(Source):
 
     def keys(self) -> Iterator[str]:
         for part in _parts(self.root):
-            for row in np.flatnonzero(_open(self.root, part)["exam_id"][:]):  # a part ends with a filler, exam 0
+            for row in np.flatnonzero(_open(self.root, part)[1]):  # a part ends with a filler, exam 0
                 yield f"{part.removesuffix('.hdf5')}#{row}"
 
     def tables(self) -> bytes:
@@ -57,13 +58,13 @@ class Code15(Source):
 
     def read(self, key: str) -> EcgRecord:
         part, _, row = key.rpartition("#")
-        file = _open(self.root, f"{part}.hdf5")
-        exam = str(int(file["exam_id"][int(row)]))
+        tracings, exams = _open(self.root, f"{part}.hdf5")
+        exam = str(int(exams[int(row)]))
         table = _exams(self.root)
         if exam not in table:
             raise ReadError("not in exams.csv", f"exam {exam}")
         try:
-            tracing = file["tracings"][int(row)]
+            tracing = tracings[int(row)]
         except OSError as error:
             raise ReadError("unreadable file", f"{part}: {error}"[:100]) from None
         measured = np.flatnonzero(np.any(tracing != 0, axis=1))
@@ -87,8 +88,8 @@ def _parts(root: Folder) -> list[str]:
 
 
 @lru_cache(maxsize=32)
-def _open(root: Folder, part: str) -> Any:
-    """An HDF5 file may point into other files or unfold to any size: such files are refused."""
+def _open(root: Folder, part: str) -> tuple[Any, np.ndarray]:
+    """-> tracings, and the exam of each. An HDF5 file may point into other files or unfold to any size: such are refused."""
     try:
         import h5py
     except ImportError:
@@ -101,15 +102,22 @@ def _open(root: Folder, part: str) -> Any:
     try:
         file = h5py.File(path, "r")
         tracings, exams = (_dataset(h5py, file, part, name) for name in ("tracings", "exam_id"))
+        _check_shapes(part, tracings, exams)
+        return tracings, exams[:]
     except (OSError, KeyError, RuntimeError) as error:
         raise ReadError("unreadable file", f"{part}: {error}"[:100]) from None
+
+
+def _check_shapes(part: str, tracings: Any, exams: Any) -> None:
     if tracings.ndim != 3 or tracings.shape[2] != 12 or tracings.dtype.kind != "f":
         raise ReadError("unexpected HDF5 shape", f"{part}: {tracings.shape} {tracings.dtype}")
     if exams.shape != tracings.shape[:1] or exams.dtype.kind not in "iu" or exams.shape[0] > MAX_EXAMS:
         raise ReadError("unexpected HDF5 shape", f"{part}: exam_id {exams.shape} {exams.dtype}")
-    if not 1 <= tracings.shape[1] <= 20_000 or (tracings.chunks and np.prod(tracings.chunks) * 8 > MAX_CHUNK):
-        raise ReadError("unexpected HDF5 shape", f"{part}: {tracings.shape} in chunks of {tracings.chunks}")
-    return file
+    if not 1 <= tracings.shape[1] <= 20_000:
+        raise ReadError("unexpected HDF5 shape", f"{part}: {tracings.shape}")
+    for values in (tracings, exams):
+        if values.chunks and math.prod(values.chunks) * values.dtype.itemsize > MAX_CHUNK:
+            raise ReadError("unexpected HDF5 shape", f"{part}: {values.name} {values.shape} in chunks of {values.chunks}")
 
 
 def _dataset(h5py: Any, file: Any, part: str, name: str) -> Any:
@@ -146,7 +154,7 @@ def _unit(root: Folder) -> float:
     """Steps per mV: the one unit that gives the median ECG a largest lead of 0.6 to 6 mV peak to peak; a decade holds one."""
     sizes = []
     for part in _parts(root):
-        tracings = _open(root, part)["tracings"]
+        tracings, _ = _open(root, part)
         for row in range(0, len(tracings), max(1, len(tracings) // UNIT_SAMPLE)):
             try:
                 size = float(np.ptp(tracings[row], axis=0).max())

@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import count
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import google_crc32c
@@ -109,7 +110,8 @@ class _Source:
             raise DatasetError(f"{dataset.root.url} holds {' and '.join(formats)}, not {self.source}")
         if dataset.root.remote and self.source == "tar" and hold is None:
             raise DatasetError(f"{dataset.root.url} is far away: its shards are read through a cache (Staging)")
-        self.dataset, self.url, self.hold, self.crops = dataset, dataset.root.url, hold, len(dataset)
+        self.dataset, self.url, self.crops = dataset, dataset.root.url, len(dataset)
+        self.hold = hold if self.source == "tar" else None
         self.names = [f"shards/{shard['name']}" for shard in dataset.shards]
         self.shard, self.offset, self.crc = dataset.addresses
         if not self.crops:
@@ -227,7 +229,8 @@ class Gather:
                 source.check_off(rows[(index == d) & ~wrong])
         return bad
 
-    def _read_all(self, reads: list[Read], out: Desks) -> list[Bad]:
+    def _read_all(self, reads: list[Read], out: Desks, again: bool = True) -> list[Bad]:
+        """What is wrong in a cache alone is fetched again, once."""
         with self._held(dict.fromkeys((read.dataset, read.shard) for read in reads)) as paths:
             size = max(-(-len(reads) // self.threads), SMALLEST_SHARE)
             shares = [reads[at : at + size] for at in range(0, len(reads), size)] or [[]]
@@ -236,7 +239,15 @@ class Gather:
                 bad = self._read_share(shares[0], out, paths)
             finally:
                 wait(others)  # or they would write into a buffer that its owner has back
-            return bad + [one for other in others for one in other.result()]
+            bad += [one for other in others for one in other.result()]
+            wrong = {one.position for one in bad}
+            redo = {read.position: read for read in reads if read.position in wrong and isinstance(paths.get(read[:2]), str)}
+            if not (again and redo):
+                return bad
+            for path in {str(paths[read[:2]]) for read in redo.values()}:
+                log.warning("%s: this file of the cache is damaged, and fetched again", path)
+                Path(path).unlink(missing_ok=True)
+        return [one for one in bad if one.position not in redo] + self._read_all(list(redo.values()), out, again=False)
 
     @contextmanager
     def _held(self, shards: Iterable[tuple[int, int]]) -> Iterator[dict[tuple[int, int], str | DatasetError]]:
@@ -273,20 +284,20 @@ class Gather:
                         file = self._open(d, shard, paths)
                     got = _read_crop(file.fd, crop, offset)
                     if got < CROP_BYTES:
-                        bad.append(self._bad(read, f"the file ends {CROP_BYTES - got} bytes too early"))
+                        bad.append(self._bad(read, f"the file ends {CROP_BYTES - got} bytes too early", paths))
                         continue
                 if crc != UNCHECKED and value(crop) != crc:
-                    bad.append(self._bad(read, "it fails its crc32c"))
+                    bad.append(self._bad(read, "it fails its crc32c", paths))
                 else:
                     done(position, row)
             except ChunkError as error:
-                bad.append(self._bad(read, str(error)))
+                bad.append(self._bad(read, str(error), paths))
             except FileNotFoundError:
-                bad.append(self._bad(read, "no such file"))
+                bad.append(self._bad(read, "no such file", paths))
             except OSError as error:
                 if error.errno in MACHINE_IS_FULL:
                     raise
-                bad.append(self._bad(read, str(error.strerror)))
+                bad.append(self._bad(read, str(error.strerror), paths))
             except DatasetError as error:
                 bad.append(Bad(position, d, row, f"{error} (crop {row} at byte {offset})"))
         return bad
@@ -299,8 +310,10 @@ class Gather:
             raise path
         return _File(path)  # not kept: an open descriptor would hold the disk space of an evicted shard
 
-    def _bad(self, read: Read, what: str) -> Bad:
+    def _bad(self, read: Read, what: str, paths: Mapping[tuple[int, int], Any]) -> Bad:
         where = self._sources[read.dataset].where(read)
+        if isinstance(path := paths.get(read[:2]), str):
+            where = f"{path}, fetched twice: {where}"
         return Bad(read.position, read.dataset, read.row, f"{where}: {what}: restore the file")
 
 

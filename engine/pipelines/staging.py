@@ -28,6 +28,7 @@ from data_tools.dataset import Dataset, DatasetError
 PART_BYTES = 8 * 2**20
 DOWNLOADS = 4  # at once: their parts are all the memory this takes
 MORE = "allow more (pipeline.cache_bytes)"
+ELSEWHERE = "make room or mend it there, or name another place (pipeline.cache_dir)"
 TRIES, FIRST_WAIT_S = 5, 0.5  # of a part, each of which the storage has already tried several times
 POLL_S = 0.05  # for what other processes do
 _CACHED = re.compile(r"[0-9a-f]{64}\.(?:tar|partial)", re.ASCII)
@@ -76,7 +77,7 @@ class Staging:
             with self._alone():
                 self._make_room(None, 0)  # an earlier run may have had more
         except OSError as error:
-            raise StagingError(f"{self.cache}: {error.strerror}") from None
+            raise StagingError(f"{self.cache}: {error.strerror}: {ELSEWHERE}") from None
         atexit.register(self.close)
         for _ in range(DOWNLOADS):  # daemons: a program that ends must not wait for the network
             threading.Thread(target=self._work, name="staging", daemon=True).start()
@@ -171,7 +172,7 @@ class Staging:
                 error = failed
             except Exception as failed:  # disk full, most of all; whoever waits must hear of any
                 why = getattr(failed, "strerror", None) or f"{type(failed).__name__}: {failed}"
-                error = StagingError(f"{self.cache}: {why}, while {self._name(shard)} was fetched")
+                error = StagingError(f"{self._file(shard)}: {why}, while {self._name(shard)} was fetched: {ELSEWHERE}")
             with self._state:
                 self._busy.remove(shard)
                 if there:

@@ -10,13 +10,14 @@ from typing import Any
 
 STALL_S = 1.4
 ERROR_500 = b"<Error><Code>InternalError</Code><Message>try again</Message></Error>"
+ERROR_404 = b"<Error><Code>NoSuchKey</Code><Message>The specified key does not exist.</Message></Error>"
 
 
 @dataclass
 class Fault:
     """`times` requests of this method, for a path that matches, end `how` they should not."""
 
-    how: str  # 500, stall, drop, cut (fewer bytes than announced), lie (fewer bytes, and announced so), kill (the client)
+    how: str  # 500, 404, stall, drop, cut (fewer bytes than announced), lie (fewer bytes, and announced so), kill (the client)
     method: str
     path: str
     times: float = 1
@@ -54,6 +55,9 @@ class Server:
                 fault.times -= 1
         if not fault:
             return self.app(environ, start_response)
+        if fault.how == "404":
+            start_response("404 Not Found", [("Content-Length", str(len(ERROR_404)))])
+            return [ERROR_404]
         if fault.how in ("500", "stall", "kill"):
             if fault.victim:
                 fault.victim.kill()

@@ -51,6 +51,15 @@ def test_code15_rows_without_an_exam_are_counted_and_fillers_are_not(tmp_path: P
     assert {name for _, name in crops_of(made)} == {"168405", "2873686"}
 
 
+def test_exam_ids_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_code15(tmp_path, EXAMS, parts=1)
+    read, asked = h5py.Dataset.__getitem__, []
+    monkeypatch.setattr(h5py.Dataset, "__getitem__", lambda self, at: asked.append(self.name) or read(self, at))
+    source = Code15(folder(tmp_path))
+    assert len(list(map(source.read, source.keys()))) > 3
+    assert asked.count("/exam_id") == 1
+
+
 def test_a_damaged_chunk_costs_one_exam(tmp_path: Path) -> None:
     made = write_code15(tmp_path, EXAMS, parts=1)
     path = tmp_path / "exams_part0.hdf5"
@@ -140,6 +149,7 @@ def _symlink(path: Path) -> None:
         (_create("tracings", 3, 4096, 12, dtype="f4", chunks=(3, 4096, 12), maxshape=(None, None, 12)), ""),
         (_create("tracings", 2000, 4096, 12, dtype="f4", chunks=(2000, 4096, 12)), "unexpected HDF5 shape"),
         (_create("exam_id", 4, dtype="i8"), "unexpected HDF5 shape"),
+        (_create("exam_id", 3, dtype="i8", chunks=(2**29,), maxshape=(None,)), "unexpected HDF5 shape"),
         (_create("exam_id", 3, dtype="f8"), "unexpected HDF5 shape"),
         (_create("exam_id", 3, dtype=h5py.string_dtype()), "unexpected HDF5 shape"),
         (lambda path: path.write_bytes(path.read_bytes()[:100_000]), "unreadable file"),

@@ -1,7 +1,8 @@
-"""What a killed build left behind, damaged: the same command makes again what does not hold, and the rest is found by verify."""
+"""A killed build whose files are damaged: run again, it makes again what does not hold; verify finds the rest."""
 
 import random
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -59,9 +60,7 @@ def flip(path: Path, draw: random.Random) -> None:
     path.write_bytes(data)
 
 
-def test_two_hundred_flipped_bits(
-    unfinished: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_hundred_flipped_bits(unfinished: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is repaired or named; what is small, and what decides about patients and roles, is repaired."""
     archive, whole, killed = unfinished
     small_shards(monkeypatch)
@@ -74,12 +73,9 @@ def test_two_hundred_flipped_bits(
         flipped = draw.sample(names, AT_ONCE)
         for name in flipped:
             flip(out / name, draw)
-        try:
-            made = build(archive, out)
-        except DatasetError as error:  # from a damaged shard no zarr twin is made
-            assert any(name in str(error) for name in flipped) and "run again" in str(error)
-            made = build(archive, out)
-        found = " ".join(verify(made))
+        with suppress(DatasetError):  # from a damaged shard no zarr twin is made: see the next test
+            build(archive, out)
+        found = " ".join(verify(build(archive, out)))
         wrong = {name for name, data in content(out).items() if right[name] != data}
         assert wrong <= set(flipped) and all(name in found for name in wrong) and bool(found) == bool(wrong)
         assert all(name.endswith(".tar") or "/c/" in name for name in wrong)

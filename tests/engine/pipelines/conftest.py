@@ -8,7 +8,7 @@ import pytest
 from shards_made import make_dataset
 from staged import CROPS
 
-from data_tools import store
+from data_tools import storage, store
 from data_tools.dataset import Dataset
 from engine.pipelines import staging
 from engine.pipelines.augment_draws import white_bank
@@ -46,6 +46,7 @@ def stagings() -> Iterator[list[Staging]]:
 def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "PART_BYTES", 100_000)
     monkeypatch.setattr(staging, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(storage, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(staging, "POLL_S", 0.01)
 
 

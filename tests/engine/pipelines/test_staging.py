@@ -238,9 +238,43 @@ def test_a_full_disk(ten: Dataset, tmp_path: Path, stagings: list[Staging], monk
 
     monkeypatch.setattr(module.os, "pwrite", full)
     stagings.append(Staging(ten, tmp_path, room(ten, 10)))
-    with pytest.raises(StagingError, match=rf"{re.escape(str(tmp_path))}: No space left on device, while .*00001\.tar"):
+    with pytest.raises(
+        StagingError, match=rf"{re.escape(str(tmp_path))}/\w+\.tar: No space left on device, .*00001\.tar.*cache_dir"
+    ):
         stagings[0].path(1)
     assert cached(tmp_path) == 0
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "deleted"])
+def test_a_file_of_the_cache_that_is_damaged_later_is_fetched_again(
+    ten: Dataset, tmp_path: Path, stagings: list[Staging], damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset, root = through(ten)
+    stagings.append(Staging(dataset, tmp_path, room(ten, 10)))
+    path, out = Path(stagings[0].path(1)), np.empty((4, *CROP_SHAPE), np.int16)
+    if damage == "flipped":
+        data = bytearray(path.read_bytes())
+        data[70_000] ^= 1
+        path.write_bytes(data)
+    elif damage == "truncated":
+        os.truncate(path, 100_000)
+    else:
+        path.unlink()
+    with closing(Gather([dataset], staged={0: stagings[0].hold})) as gather:
+        gather.read(np.zeros(4, int), np.arange(1, 5), out)
+    assert all(np.array_equal(crop, ten.read(row)) for row, crop in enumerate(out, 1))
+    assert root.shards().count(1) == 2 and gather.skipped == 0
+    assert (str(path) in caplog.text) == (damage != "deleted")
+
+
+def test_a_crop_that_is_wrong_in_a_whole_shard_names_both_files(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
+    """The shard is as dataset.json says, and samples.parquet says something else."""
+    stagings.append(Staging(ten, tmp_path, room(ten, 10)))
+    path = stagings[0].path(1)
+    with closing(Gather([ten], staged={0: stagings[0].hold})) as gather:
+        gather._sources[0].crc = gather._sources[0].crc ^ 1
+        with pytest.raises(DatasetError, match=rf"\A{re.escape(path)}, fetched twice: [^\n]*/00001\.tar: crop 2 "):
+            gather.read(np.zeros(1, int), np.array([2]), np.empty((1, *CROP_SHAPE), np.int16))
 
 
 def test_what_an_earlier_run_left_is_verified(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
