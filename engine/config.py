@@ -129,6 +129,7 @@ class TrainConfig(Section):
     log_every: int = Field(default=10, ge=1)
     validate_every: int = Field(default=0, ge=0)  # steps; 0: never
     valid_batches: int = Field(default=16, ge=1)
+    best: Literal["loss", "auroc", "auprc", "challenge", "f_measure", "identification_accuracy"] | None = None  # Task.figures
     probe_patients: int = Field(default=256, ge=0)
     save_every_steps: int = Field(default=0, ge=0)  # 0: by time only, and at the end
     save_every_minutes: float = Field(default=30.0, gt=0)

@@ -24,10 +24,10 @@ from data_tools.dataset import META, DataError, Dataset
 from engine.pipelines.leads import ConfigError
 from engine.pipelines.usage import Parser
 from engine.reproduction import claims, cost, launch, results
-from engine.reproduction.paper import LEADS, TASKS, Scale, Table, tables
+from engine.reproduction.paper import LEADS, TABLES, TASKS, Scale, Table, tables
 from engine.reproduction.place import Place, begin, known
 from engine.reproduction.plan import KINDS, Choice, Data, Job, Plan, make
-from engine.reproduction.work import Worker, spoken
+from engine.reproduction.work import ROOT, Worker, spoken
 
 NEEDED = [("pretrain", ""), *(("dx", role) for role in ("train", "valid", "test"))]
 NEEDED += [("id", role) for role in ("train", "valid", "gallery", "probe")]
@@ -53,7 +53,7 @@ def say(error: object, code: int) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("python -m engine.reproduce", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--table", type=int, nargs="+", choices=sorted(tables()), required=True, metavar="N", help="1, 2, 3, 4: one or several")
+    add("--table", type=int, nargs="+", choices=TABLES, required=True, metavar="N", help="1, 2, 3, 4: one or several")
     add("--out", required=True, metavar="DIR", help="runs, scores and tables; of one dataset and one scale")
     add("--data", metavar="DATASET", help="a directory or s3:// address, with roles of the plan `paper`")
     add("--scale", default="paper", help="smoke, demo, small, paper (the default), or a YAML file")
@@ -152,6 +152,7 @@ def own(options: argparse.Namespace, chosen: Sequence[Table], scale: Scale, data
 
 def show(plan: Plan, place: Place) -> int:
     expected = cost.estimate(plan, place, cost.speed(plan, place))
+    print(f"cd {shlex.quote(str(ROOT))}")
     for job in plan.jobs:
         state = "done" if place.done(job) else f"about {spoken(expected.seconds[job.name])}"
         print(f"# {job.name}: {state}\npython {shlex.join(job.command)}")

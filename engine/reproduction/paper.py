@@ -18,6 +18,7 @@ from engine.yaml_files import read
 HERE = CONFIGS / "reproduce"
 TASKS = {"Dx": "diagnosis", "Id": "identification"}  # as the paper calls them; configs/finetune/TASK.yaml
 LEADS = (12, 6, 3, 2, 1)
+TABLES = (1, 2, 3, 4)
 STAGES = ("pretrain", *TASKS.values())
 Printed = tuple[float, float] | None  # mean and half of the interval; None: no such cell
 
@@ -46,6 +47,8 @@ class Table:
 
 @cache
 def tables() -> dict[int, Table]:
+    if not (HERE / "paper.yaml").is_file():  # the package was installed without the repository
+        raise ConfigError(f"{HERE}: no such folder: clone the repository, then `pip install -e .` in it, or run from there")
     return {
         number: Table(number, t["title"], t["padded"], t["bold"], {name: _row(name, row) for name, row in t["rows"].items()})
         for number, t in read(HERE / "paper.yaml")["tables"].items()

@@ -9,7 +9,7 @@ Colours, fonts and the reading at the pointer are the page's (engine.scoring.pag
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
@@ -34,6 +34,7 @@ class Line:
     y: Array  # as long as x; NaN or infinite where there is no number
     colour: int = 0
     dashed: bool = False
+    chance: float | None = None  # what guessing gives
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ def line_chart(
     """`span`: steps that the axis reaches over, whether or not these curves do; `best`: the one to mark."""
     lines = [line for line in lines if len(line.x)]
     numbers = np.concatenate([line.y[np.isfinite(line.y)] for line in lines]) if lines else np.zeros(0)
+    chance = {line.chance: line.colour for line in reversed(lines) if line.chance is not None}  # alike: drawn once
+    numbers = np.concatenate([numbers, list(chance)])
     log = look.log and len(numbers) > 0 and numbers.min() > 0
     steps = np.concatenate([np.zeros(0) if span is None else span, *(line.x for line in lines)])
     steps = steps if len(steps) else np.zeros(1)
@@ -85,6 +88,7 @@ def line_chart(
         end = at > scale.width - 60
         parts.append(_rule("axis", (at, at), (TOP, HEIGHT - BOTTOM), f"best at step {best:,.0f}", dotted=True))
         parts.append(f'<text x="{at - 4 if end else at + 4:.1f}" y="{TOP - 1:g}"{END * end}>best</text>')
+    parts += _levels(chance, scale, look.percent)
     for line in lines:
         parts += _curve(line, scale, look.smooth)
     facts = {
@@ -103,6 +107,16 @@ def line_chart(
     keys = _keys([(line.label, line.colour, line.dashed) for line in lines]) if len(lines) > 1 else ""
     read = _rule("cross", (0, 0), (TOP, HEIGHT - BOTTOM)) + '<g class="read"></g>'
     return _chart("lines", title, scale, [keys, *parts, read], data)
+
+
+def _levels(chance: dict[float, int], scale: Scale, percent: bool) -> Iterator[str]:
+    """A dotted line where guessing would be; in the colour of its curve, if there are several."""
+    for at, (value, colour) in enumerate(chance.items()):
+        told, y = f"chance {value:.2%}" if percent else f"chance {value:.3g}", scale.y(value)
+        kind = f"level s{colour}" if len(chance) > 1 else "level axis"
+        yield _rule(kind, (LEFT, scale.width - RIGHT), (y, y), told)
+        if at == 0:
+            yield f'<text x="{scale.width - RIGHT:g}" y="{y - 4:.1f}"{END}>chance</text>'
 
 
 def _curve(line: Line, scale: Scale, smooth: bool) -> list[str]:

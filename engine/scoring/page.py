@@ -36,10 +36,11 @@ def remarks(lines: Sequence[str]) -> str:
     return f'<ul class="remarks">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>' if lines else ""
 
 
-def section(title: str, cards: Sequence[tuple[str, bool]], columns: int = 3) -> str:
-    """Charts, and whether each is as wide as two."""
+def section(title: str, cards: Sequence[tuple[str, bool]], columns: int = 3, note: str = "") -> str:
+    """Charts, and whether each is as wide as two; under them a note."""
     inside = "".join(f'<div class="card{" wide" * wide}">{card}</div>' for card, wide in cards)
-    return f'<section><h2>{escape(title)}</h2><div class="cards by{columns}">{inside}</div></section>' if cards else ""
+    charts = f'<div class="cards by{columns}">{inside}</div>{small(note)}'
+    return f"<section><h2>{escape(title)}</h2>{charts}</section>" if cards else ""
 
 
 def table(rows: Sequence[tuple[str, str]]) -> str:
@@ -90,6 +91,8 @@ h2{font-size:17px;margin:38px 0 12px}
 .cards{display:grid;gap:14px}
 .card{padding:15px 17px 9px;min-width:0}
 @media(min-width:620px){.by2,.by3{grid-template-columns:1fr 1fr}.wide{grid-column:span 2}}
+.wide{overflow-x:auto}
+.wide .chart{min-width:560px}
 @media(min-width:620px){.by4{grid-template-columns:1fr 1fr}}
 @media(min-width:980px){.by4{grid-template-columns:repeat(4,1fr)}.by3{grid-template-columns:1fr 1fr 1fr}}
 .remarks{margin:18px 0 0;padding:12px 18px 12px 34px;border-left:4px solid var(--c1)}
@@ -114,6 +117,7 @@ pre{font:12px/1.5 ui-monospace,"DejaVu Sans Mono",monospace;overflow-x:auto}
 .chart .grid{stroke:var(--rule)}
 .chart .axis{stroke:var(--axis)}
 .chart .curve{fill:none;stroke-width:1.8;stroke-linejoin:round;stroke-linecap:round}
+.chart .level{stroke-width:1.2;stroke-dasharray:2 3}
 .chart .raw{stroke-width:1;opacity:.32}
 .chart .dashed{stroke-dasharray:5 3.5}
 .chart .none{fill:var(--rule)}

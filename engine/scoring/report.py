@@ -25,6 +25,7 @@ from engine.scoring.charts import Line, Look
 from engine.scoring.rundir import (
     DIAGNOSTICS,
     METRICS,
+    VALID,
     VALIDATION,
     ReportError,
     Rows,
@@ -34,8 +35,9 @@ from engine.scoring.rundir import (
     write_whole,
 )
 
-REPORT = "report.html"
+REPORT, PRETRAINING = "report.html", "Pre-training"
 SAMPLES_SHOWN, FS_HZ = 4, 500.0
+RECENT = 10  # logged steps, whose mean a card shows
 
 
 class Curve(NamedTuple):
@@ -59,7 +61,6 @@ def _both(key: str) -> tuple[Curve, ...]:
 
 
 PERPLEXITIES = Curve("code_perplexity", "perplexity of codes"), Curve("prob_perplexity", "of probabilities")
-IDENTIFICATION = (Curve("identification_accuracy", "accuracy", True),)
 BY_CLASS = tuple(Curve(key, label, True) for key, label in (("auroc", "AUROC"), ("auprc", "AUPRC"), ("f_measure", "F")))
 SHARE, RATE = Look(percent=True, floor=0), Look(percent=True, floor=0, wide=True)
 SECTIONS: dict[str, tuple[Chart, ...]] = {
@@ -74,11 +75,11 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
     "Accuracy": (
         Chart("Masked token told from others", _both("accuracy_local"), SHARE),
         Chart("Other half told from other crops", _both("accuracy_global"), SHARE),
-        Chart("Patient known again", IDENTIFICATION, Look("probe among gallery", percent=True, floor=0)),
+        Chart("Patients recognised", (Curve("identification_accuracy", "held out", True),), SHARE),
     ),
     "Validation": (
-        Chart("Score on validation crops", (Curve("score", "score", True),), Look(wide=True, smooth=False)),
-        Chart("AUROC, AUPRC, F-measure", BY_CLASS, Look("mean of classes", floor=0)),
+        Chart("AUROC, AUPRC, F-measure", BY_CLASS, Look("mean of classes", floor=0, wide=True)),
+        Chart("CinC score", (Curve("challenge", "held out", True),), Look(smooth=False)),
     ),
     "Quantiser and masks": (
         Chart("Codes in use", PERPLEXITIES, Look(floor=0)),
@@ -114,13 +115,13 @@ def build(run: Path) -> str:
     held_out = Rows(run / VALIDATION) if (run / VALIDATION).is_file() else None
     facts, config, remarks = read_facts(run)
     diagnostics, more = read_diagnostics(run / DIAGNOSTICS)
-    remarks += more + list(concerns(metrics))
+    remarks += more + list(concerns(metrics)) + list(no_better(held_out, facts))
     absent: list[str] = []
     body = [heading(run, metrics, facts), page.tiles(summary(metrics, held_out, facts)), page.remarks(remarks)]
     for title, wanted in SECTIONS.items():
-        charts_ = [chart for chart in wanted if chart.curves != IDENTIFICATION or not scored(held_out)]  # that is the score
-        drawn = [(draw(chart, metrics, held_out, absent), chart.look.wide) for chart in charts_]
-        body.append(page.section(title, [(chart, wide) for chart, wide in drawn if chart]))
+        drawn = [(draw(chart, metrics, held_out, facts, absent), chart.look.wide) for chart in wanted]
+        note = validation_note(facts) if title == "Loss" and held_out else ""
+        body.append(page.section(title, [(chart, wide) for chart, wide in drawn if chart], note=note))
     body.append(page.section("What it tells apart", list(diagnostic_charts(diagnostics))))
     body.append(page.section("What it saw", list(sample_charts(diagnostics.get("samples_mv"))), columns=2))
     body.append(about(facts, config, absent))
@@ -156,7 +157,7 @@ def kind_of(facts: Mapping[str, Any]) -> str:
     try:
         return f"Fine-tuning: {facts['config']['head']['task']}"
     except (LookupError, TypeError):
-        return "Pre-training"
+        return PRETRAINING
 
 
 def trained_s(metrics: Rows) -> float:
@@ -172,21 +173,43 @@ def duration(seconds: float) -> str:
     return f"{hours} h {m:02d} min" if hours else f"{m} min {s:02d} s" if m else f"{s} s"
 
 
+def no_better(held_out: Rows | None, facts: Mapping[str, Any]) -> Iterator[str]:
+    """The untrained model is not exported, however good it is."""
+    name, sign = chosen_by(held_out, facts)
+    if held_out and (best := best_step(held_out, facts)) is not None:
+        before, after = (at(held_out, name, step) for step in (0, best))
+        if sign * (before - after) >= 0:
+            yield f"No step is better than step 0, before training: {name} {before:.3f}, and {after:.3f} at step {best:,.0f}."
+
+
+def validation_note(facts: Mapping[str, Any]) -> str:
+    differs = facts.get("validation")
+    if not isinstance(differs, list) or not differs:
+        return ""
+    ways = "; ".join(map(str, differs))
+    return f"Held-out loss can lie below training loss: it is not measured in the same way. In validation {ways}."
+
+
 def summary(metrics: Rows, held_out: Rows | None, facts: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """The numbers that one asks for first, as far as they are known."""
-    if math.isfinite(loss := metrics.last("loss")):
-        yield "Loss", f"{loss:.3f}", f"{_first(metrics.column('loss')):.3f} at first"
-    if held_out and math.isfinite(lowest := _lowest(held_out.column("loss"))):
-        yield "Held-out loss", f"{lowest:.3f}", "the lowest so far"
-    if held_out and scored(held_out) and (at := best_step(held_out)) is not None:
-        yield "Best score", f"{held_out.column('score')[held_out.steps == at][0]:.3f}", f"at step {at:,.0f}"
-    for name, key, of, rows in (
-        ("Local accuracy", "accuracy_local", "of masked tokens", metrics),
-        ("Global accuracy", "accuracy_global", "of halves", metrics),
-        ("Identification", "identification_accuracy", "of patients, at last", held_out),
+    """The numbers that one asks for first, as far as they are known: held out rather than of training."""
+    step = shown_step(held_out, facts)
+    if math.isfinite(loss := recent(metrics, "loss")):
+        yield "Training loss", f"{loss:.3f}", f"{_first(metrics.column('loss')):.3f} at first"
+    if held_out and math.isfinite(loss := at(held_out, "loss", step)):
+        yield "Held-out loss", f"{loss:.3f}", f"at step {step:,.0f}"
+    for name, key, form in (
+        ("AUROC", "auroc", ".3f"),
+        ("CinC score", "challenge", ".3f"),
+        ("Local accuracy", "accuracy_local", ".1%"),
+        ("Global accuracy", "accuracy_global", ".1%"),
+        ("Patients recognised", "identification_accuracy", ".1%"),
     ):
-        if rows and math.isfinite(share := rows.last(key)):
-            yield name, f"{share:.1%}", of
+        value, of, where = at(held_out, key, step), VALID, "held out"
+        if not math.isfinite(value):
+            value, of, where = recent(metrics, key), "", "training"
+        if math.isfinite(value):
+            guess = chance(facts, of + key)
+            yield name, f"{value:{form}}", where + (f", chance {guess:{form}}" if guess is not None else "")
     if math.isfinite(used := metrics.last("code_perplexity")):
         codes = _codes(facts)
         yield "Codes in use", f"{used:,.0f}", f"of {codes:,.0f}" if math.isfinite(codes) else "perplexity"
@@ -198,24 +221,48 @@ def summary(metrics: Rows, held_out: Rows | None, facts: Mapping[str, Any]) -> I
         yield "MFU", f"{share:.1%}", "of the device's rate"
 
 
-def scored(held_out: Rows | None) -> bool:
-    return held_out is not None and len(held_out.curve("score")[0]) > 0
+def chance(facts: Mapping[str, Any], key: str) -> float | None:
+    """What guessing gives, as the run says."""
+    known = facts.get("chance")
+    value = number(known.get(key)) if isinstance(known, dict) else math.nan
+    return value if math.isfinite(value) else None
 
 
-def best_step(held_out: Rows) -> float | None:
-    """As the run chooses: the first of the highest scores; of a run without any, of the lowest losses."""
-    steps, figures = held_out.curve("score") if scored(held_out) else held_out.curve("loss")
-    good = np.isfinite(figures)
-    order = figures if scored(held_out) else -figures
-    return float(steps[good][order[good].argmax()]) if good.any() else None
+def chosen_by(held_out: Rows | None, facts: Mapping[str, Any]) -> tuple[str, int]:
+    """The figure that chooses the best step; 1: the higher. Runs that do not name it: the score, if they have one."""
+    scored = held_out is not None and len(held_out.curve("score")[0]) > 0
+    name = str(facts.get("best", "score" if scored else "loss"))
+    return name, -1 if name == "loss" else 1
+
+
+def best_step(held_out: Rows, facts: Mapping[str, Any]) -> float | None:
+    """As the run chooses: the first of the best, the untrained model left out."""
+    name, sign = chosen_by(held_out, facts)
+    steps, figures = held_out.curve(name)
+    good = np.isfinite(figures) & (steps > 0)
+    return float(steps[good][(sign * figures[good]).argmax()]) if good.any() else None
+
+
+def shown_step(held_out: Rows | None, facts: Mapping[str, Any]) -> float | None:
+    """Of the model that is exported: the best step in fine-tuning, the last one in pre-training."""
+    if held_out is None or not len(held_out.steps):
+        return None
+    return best_step(held_out, facts) if kind_of(facts) != PRETRAINING else float(held_out.steps[-1])
+
+
+def at(rows: Rows | None, key: str, step: float | None) -> float:
+    values = rows.column(key)[rows.steps == step] if rows else np.zeros(0)
+    return float(values[0]) if len(values) else math.nan
+
+
+def recent(rows: Rows, key: str) -> float:
+    values = rows.column(key)[-RECENT:]
+    values = values[np.isfinite(values)]
+    return float(values.mean()) if len(values) else math.nan
 
 
 def _first(values: np.ndarray) -> float:
     return float(values[np.isfinite(values)][0])
-
-
-def _lowest(values: np.ndarray) -> float:
-    return float(np.min(values[np.isfinite(values)], initial=math.inf))
 
 
 def _codes(facts: Mapping[str, Any]) -> float:
@@ -225,7 +272,7 @@ def _codes(facts: Mapping[str, Any]) -> float:
         return math.nan
 
 
-def draw(chart: Chart, metrics: Rows, held_out: Rows | None, absent: list[str]) -> str:
+def draw(chart: Chart, metrics: Rows, held_out: Rows | None, facts: Mapping[str, Any], absent: list[str]) -> str:
     """'' if none of its curves was logged."""
     lines: list[Line] = []
     for curve in chart.curves:
@@ -234,14 +281,14 @@ def draw(chart: Chart, metrics: Rows, held_out: Rows | None, absent: list[str]) 
             if not curve.held_out and any(curve.key in row for row in metrics.rows):
                 absent.append(curve.key)
             continue
-        key = f"valid/{curve.key}" if curve.held_out else curve.key
+        key = VALID + curve.key if curve.held_out else curve.key
         beside = curve.held_out and not all(other.held_out for other in chart.curves)  # the same of training
         colour = 1 if beside else len(lines)
         x, y = rows.curve(curve.key)
         if curve.held_out:
             x, y = x[np.isfinite(y)], y[np.isfinite(y)]
-        lines.append(Line(key, curve.label, x, y, colour, dashed=beside))
-    mark = best_step(held_out) if held_out and any(line.key.startswith("valid/") for line in lines) else None
+        lines.append(Line(key, curve.label, x, y, colour, beside, chance(facts, key)))
+    mark = best_step(held_out, facts) if held_out and any(line.key.startswith(VALID) for line in lines) else None
     return charts.line_chart(chart.title, lines, chart.look, metrics.steps, mark) if lines else ""
 
 

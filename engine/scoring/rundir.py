@@ -28,6 +28,7 @@ import numpy as np
 from engine.pipelines.leads import ConfigError
 
 METRICS, VALIDATION, DIAGNOSTICS = "metrics.jsonl", "validation.jsonl", "diagnostics.npz"
+VALID = "valid/"  # before the names of validation's figures where those of training stand beside them
 AXES = {"positive_similarity": 1, "negative_similarity": 1, "same_similarity": 1, "other_similarity": 1}
 AXES |= {"code_usage": 2, "samples_mv": 4}
 LARGEST = 1e12  # beyond it nothing is a step, a loss or a rate

@@ -41,7 +41,7 @@ class TensorBoard:
 
     def __init__(self, run: Path, config: Settings, step: int, name: str | None) -> None:
         module: Any = importlib.import_module("torch.utils.tensorboard")
-        self.writer = module.SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
+        self.writer = module.SummaryWriter(str(run / "tensorboard"), purge_step=step + 1 if step else 0)
 
     def log(self, values: dict[str, float], step: int) -> None:
         for key, value in values.items():

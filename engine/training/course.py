@@ -158,7 +158,7 @@ def go(config: Settings, door: Door, datasets: Sequence[Dataset], run: Path, ran
         checkpoint.load(engine, found, universal)
         progress = Progress(**{name: saved[name] for name in vars(progress)})
 
-    told = facts(config, datasets, ranks) | task.facts() | {"steps": total}
+    told = facts(config, datasets, ranks) | task.facts() | {"steps": total, "best": task.best[0]} | task.explained()
     tracker = Tracker(run, config, task.keys, told, progress.step, total) if ranks.first else None
     if tracker:
         for line in (heading(config, loader, ranks, progress, engine), *task.remarks):

@@ -3,7 +3,7 @@
 | | diagnosis | identification |
 |---|---|---|
 | trained on | dx_role train: each half with its record's labels | id_role train: each half with its patient, or its record |
-| validated on | dx_role valid: CinC score | id_role valid: second half of a crop among all first halves |
+| validated on | dx_role valid: AUROC, or what train.best names | id_role valid: second half of a crop among all first halves |
 | exported | encoder and linear layer | encoder; the class vectors are thrown away |
 
 Source: paper, sections "Fine-tuning" and "Datasets"; fairseq-signals tasks/ecg_identification.py. The encoder is the one of a
@@ -33,9 +33,10 @@ from engine.pipelines.leads import ConfigError, describe
 from engine.pipelines.loader import Batch
 from engine.pipelines.roles import torn
 from engine.scoring import metrics
+from engine.scoring.rundir import VALID
 from engine.training.distributed import Ranks
 from engine.training.similarity import pairs
-from engine.training.task import Task
+from engine.training.task import Task, chosen, told_best
 from engine.training.validation import Patients, count_of, dtype_of, encode, to_device
 
 DIAGNOSED = 64  # crops
@@ -47,12 +48,13 @@ class Finetuning(Task):
         *("step", "crops_seen", "epoch", "loss", "accuracy", "lr", "grad_norm"),
         *("crops_per_s", "data_wait_pct", "mfu", "skipped_steps", "memory_gb"),
     )
-    best = ("score", 1)
     exports_best = True
 
     def __init__(self, config: FinetuneConfig, datasets: Sequence[Dataset], ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
         self.diagnosis = config.head.task == "diagnosis"
+        figures = ("auroc", "auprc", "challenge", "f_measure", "loss") if self.diagnosis else ("identification_accuracy",)
+        self.best = chosen(config.train.best, figures)
         role = "dx" if self.diagnosis else "identity"
         self.roles = {role: "train"}
         if told := torn(datasets, "dx_role" if self.diagnosis else "id_role"):
@@ -86,6 +88,22 @@ class Finetuning(Task):
         told = {"architecture": asdict(self.architecture), "start": self.source["name"]}
         before = {"splits_before": self.source["splits"]} if self.source["splits"] else {}  # a run of before had none
         return {"finetuning": _plain(told)} | before
+
+    def explained(self) -> dict[str, Any]:
+        m, augment = self.architecture, self.config.augment
+        dropouts = (m.dropout, m.attention_dropout, m.activation_dropout, m.input_dropout)
+        differs = ["dropout is off"] if any(dropouts) else []
+        differs += ["no lead is masked and no noise added"] if augment.rlm or augment.kinds else []
+        return {"chance": self._chance() if self.held else {}, "validation": differs}
+
+    def _chance(self) -> dict[str, float]:
+        if not self.diagnosis:
+            _, crops = np.unique(self.held_labels, return_counts=True)
+            found = float((crops / crops.sum()) @ (crops / crops.sum()))
+            return {"accuracy": 1 / self.classes, f"{VALID}identification_accuracy": found}
+        labels_BC, halves_B = self.held_labels
+        share_C = halves_B @ labels_BC / halves_B.sum()
+        return {f"{VALID}auroc": 0.5} | ({f"{VALID}auprc": float(share_C[share_C > 0].mean())} if share_C.any() else {})
 
     def model(self, generator: torch.Generator) -> nn.Module:
         encoder = Encoder(self.architecture, mask=False)
@@ -142,13 +160,13 @@ class Finetuning(Task):
         loss = F.binary_cross_entropy_with_logits(logits_RC, torch.from_numpy(labels_RC.astype(np.float32)))
         scores_RC = logits_RC.sigmoid().numpy()
         summary = metrics.summary(labels_RC, scores_RC > 0.5, scores_RC)
-        figures = {name: float(summary[name]) for name in ("challenge", "auroc", "auprc", "accuracy", "f_measure")}
-        return {"loss": float(loss), "score": figures["challenge"], **figures}
+        names = ("challenge", "auroc", "auprc", "accuracy", "f_measure")
+        return {"loss": float(loss)} | {name: float(summary[name]) for name in names}
 
     def _identified(self, c_BSD: Tensor) -> dict[str, float]:
         """The second half of each crop among all first halves."""
         found = metrics.identification(c_BSD[:, 0].numpy(), self.held_labels, c_BSD[:, 1].numpy(), self.held_labels)
-        return {"score": float(found["accuracy"]), "identification_accuracy": float(found["accuracy"])}
+        return {"identification_accuracy": float(found["accuracy"])}
 
     @staticmethod
     def described(config: FinetuneConfig, state: dict[str, Any]) -> dict[str, Any]:
@@ -158,14 +176,12 @@ class Finetuning(Task):
     @staticmethod
     def card(config: FinetuneConfig, state: dict[str, Any]) -> tuple[str, list[str]]:
         best, task = state.get("best") or {}, config.head.task
-        kind = "CinC 2021 score" if task == "diagnosis" else "share of halves whose other half was found"
-        chosen = "the best by it" if best.get("step") == state["step"] else "the newest"
-        told = f"{kind} on validation crops: {best['score']:.4f}, at step {best['step']:,}." if best else "No validation score."
-        told += f" These are the weights of step {state['step']:,}, {chosen}."
+        which = "the best by it" if best.get("step") == state["step"] else "the newest"
+        weights = f"{told_best(best)} These are the weights of step {state['step']:,}, {which}."
         head = "mean over time, then a linear layer to 26 classes, sigmoid"
         use = head if task == "diagnosis" else "mean over time as a unit vector, compared by cosine"
         seen = describe(config.augment.seen)
-        return f"ECG {task}, fine-tuned with omnilead", [f"Begun from {config.start}, on leads {seen}.", f"{use}.", told]
+        return f"ECG {task}, fine-tuned with omnilead", [f"Begun from {config.start}, on leads {seen}.", f"{use}.", weights]
 
     @staticmethod
     def exports(config: FinetuneConfig, name: str) -> bool:

@@ -84,6 +84,8 @@ class Loop:
         self.engine.train()
         batches, batch = iter(self.loader), None
         try:
+            if self.config.train.validate_every and self.progress.step == 0:
+                self._validate()  # the untrained model: here the curves begin
             while self.progress.step < self.total:
                 try:
                     batch, self.state = next(batches)
@@ -194,7 +196,8 @@ class Loop:
             row = self.task.validate(self.engine)
         name, sign = self.task.best
         worst = -sign * np.inf
-        if np.isfinite(row.get(name, np.nan)) and sign * (row[name] - self.progress.best.get(name, worst)) > 0:
+        trained = self.progress.step > 0  # the untrained model is never the best one: there is nothing of the run in it
+        if trained and np.isfinite(row.get(name, np.nan)) and sign * (row[name] - self.progress.best.get(name, worst)) > 0:
             self.progress.best = {"step": self.progress.step, name: row[name]}
             self._save()
         if self.tracker is not None and row:

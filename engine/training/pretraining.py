@@ -1,6 +1,7 @@
 """Pre-training as a task: the model and what it is given, what is measured of it, what is exported."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,15 +11,16 @@ from torch import Tensor, nn
 
 from data_tools.dataset import Dataset
 from engine.config import Config, candidates, micro_batch
-from engine.model.config import flops_per_crop
+from engine.model.config import flops_per_crop, masked_share
 from engine.model.pretrainer import Pretrainer
 from engine.model.quantizer import temperature
 from engine.pipelines.batched import HALF
 from engine.pipelines.leads import ConfigError
 from engine.pipelines.loader import Batch
+from engine.scoring.rundir import VALID
 from engine.training.distributed import Ranks
 from engine.training.similarity import Seen
-from engine.training.task import Task
+from engine.training.task import Task, chosen, told_best
 from engine.training.validation import HeldOut, Patients, Probe, arguments, taught
 
 DIAGNOSED = 16  # crops of a rank
@@ -31,11 +33,11 @@ class Pretraining(Task):
         *("grad_norm", "crops_per_s", "data_wait_pct", "mfu", "code_perplexity", "prob_perplexity", "gumbel_tau"),
         *("masked_share", "accuracy_local", "accuracy_global", "skipped_steps", "memory_gb"),
     )
-    best = ("loss", -1)  # the lower the better
     exports_best = False
 
     def __init__(self, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
+        self.best = chosen(config.train.best, ("loss", "identification_accuracy"))
         self.roles = taught(config)
         self.ids = Patients(datasets) if config.objective.needs_ids else None
         self.held_out, self.probe = HeldOut(config, datasets, ranks), Probe(config, datasets, ranks)
@@ -57,6 +59,32 @@ class Pretraining(Task):
     def arguments(self, batch: Batch, step: int) -> tuple[Tensor | None, ...]:
         tau = torch.tensor(temperature(self.config.model, step)).to(self.ranks.device, non_blocking=True)
         return arguments(batch, self.config, self.ids, tau)
+
+    def explained(self) -> dict[str, Any]:
+        c, chance = self.config, {}
+        if c.objective.local > 0:
+            tokens, drawn = c.model.tokens(HALF), c.objective.negatives
+            others = max(1.0, tokens * masked_share(c.model, tokens) - 1)
+            rivals = others * (1 - (1 - 1 / others) ** drawn)  # some are drawn more than once
+            for of in ("", VALID):
+                chance |= {f"{of}loss_local": math.log(1 + drawn), f"{of}accuracy_local": 1 / (1 + rivals)}
+        among = {"": candidates(c, self.ranks.world), VALID: self.held_out.crops}
+        for of, crops in among.items() if c.objective.contrast > 0 else ():
+            rivals = crops if (c.objective.method, c.objective.form) == ("cmsc", "authors") else 2 * crops - 1
+            chance |= {f"{of}loss_global": math.log(rivals), f"{of}accuracy_global": 1 / rivals} if crops else {}
+        if self.probe.pairs:
+            chance[f"{VALID}identification_accuracy"] = 1 / len(self.probe.pairs)
+        return {"chance": chance, "validation": self._differs(among)}
+
+    def _differs(self, among: Mapping[str, int]) -> list[str]:
+        c, m = self.config, self.config.model
+        dropouts = (m.dropout, m.attention_dropout, m.activation_dropout, m.input_dropout, m.feature_dropout)
+        found = ["dropout is off"] if any(dropouts) else []
+        found += ["codes are the likeliest ones, not sampled"] if c.objective.local > 0 else []
+        if c.objective.contrast > 0 and among[VALID] != among[""]:
+            found.append(f"crops are contrasted in batches of {among[VALID]:,}, not {among['']:,}")
+        masked = ["tokens"] * (c.objective.local > 0) + ["leads"] * (c.augment.rlm > 0)
+        return found + ([f"{' and '.join(masked)} are masked as in training"] if found and masked else [])
 
     def values(self, step: int) -> dict[str, float | None]:
         return {"gumbel_tau": temperature(self.config.model, step) if self.config.objective.local else None}
@@ -104,14 +132,10 @@ class Pretraining(Task):
         """Heading and lines of the model card."""
         m, o = config.model, config.objective
         terms = [f"{getattr(o, name)} x {name}" for name in ("local", "diversity", "features", "contrast") if getattr(o, name)]
-        best, weights = state.get("best"), f"These are the weights of step {state['step']:,}, the newest."
-        lowest = (
-            f"Lowest validation loss: {best['loss']:.4f}, at step {best['step']:,}." if best else "There was no validation."
-        )
         return "Lead-agnostic ECG encoder, pre-trained with omnilead", [
             f"{len(m.conv)} convolutions, {m.layers} transformer layers of width {m.width}.",
             f"Loss: {', '.join(terms)}; global objective {o.method if o.contrast else 'none'}.",
-            f"{weights} {lowest}",
+            f"These are the weights of step {state['step']:,}, the newest. {told_best(state.get('best') or {})}",
         ]
 
     @staticmethod

@@ -5,7 +5,7 @@ Door("engine/pretrain.py", __doc__, Config, Pretraining).main()      # engine.tr
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,15 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from data_tools.dataset import Dataset
+from engine.pipelines.leads import ConfigError
 from engine.pipelines.loader import Batch
 from engine.training.distributed import Ranks
 
 SAMPLES = 4  # crops that the report shows
+FIGURES = {
+    "loss": "loss",
+    "auroc": "AUROC",
+    "auprc": "AUPRC",
+    "challenge": "CinC 2021 score",
+    "f_measure": "F-measure",
+    "identification_accuracy": "share of patients recognised",
+}
 
 
 class Task(ABC):
     keys: ClassVar[tuple[str, ...]]  # of a line in metrics.jsonl
-    best: ClassVar[tuple[str, int]]  # the figure of `validate` that says which model is best; 1: the higher, -1: the lower
+    best: tuple[str, int]  # the figure of `validate` that chooses the best step; 1: the higher, -1: the lower (`chosen`)
     exports_best: ClassVar[bool]  # or the newest
     roles: dict[str, Any]  # of the crops trained on, as engine.pipelines.order.Rows.of has them
     flops_per_crop: float
@@ -50,6 +59,11 @@ class Task(ABC):
         """What else must be as it was when a run goes on."""
         return {}
 
+    def explained(self) -> dict[str, Any]:
+        """For readers of the curves, kept in run.json. `chance`: what guessing gives, by curve, those of validation as
+        valid/NAME. `validation`: how it differs from training."""
+        return {}
+
     def values(self, step: int) -> dict[str, float | None]:
         """More to log."""
         return {}
@@ -72,3 +86,20 @@ class Task(ABC):
     @abstractmethod
     def exports(config: Any, name: str) -> bool:
         """Whether the weights of this name go along."""
+
+
+def chosen(asked: str | None, figures: Sequence[str]) -> tuple[str, int]:
+    """`best` of a task that validates these figures: the first, unless train.best names another."""
+    name = asked or figures[0]
+    if name not in figures:
+        raise ConfigError(f"train.best={name}: this task does not measure it: use {', '.join(figures)}")
+    return name, -1 if name == "loss" else 1
+
+
+def told_best(best: Mapping[str, float]) -> str:
+    """The best step, in a sentence for the model card."""
+    names = [name for name in best if name != "step"]
+    what = FIGURES.get(names[0], names[0]) if names else ""
+    return (
+        f"Best {what} in validation: {best[names[0]]:.4f}, at step {best['step']:,}." if names else "There was no validation."
+    )

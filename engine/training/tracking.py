@@ -20,10 +20,9 @@ import torch
 import yaml  # type: ignore[import-untyped]
 
 from engine.config import Settings
-from engine.scoring.rundir import write_whole
+from engine.scoring.rundir import METRICS, VALID, VALIDATION, write_whole
 from engine.training.boards import open_boards
 
-METRICS, VALIDATION = "metrics.jsonl", "validation.jsonl"
 PACKAGES = ("torch", "deepspeed", "numpy", "pydantic", "safetensors", "nvidia-dali-cuda130", "nvidia-dali-cuda120")
 
 
@@ -46,7 +45,7 @@ class Tracker:
         _say(line(whole, self.total, self._left_s(int(row["step"]))))
 
     def validated(self, row: dict[str, Any]) -> None:
-        self._write(VALIDATION, row, {f"valid/{key}": value for key, value in row.items()})
+        self._write(VALIDATION, row, {f"{VALID}{key}": value for key, value in row.items()})
         _say("  ".join(["  validation", *(f"{k} {v:.4g}" for k, v in row.items() if k not in ("step", "crops_seen"))]))
 
     def note(self, text: str) -> None:
@@ -90,13 +89,13 @@ def _say(text: str) -> None:
 
 
 def _cut(path: Path, step: int) -> None:
-    """Lines of steps that will be done again, and a line that a kill cut off."""
+    """Lines of steps that will be done again (all, if the run begins), and a line that a kill cut off."""
     if not path.is_file():
         return
     kept = []
     for text in path.read_text().splitlines():
         try:
-            if json.loads(text)["step"] <= step:
+            if step and json.loads(text)["step"] <= step:
                 kept.append(text)
         except (ValueError, KeyError, TypeError):
             continue

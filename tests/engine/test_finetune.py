@@ -24,9 +24,11 @@ from engine.model.encoder import Encoder
 from engine.model.initial import initialise
 from engine.model.tuned import HeadConfig, Tuned
 from engine.objectives.arcface import arcface_logits
+from engine.pipelines.leads import ConfigError
 from engine.pipelines.roles import split_of, torn
 from engine.scoring.rundir import DIAGNOSTICS, read_diagnostics
 from engine.training.finetuning import fitted, read_start
+from engine.training.task import chosen
 from engine.training.validation import Patients
 
 EXACT = ("step", "crops_seen", "loss", "accuracy", "lr", "grad_norm")
@@ -51,7 +53,9 @@ def test_what_a_run_leaves_is_what_evaluate_finds(task: str, stage: int, dataset
     run = tmp_path / "run"
     assert all(np.isfinite(value) for row in rows(run) for value in row.values())
     valid = rows(run, "validation.jsonl")
-    best = max(valid, key=lambda row: row["score"])
+    figure = "auroc" if task == "diagnosis" else "identification_accuracy"
+    best = max(valid[1:], key=lambda row: row[figure])
+    assert valid[0]["step"] == 0 and json.loads((run / "run.json").read_text())["best"] == figure
     assert (run / "checkpoints" / "best").read_text() == f"step-{best['step']}" and (run / "report.html").is_file()
     model, before = engine.load(run), engine.load(base)
     assert model.config["head"]["task"] == task and (model.head is not None) == (task == "diagnosis")
@@ -62,10 +66,10 @@ def test_what_a_run_leaves_is_what_evaluate_finds(task: str, stage: int, dataset
     old = before.encoder.state_dict()
     assert frozen and all(w.equal(old[name]) for name, w in frozen)
     assert sum(not w.equal(old[name]) for name, w in moved) > len(moved) / 2
-    found = tmp_path / "found.json"
+    found, tested = tmp_path / "found.json", "challenge" if task == "diagnosis" else "identification_accuracy"
     how = ["--model", str(run), "--data", dataset.root.url, "--role", "valid", "--json", str(found)]
     assert evaluate.main(how) == 0
-    assert json.loads(found.read_text())["score"] == pytest.approx(best["score"], abs=1e-6)
+    assert json.loads(found.read_text())["score"] == pytest.approx(best[tested], abs=1e-6)
 
 
 def test_a_resumed_run_and_two_ranks_are_the_same_run(dataset: Dataset, base: Path, tmp_path: Path) -> None:
@@ -92,28 +96,36 @@ def test_fine_tuning_leaves_what_it_has(base: Path, dataset: Dataset, tmp_path: 
         found, _ = read_diagnostics(tmp_path / task / DIAGNOSTICS)
         assert found.keys() == names
         html = (tmp_path / task / "report.html").read_text()
-        assert f"Fine-tuning: {task}" in html and "Score on validation crops" in html and ">best</text>" in html
-        assert ("AUROC, AUPRC, F-measure" in html) == (task == "diagnosis") and "Patient known again" not in html
+        assert f"Fine-tuning: {task}" in html and ">best</text>" in html and ">chance</text>" in html
+        assert ("AUROC, AUPRC, F-measure" in html) == (task == "diagnosis") != ("Patients recognised" in html)
         assert "Not logged" not in html
     assert len(found["same_similarity"]) >= len(dataset.select(identity="valid")) / 2
 
 
 def choose() -> None:
-    """Scores by step: no number, 0.3, 0.3 again, no number."""
+    """AUROC by step: 0.9 of the untrained model, no number, 0.3, 0.3 again, no number; the CinC score has another best."""
     from engine.training.finetuning import Finetuning
 
-    scores = iter([float("nan"), 0.3, 0.3, float("nan")])
-    Finetuning.validate = lambda self, engine: {"score": next(scores), "loss": 1.0}  # type: ignore[method-assign, assignment]
+    figures = iter(zip([0.9, float("nan"), 0.3, 0.3, float("nan")], [0.0, 0.1, 0.2, 0.3, 0.4], strict=True))
+    Finetuning.validate = lambda self, engine: dict(zip(("auroc", "challenge"), next(figures), strict=True))  # type: ignore
 
 
 def test_the_first_of_the_best_scores_is_exported_and_the_card_says_so(base: Path, dataset: Dataset, tmp_path: Path) -> None:
     ended = finetune(tmp_path, dataset.root.url, base, "diagnosis", before=choose, train__steps=7)
     assert ended.ok, ended.output
     run = tmp_path / "run"
-    assert [row["step"] for row in rows(run, "validation.jsonl")] == [2, 4, 6, 7]  # the last always
+    assert [row["step"] for row in rows(run, "validation.jsonl")] == [0, 2, 4, 6, 7]  # the last always
     assert (run / "checkpoints" / "best").read_text() == "step-4"
     card = (run / "model" / "README.md").read_text()
-    assert "0.3000, at step 4. These are the weights of step 4, the best by it." in card
+    assert "AUROC in validation: 0.3000, at step 4. These are the weights of step 4, the best by it." in card
+    assert "No step is better than step 0, before training: auroc 0.900" in (run / "report.html").read_text()
+
+
+def test_which_figure_chooses_the_step() -> None:
+    assert chosen(None, ("auroc", "challenge", "loss")) == ("auroc", 1)
+    assert chosen("challenge", ("auroc", "challenge", "loss")) == ("challenge", 1) and chosen("loss", ("loss",)) == ("loss", -1)
+    with pytest.raises(ConfigError, match=r"train\.best=auroc: .* use identification_accuracy"):
+        chosen("auroc", ("identification_accuracy",))
 
 
 def test_random_weights_of_a_pretraining_file(dataset: Dataset, tmp_path: Path) -> None:

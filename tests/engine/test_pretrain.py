@@ -17,9 +17,14 @@ from ranks import Ended, curve, pretrain, rows, settings, start, wait
 
 import engine
 from data_tools.dataset import Dataset
-from engine.config import TrainConfig, build
+from engine.config import CONFIGS, TrainConfig, build, load
 from engine.model.config import ModelConfig
+from engine.model.draws import draw, row_keys
 from engine.model.pretrainer import Pretrainer
+from engine.objectives.cmsc import cmsc_loss
+from engine.objectives.local import local_loss
+from engine.pipelines.batched import HALF
+from engine.training.distributed import Ranks
 from engine.training.optimizer import GuardedAdamW
 from engine.training.pretraining import Pretraining
 from engine.training.schedule import lr_at
@@ -50,16 +55,18 @@ def test_a_run_leaves_what_was_promised(dataset: Dataset, tmp_path: Path) -> Non
     assert all(list(row) == list(Pretraining.keys) == PROMISED.replace("\n", " ").split(", ") for row in rows(out))
     assert all(value is not None and np.isfinite(value) for row in rows(out) for value in row.values())
     valid = rows(out, "validation.jsonl")
-    assert [row["step"] for row in valid] == [3, 6] and valid[0]["loss"] != valid[1]["loss"]
+    assert [row["step"] for row in valid] == [0, 3, 6] and len({row["loss"] for row in valid}) == 3
+    trained = {row["step"]: (row["loss"], row["grad_norm"]) for row in rows(out)}
+    np.testing.assert_allclose([trained[step] for step in (1, 2, 4)], [GOLDEN[at] for at in (0, 1, 3)], rtol=2e-4)
     assert all(0 <= row["identification_accuracy"] <= 1 for row in valid)
     facts = json.loads((out / "run.json").read_text())
-    assert facts["datasets"] == [dataset.fingerprint]
+    assert facts["datasets"] == [dataset.fingerprint] and facts["best"] == "loss" and "dropout is off" in facts["validation"]
     assert facts["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]  # whatever it was built for
     assert facts["preprocessing_sha256"] == dataset.meta["preprocessing_sha256"] and facts["hardware"]["cores"] >= 1
     assert list((out / "tensorboard").iterdir())
     best = (out / "checkpoints" / "best").read_text()
     kept = {path.name for path in (out / "checkpoints").glob("step-*")}
-    assert best == f"step-{min(valid, key=lambda row: row['loss'])['step']}" and kept == {best, "step-6"}
+    assert best == f"step-{min(valid[1:], key=lambda row: row['loss'])['step']}" and kept == {best, "step-6"}
     config = json.loads((out / "model" / "config.json").read_text())
     modes = {path.stat().st_mode for path in (out / "model").iterdir()}
     assert len(modes) == 1  # the weights are as open to others as the rest
@@ -70,6 +77,24 @@ def test_a_run_leaves_what_was_promised(dataset: Dataset, tmp_path: Path) -> Non
     assert engine.load(out).embed(dataset.read(0), 500, "12", "uV").shape == (model.encoder.width,)
     progress = [line for line in ended.output.splitlines() if line.startswith("step ")]
     assert len(progress) == 4 and all("crops/s, data wait" in line and "MFU" in line and "left" in line for line in progress)
+
+
+def test_chance_is_what_random_representations_reach(dataset: Dataset) -> None:
+    config = load(CONFIGS / "pretrain" / "quickstart.yaml", [f"data.datasets=[{dataset.root.url}]"])
+    task = Pretraining(config, [dataset], Ranks(0, 1, torch.device("cpu"), None))
+    chance, held = task.explained()["chance"], task.held_out.crops
+    random, tokens = torch.Generator().manual_seed(0), config.model.tokens(HALF)
+    keys_R = torch.from_numpy(row_keys(0, 0, np.arange(40))).flatten()
+    draws = draw(config.model, keys_R, tokens, config.objective.negatives, sample_codes=False)
+    x_RMP, y_RMP = (torch.randn(*draws.valid_RM.shape, 16, generator=random) for _ in range(2))
+    loss, hits = local_loss(x_RMP, y_RMP, draws.times_RMM, draws.valid_RM, temperature=1e4)
+    assert [chance["loss_local"], chance["accuracy_local"]] == pytest.approx([float(loss), float(hits)], rel=0.06)
+    for name, crops in (("", config.train.batch_crops), ("valid/", held)):
+        found = [cmsc_loss(torch.randn(crops, 2, 16, generator=random), 1e4, False) for _ in range(200)]
+        loss, hits = (torch.stack(part).mean() for part in zip(*found, strict=True))
+        assert chance[f"{name}loss_global"] == pytest.approx(float(loss), rel=1e-3)
+        assert chance[f"{name}accuracy_global"] == pytest.approx(float(hits), rel=0.2)
+    assert chance["valid/identification_accuracy"] == 1 / len(task.probe.pairs)
 
 
 def test_export_on_demand_writes_the_same(dataset: Dataset, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import fake as doors
 
 from data_tools.dataset import Dataset
 from engine import reproduce
-from engine.reproduction import claims, launch
+from engine.reproduction import claims, launch, paper
 from tests.forks import CONTEXT
 from tests.waiting import until
 
@@ -196,6 +196,19 @@ def test_ctrl_c_before_a_worker_begins_is_one_line(
     assert capsys.readouterr().err == "engine.reproduce: stopped: the same command goes on\n"
 
 
+def test_a_package_without_the_papers_tables_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(paper, "HERE", tmp_path / "configs" / "reproduce")
+    paper.tables.cache_clear()
+    assert reproduce.main(["--table", "1", "--out", str(tmp_path / "out"), "--dry-run"]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and f"{tmp_path}/configs/reproduce: " in told and "pip install -e ." in told
+    with pytest.raises(SystemExit) as help_:
+        reproduce.main(["--help"])
+    assert help_.value.code == 0
+
+
 def test_slurm_and_dry_run_and_collect(
     dataset: Dataset, tmp_path: Path, fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,6 +218,7 @@ def test_slurm_and_dry_run_and_collect(
     told = capsys.readouterr().out
     assert not out.exists() and told.count("\npython ") == JOBS and told.rstrip().endswith(" GB")
     assert "# pretrain/w2v-12: about 10 s\npython " in told
+    assert told.startswith("cd ") and (Path(told.splitlines()[0][3:]) / "engine" / "pretrain.py").is_file()
 
     assert reproduce.main(arguments(dataset, tmp_path, "--slurm", "--jobs", "8")) == 0
     assert capsys.readouterr().out == f"sbatch {out / 'reproduce.sbatch'}\n"

@@ -136,19 +136,48 @@ def test_all_that_the_loop_logs_is_drawn() -> None:
 def test_scores_are_drawn_and_the_first_of_the_best_is_marked(tmp_path: Path) -> None:
     run = make(tmp_path / "dx", *({"step": s, "crops_seen": s, "loss": 1 / s, "accuracy": 0.5} for s in range(1, 41)))
     figures = {"loss": 0.2, "challenge": 0.1, "auroc": 0.6, "auprc": 0.3, "accuracy": 0.4, "f_measure": 0.2}
-    scores = {10: 0.25, 20: 0.75, 30: 0.75, 40: NAN}
-    lines = [{"step": step, "score": score, **figures} for step, score in scores.items()]
+    scores = {0: 0.9, 10: 0.25, 20: 0.75, 30: 0.75, 40: NAN}
+    lines = [{"step": step, **figures, "auroc": score} for step, score in scores.items()]
     (run / "validation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (run / "run.json").write_text(json.dumps({"config": {"head": {"task": "diagnosis"}}}))
+    facts = {"config": {"head": {"task": "diagnosis"}}, "best": "auroc", "chance": {"valid/auroc": 0.5, "valid/auprc": 0.1}}
+    (run / "run.json").write_text(json.dumps(facts))
     html = report.build(run)
     marks = [svg.get("aria-label") for svg in check(html) for node in svg.iter("text") if node.text == "best"]
-    assert marks == ["Loss", "Halves answered right", "Score on validation crops", "AUROC, AUPRC, F-measure"]
-    assert {"valid/score", "valid/auroc", "valid/auprc", "valid/f_measure", "valid/accuracy", "accuracy"} <= curves(html)
+    assert marks == ["Loss", "Halves answered right", "AUROC, AUPRC, F-measure", "CinC score"]
+    assert {"valid/challenge", "valid/auroc", "valid/auprc", "valid/f_measure", "valid/accuracy", "accuracy"} <= curves(html)
     colours = [node.get("data-colour") for svg in svgs(html) for node in svg.iter("path") if node.get("data-key") in
                ("valid/auroc", "valid/auprc", "valid/f_measure")]  # fmt: skip
     assert colours == ["0", "1", "2"]
-    assert html.count("best at step 20") == len(marks) and "<b>0.750</b><small>at step 20" in html
+    assert html.count("best at step 20") == len(marks) and "<b>0.750</b><small>held out, chance 0.500" in html
+    assert "No step is better than step 0, before training: auroc 0.900, and 0.750 at step 20." in html
+    levels = [node.findtext("title") for svg in svgs(html) for node in svg.iter("line") if "level" in str(node.get("class"))]
+    assert levels == ["chance 0.5", "chance 0.1"] or levels == ["chance 0.1", "chance 0.5"]
     assert "Fine-tuning: diagnosis" in html and "Not logged" not in html
+
+
+def cards(html: str) -> dict[str, tuple[str, str]]:
+    return {name: (value, of) for name, value, of in re.findall(r"<span>(.*?)</span><b>(.*?)</b><small>(.*?)</small>", html)}
+
+
+def test_cards_are_of_held_out_crops_and_say_what_chance_is(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", *(row(step, accuracy_global=0.5 * (step % 2)) for step in range(1, 30)))
+    (run / "run.json").write_text(json.dumps({
+        "best": "loss", "validation": ["dropout is off"],
+        "chance": {"accuracy_global": 1 / 63, "valid/accuracy_global": 1 / 11, "valid/accuracy_local": NAN, "loss_global": "x"},
+    }))  # fmt: skip
+    html = report.build(run)
+    assert cards(html)["Global accuracy"] == ("25.0%", "training, chance 1.6%")  # not the last batch's 50
+    assert "Held-out loss can lie" not in html
+    lines = [{"step": 0, "loss": 1.0, "accuracy_global": 0.1}, {"step": 29, "loss": 3.0, "accuracy_global": 0.2}]
+    (run / "validation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    html = report.build(run)
+    check(html)
+    assert cards(html)["Global accuracy"] == ("20.0%", "held out, chance 9.1%")
+    assert cards(html)["Held-out loss"] == ("3.000", "at step 29") and cards(html)["Local accuracy"][1] == "training"
+    assert "Held-out loss can lie below training loss" in html and "In validation dropout is off." in html
+    levels = [node.findtext("title") for svg in svgs(html) for node in svg.iter("line") if "level" in str(node.get("class"))]
+    assert sorted(map(str, levels)) == ["chance 1.59%", "chance 9.09%"]
+    assert "No step is better than step 0" in html and html.count("best at step 29") > 1
 
 
 def test_what_a_run_says_of_itself_is_text(full: Path) -> None:

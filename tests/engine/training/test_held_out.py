@@ -118,7 +118,7 @@ def test_a_run_validates_on_them_and_another_share_is_refused(archive: Path, tmp
     assert rows(tmp_path / "none", "validation.jsonl") == []
     ended = pretrain(tmp_path, bare.root.url, world=2, data__hold_out=0.3, **how)
     assert ended.ok and "would keep" not in ended.output, ended.output
-    assert [row["step"] for row in rows(tmp_path / "run", "validation.jsonl")] == [1, 2]
+    assert [row["step"] for row in rows(tmp_path / "run", "validation.jsonl")] == [0, 1, 2]
     for share, says in ((0.2, "data.hold_out was 0.3 and is 0.2"), (1e-9, "holds nobody"), (1.0, "less than 1")):
         ended = pretrain(tmp_path, bare.root.url, data__hold_out=share, **how)
         assert ended.codes == [2] and says in ended.output and len(ended.output.splitlines()) == 1, ended.output
