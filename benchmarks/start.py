@@ -2,8 +2,9 @@
 
     python -m benchmarks.run start [--steps 150]
 
-The clock runs from the moment the command is started until metrics.jsonl has its first line, that of step 1, and on until the
-command ends: steps, validation, checkpoint, export, report. Imports come from the page cache.
+The clock runs from the moment the command is started until metrics.jsonl has its first line, that of step 1 (after the
+validation at step 0), and on until the command ends: steps, validation, checkpoint, export, report. Imports come from the page
+cache.
 """
 
 import argparse

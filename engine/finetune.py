@@ -9,7 +9,7 @@
     python engine/finetune.py --schema                        JSON schema of the settings
 
 Under deepspeed, torchrun or plain python. The same loop as pre-training: RUN/ has the same files, the same command goes on
-after a kill, SIGTERM or Ctrl-C writes a checkpoint and ends with 0. RUN/model/ is the best step by validation AUROC (train.best);
+after a kill, SIGTERM or Ctrl-C writes a checkpoint and ends with 0. RUN/model/ is the step that validates best (train.best);
 `python -m engine.evaluate --model RUN --data DATASET` tests it. Exit 2: a setting or a file is wrong. Exit 1: the run failed.
 """
 

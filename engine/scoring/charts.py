@@ -46,7 +46,6 @@ class Look:
     log: bool = False
     floor: float | None = None  # the axis reaches at least down to it
     smooth: bool = True
-    wide: bool = False
     across: str = "step"  # what the curves run over
 
 
@@ -81,7 +80,7 @@ def line_chart(
     log = look.log and len(numbers) > 0 and numbers.min() > 0
     steps = np.concatenate([np.zeros(0) if span is None else span, *(line.x for line in lines)])
     steps = steps if len(steps) else np.zeros(1)
-    scale = Scale(*_x_range(steps), *_y_range(numbers, look.floor, log), width=WIDE if look.wide else WIDTH, log=log)
+    scale = Scale(*_x_range(steps), *_y_range(numbers, look.floor, log), log=log)
     parts = _y_axis(scale, look) + _x_axis(scale, steps, look.across)
     if best is not None and scale.x0 <= best <= scale.x1:
         at = scale.x(best)

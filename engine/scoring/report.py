@@ -62,10 +62,10 @@ def _both(key: str) -> tuple[Curve, ...]:
 
 PERPLEXITIES = Curve("code_perplexity", "perplexity of codes"), Curve("prob_perplexity", "of probabilities")
 BY_CLASS = tuple(Curve(key, label, True) for key, label in (("auroc", "AUROC"), ("auprc", "AUPRC"), ("f_measure", "F")))
-SHARE, RATE = Look(percent=True, floor=0), Look(percent=True, floor=0, wide=True)
+SHARE = Look(percent=True, floor=0)
 SECTIONS: dict[str, tuple[Chart, ...]] = {
     "Loss": (
-        Chart("Loss", _both("loss"), Look(wide=True)),
+        Chart("Loss", _both("loss")),
         Chart("Halves answered right", _both("accuracy"), SHARE),
         Chart("Local contrast", _both("loss_local"), Look("nats a masked token")),
         Chart("Global contrast", _both("loss_global"), Look("nats a half")),
@@ -78,7 +78,7 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         Chart("Patients recognised", (Curve("identification_accuracy", "held out", True),), SHARE),
     ),
     "Validation": (
-        Chart("AUROC, AUPRC, F-measure", BY_CLASS, Look("mean of classes", floor=0, wide=True)),
+        Chart("AUROC, AUPRC, F-measure", BY_CLASS, Look("mean of classes", floor=0)),
         Chart("CinC score", (Curve("challenge", "held out", True),), Look(smooth=False)),
     ),
     "Quantiser and masks": (
@@ -92,9 +92,9 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         Chart("Steps skipped so far", _one("skipped_steps", "not finite"), Look(floor=0, smooth=False)),
     ),
     "Throughput": (
-        Chart("Crops a second", _one("crops_per_s", "all ranks"), Look(floor=0, wide=True)),
+        Chart("Crops a second", _one("crops_per_s", "all ranks"), Look(floor=0)),
         Chart("Waiting for data", _one("data_wait_pct", "of the time"), Look("%", floor=0)),
-        Chart("Model FLOPs utilisation", _one("mfu", "MFU"), RATE),
+        Chart("Model FLOPs utilisation", _one("mfu", "MFU"), SHARE),
         Chart("Memory", _one("memory_gb", "rank 0"), Look("GB", floor=0, smooth=False)),
     ),
 }
@@ -119,9 +119,9 @@ def build(run: Path) -> str:
     absent: list[str] = []
     body = [heading(run, metrics, facts), page.tiles(summary(metrics, held_out, facts)), page.remarks(remarks)]
     for title, wanted in SECTIONS.items():
-        drawn = [(draw(chart, metrics, held_out, facts, absent), chart.look.wide) for chart in wanted]
+        drawn = [draw(chart, metrics, held_out, facts, absent) for chart in wanted]
         note = validation_note(facts) if title == "Loss" and held_out else ""
-        body.append(page.section(title, [(chart, wide) for chart, wide in drawn if chart], note=note))
+        body.append(page.section(title, [(chart, False) for chart in drawn if chart], note=note))
     body.append(page.section("What it tells apart", list(diagnostic_charts(diagnostics))))
     body.append(page.section("What it saw", list(sample_charts(diagnostics.get("samples_mv"))), columns=2))
     body.append(about(facts, config, absent))

@@ -61,7 +61,8 @@ class Pretraining(Task):
         return arguments(batch, self.config, self.ids, tau)
 
     def explained(self) -> dict[str, Any]:
-        c, chance = self.config, {}
+        c = self.config
+        chance: dict[str, float] = {}
         if c.objective.local > 0:
             tokens, drawn = c.model.tokens(HALF), c.objective.negatives
             others = max(1.0, tokens * masked_share(c.model, tokens) - 1)
@@ -74,7 +75,7 @@ class Pretraining(Task):
             chance |= {f"{of}loss_global": math.log(rivals), f"{of}accuracy_global": 1 / rivals} if crops else {}
         if self.probe.pairs:
             chance[f"{VALID}identification_accuracy"] = 1 / len(self.probe.pairs)
-        return {"chance": chance, "validation": self._differs(among)}
+        return {"chance": chance, "validation": self._differs(among) if self.held_out.crops else []}
 
     def _differs(self, among: Mapping[str, int]) -> list[str]:
         c, m = self.config, self.config.model
