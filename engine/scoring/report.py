@@ -311,7 +311,7 @@ def sample_charts(samples: np.ndarray | None) -> Iterator[tuple[str, bool]]:
 
 
 def about(facts: Mapping[str, Any], config: str, absent: Sequence[str]) -> str:
-    rows = [(key, value) for key, value in flat(facts) if not key.startswith("config.")]
+    rows = [(key, value) for key, value in flat(facts) if not key.startswith(("config.", "chance.", "validation"))]
     inside = page.table(rows) + page.folded("config.yaml", config)
     inside += page.small(f"Not logged in this run: {', '.join(absent)}." if absent else "")
     return f"<section><h2>The run</h2>{inside}</section>" if inside else ""
