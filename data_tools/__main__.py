@@ -14,9 +14,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from data_tools.errors import DataError
+from data_tools.usage import Parser, drop_output, is_memory
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -35,20 +36,18 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"interrupted{mend.get(options.command, '')}", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (DataError, OSError) as error:
+        return drop_output()
+    except (DataError, OSError, MemoryError, RuntimeError) as error:
+        if is_memory(error):
+            error = MemoryError("out of memory: lower --workers, or raise the limit (ulimit -v)")
+        elif isinstance(error, RuntimeError):
+            raise
         print(f"data_tools {options.command}: {error}", file=sys.stderr)
         return 2
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (--help shows all)\n")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser("python -m data_tools", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = Parser("python -m data_tools", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="synth|shard|verify|show")
 
     synth = commands.add_parser("synth", help="a synthetic archive", description="Write an archive of synthetic patients.")

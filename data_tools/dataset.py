@@ -159,6 +159,8 @@ class Dataset:
             yield
         except FileNotFoundError:
             raise DatasetError(f"{file}: missing: restore the file") from None
+        except pa.ArrowMemoryError:
+            raise
         except (OSError, pa.ArrowException, ReadError) as error:
             raise DatasetError(one_line(f"{file}: {error}: restore the file")) from None
 

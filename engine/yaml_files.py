@@ -21,7 +21,8 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 
     def __init__(self, stream: bytes | str) -> None:
         super().__init__(stream)
-        self.nodes, self.sizes = 0, {}  # nodes so far; of each finished node, by id
+        self.nodes = 0
+        self.sizes: dict[int, int] = {}  # of each finished node, by its id
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         is_alias, before = self.check_event(yaml.AliasEvent), self.nodes

@@ -22,6 +22,7 @@ from engine.pipelines.batched import FS_HZ, HALF, MV_PER_UV, Views
 
 PREFETCH = 2
 IN_USE = PREFETCH + 1  # batches that DALI may still read after they were given to it: it takes no copy of them
+NO_STATE = "cannot go on: the state of DALI's generator is damaged: restore the checkpoint's files, or begin a new run"
 ON_HOST = "start"  # where a slice begins is read by the host
 
 
@@ -84,11 +85,15 @@ class Pipeline:
         self.given: deque[list[np.ndarray]] = deque(maxlen=IN_USE)
         self.taken = InFlight(torch.cuda.Event) if device.type == "cuda" else None
         build = _definition(config, views, self._next, self.names, batch, seed, device, threads)
-        checkpoint = base64.b64decode(blob).decode("latin-1") if blob else None
         with warnings.catch_warnings():  # that an external source is ours to set to its place: it is, by `feed`
             warnings.filterwarnings("ignore", "Checkpointing enabled in a pipeline with external source")
-            self.pipeline = build(checkpoint=checkpoint) if checkpoint else build()
-            self.pipeline.build()
+            self.pipeline = build() if blob is None else build(checkpoint=_decoded(blob))
+            try:
+                self.pipeline.build()
+            except (RuntimeError, ValueError) as error:
+                if blob is None or "alloc" in str(error):  # of memory
+                    raise
+                raise DaliError(NO_STATE) from None
 
     def _next(self) -> list[np.ndarray]:
         position, crops, p = next(self.feed)
@@ -114,6 +119,13 @@ class Pipeline:
         """DALI's generator after the last batch that `run` gave, whatever runs ahead."""
         state: Any = self.pipeline.checkpoint()
         return base64.b64encode(state.encode("latin-1") if isinstance(state, str) else state).decode()
+
+
+def _decoded(blob: str) -> str:
+    try:
+        return base64.b64decode(blob, validate=True).decode("latin-1")
+    except ValueError:
+        raise DaliError(NO_STATE) from None
 
 
 def _fed(name: str, values: np.ndarray) -> np.ndarray:

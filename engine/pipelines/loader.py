@@ -38,18 +38,14 @@ from engine.pipelines.meter import Meter
 from engine.pipelines.order import Order, Places, Rows, shards_needed
 from engine.pipelines.resident import Plan, Resident
 from engine.pipelines.staging import Staging
+from engine.pipelines.state import LoaderError, State, resumed_step
 
 BACKENDS = ("auto", "dali", "torch", "resident")
 PLANNED_CROPS = 1024
 READ_CROPS = 256  # at once, of small batches together: their places in a file lie closer, and a call's own cost is shared
 THREADS = {"cpu": 1, "cuda": 2}  # a second one costs a CPU a third more for each crop; it halves the wait for a cold disk
-State = dict[str, Any]
 Make = Callable[["Planned", torch.Tensor], Iterable["Batch"]]  # into a buffer
 log = logging.getLogger(__name__)
-
-
-class LoaderError(Exception):
-    """Settings that cannot be, or a state of another run: one line that names what differs."""
 
 
 @dataclass(frozen=True)
@@ -161,8 +157,8 @@ class Loader:
         self.crops = config.batch_crops // world
         self.together = 1 if any(one.root.remote for one in datasets) else max(1, READ_CROPS // self.crops)  # batches
         self.recipe = self._recipe(datasets, roles)
-        self.step = self._restored(state) if state else step
-        self._blob = state["dali"] if state else None
+        self.step = step if state is None else resumed_step(state, self.recipe, config.batch_crops)
+        self._blob = None if state is None else state["dali"]
         self.measured = measured(datasets) if config.augment.changes_zeros else None
         self.augmenter = Augmenter(config.augment, config.views, config.seed, device)
         self.stagings = self._stagings(datasets)
@@ -397,19 +393,6 @@ class Loader:
         if self.backend == "dali":  # its generator's state is of one version, and of one rank of so many
             recipe |= {"dali_version": dali.version(), "rank": self.rank, "world": self.world}
         return recipe
-
-    def _restored(self, state: State) -> int:
-        for name in sorted(self.recipe.keys() | state["recipe"].keys()):
-            before, now = state["recipe"].get(name), self.recipe.get(name)
-            while isinstance(before, dict) and isinstance(now, dict) and before != now:  # what in it differs
-                part = next(key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key))
-                name, before, now = f"{name}.{part}", before.get(part), now.get(part)
-            if before != now:
-                raise LoaderError(f"cannot go on: {name} was {before} and is {now}: set it back, or begin a new run")
-        step, rest = divmod(int(state["crops_seen"]), self.config.batch_crops)
-        if rest or step < 0:
-            raise LoaderError(f"cannot go on: crops_seen={state['crops_seen']} is no whole number of batches")
-        return step
 
 
 def _slices(count: int, size: int) -> Iterator[slice]:

@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,14 +42,23 @@ class TensorBoard:
 
     def __init__(self, run: Path, config: Settings, step: int, name: str | None) -> None:
         module: Any = importlib.import_module("torch.utils.tensorboard")
+        self.hook, threading.excepthook = threading.excepthook, self._heard_later
         self.writer = module.SummaryWriter(str(run / "tensorboard"), purge_step=step + 1 if step else 0)
+
+    def _heard_later(self, failed: threading.ExceptHookArgs) -> None:
+        """Its writing thread hands its error to the next call; a traceback beside it would be said twice."""
+        if not type(failed.thread).__module__.startswith("tensorboard."):
+            self.hook(failed)
 
     def log(self, values: dict[str, float], step: int) -> None:
         for key, value in values.items():
             self.writer.add_scalar(key, value, step)
 
     def close(self) -> None:
-        self.writer.close()
+        try:
+            self.writer.close()
+        finally:
+            threading.excepthook = self.hook
 
 
 class Wandb:

@@ -1,7 +1,7 @@
 """Checkpoints that are whole or not there: RUN/checkpoints/step-N/, and `latest`, which names the last good one.
 
     save(engine, run, state, loader_state, ranks, keep=3)
-    found = newest(run)                       # the one that `latest` names, or the one before it if that is damaged
+    found = newest(run)                       # the one that `latest` names, or if that is damaged or gone, the newest whole one
     load(engine, found, ranks)
 
 All ranks write. Then rank 0 looks at every file, writes manifest.json (sizes and crc32c), waits for the disk, and only then
@@ -21,17 +21,20 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import google_crc32c
 import torch
 import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.scoring.rundir import sync, write_whole
 from engine.training.distributed import Ranks, lost_a_rank
 
-LATEST, BEST, MANIFEST, STATE, UNIVERSAL = "latest", "best", "manifest.json", "state.json", "universal"
+LATEST, BEST, MANIFEST, STATE, UNIVERSAL, LOCK = "latest", "best", "manifest.json", "state.json", "universal", ".lock"
+RESTORE = "restore the file, or begin a new run with --set run=NEW"
 CHUNK_BYTES = 16 * 2**20
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class CheckpointError(Exception):
@@ -46,6 +49,15 @@ def folder(run: Path) -> Path:
     return run / "checkpoints"
 
 
+def place(run: Path) -> tuple[int, int] | None:
+    """Which folder RUN is, by the lock that this process holds open in it."""
+    try:
+        found = os.stat(run / LOCK)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 @contextmanager
 def claimed(run: Path, ranks: Ranks) -> Iterator[None]:
     """Two on one run would take away each other's checkpoints."""
@@ -54,9 +66,19 @@ def claimed(run: Path, ranks: Ranks) -> Iterator[None]:
         yield
 
 
+def still_there(run: Path, then: tuple[int, int] | None, ranks: Ranks) -> None:
+    """Asked before anything is written: files that are open in a deleted folder take whatever is written, and keep nothing."""
+
+    def check() -> None:
+        if place(run) != then:
+            raise WriteError(f"{run}: was moved or deleted during training, which ends here: move it back and start again")
+
+    _together(ranks, check)
+
+
 def _lock(run: Path, held: ExitStack) -> None:
     try:
-        file = held.enter_context(open(run / ".lock", "w"))  # noqa: SIM115
+        file = held.enter_context(open(run / LOCK, "w"))  # noqa: SIM115
     except OSError as error:
         raise CheckpointError(f"{run}: {error.strerror}: choose another with --set run=RUN") from None
     try:
@@ -100,7 +122,7 @@ def _together(ranks: Ranks, work: Any) -> None:
 
 
 def _make_room(root: Path, path: Path, engine: Any) -> None:
-    root.mkdir(parents=True, exist_ok=True)
+    root.mkdir(exist_ok=True)  # RUN itself is there, or is gone
     clean(root)
     shutil.rmtree(path, ignore_errors=True)
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
@@ -112,8 +134,17 @@ def _make_room(root: Path, path: Path, engine: Any) -> None:
 
 
 def _good(root: Path) -> str:
-    latest = root / LATEST
-    return f"the last good checkpoint is {latest.read_text().strip()}" if latest.is_file() else "there is no checkpoint yet"
+    latest = named(root, LATEST)
+    return f"the last good checkpoint is {latest.name}" if latest else "there is no checkpoint yet"
+
+
+def named(root: Path, pointer: str) -> Path | None:
+    """What `latest` or `best` names, if it is a checkpoint's name."""
+    try:
+        path = root / (root / pointer).read_text().strip()
+    except (OSError, ValueError):
+        return None
+    return path if path.parent == root and step_of(path) >= 0 else None
 
 
 def _publish(root: Path, path: Path, state: dict[str, Any], keep: int) -> None:
@@ -149,24 +180,28 @@ def crc32c(path: Path, sync: bool = False) -> int:
 
 def step_of(path: Path) -> int:
     number = path.name.removeprefix("step-")
-    return int(number) if number.isdigit() else -1
+    return int(number) if number.isascii() and number.isdigit() and len(number) < 19 else -1
 
 
 def prune(root: Path, newest: Path, keep: int) -> None:
-    """The last `keep` up to the newest stay, and the best. Later steps are those that were found damaged and passed over."""
-    best = (root / BEST).read_text().strip() if (root / BEST).is_file() else ""
-    whole = sorted((p for p in root.glob("step-*") if (p / MANIFEST).is_file()), key=step_of)
-    later = [path for path in whole if step_of(path) > step_of(newest)]
-    for path in whole[: len(whole) - len(later)][:-keep] + later:
-        if path.name != best:
+    """The last `keep` up to the newest stay, the best, and whatever is later: this run has not done it."""
+    whole = [path for path in wholes(root) if step_of(path) <= step_of(newest)]
+    for path in whole[keep:]:
+        if path != named(root, BEST):
             (path / MANIFEST).unlink()  # from here on it is no checkpoint
             shutil.rmtree(path)
+
+
+def wholes(root: Path) -> list[Path]:
+    """Finished checkpoints, the newest first."""
+    found = (path for path in root.glob("step-*") if step_of(path) >= 0 and (path / MANIFEST).is_file())
+    return sorted(found, key=step_of, reverse=True)
 
 
 def clean(root: Path) -> None:
     """What a kill has left half written."""
     for path in root.glob("step-*"):
-        if not (path / MANIFEST).is_file():
+        if step_of(path) >= 0 and not (path / MANIFEST).is_file():
             shutil.rmtree(path, ignore_errors=True)
     for path in root.glob(".*"):
         path.unlink(missing_ok=True)
@@ -182,49 +217,86 @@ def fault(path: Path) -> str | None:
                 return f"{file}: missing"
             if file.stat().st_size != facts["bytes"] or crc32c(file) != facts["crc32c"]:
                 return f"{file}: is not what was written"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{path / MANIFEST}: {error}"
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        return f"{path / MANIFEST}: {' '.join(str(error).split())[:200]}"
     return None
 
 
 def newest(run: Path, warn: Any = None) -> Path | None:
-    """The newest whole one. A damaged one is passed over, and said."""
+    """The one that `latest` names, else the newest whole one; what was passed over is said."""
     root = folder(run)
-    if not (root / LATEST).is_file():
+    latest, found = named(root, LATEST), wholes(root)
+    if latest is None and not found and not (root / LATEST).exists():
         return None
-    named = root / (root / LATEST).read_text().strip()
-    others = sorted((p for p in root.glob("step-*") if (p / MANIFEST).is_file() and p != named), key=step_of, reverse=True)
-    for path in (named, *others):
+    passed_over = [] if latest else [f"{root / LATEST}: names no checkpoint"]
+    for path in dict.fromkeys([*([latest] if latest else []), *found]):
         reason = fault(path)
         if reason is None:
+            if warn and passed_over:
+                warn(f"{'; '.join(passed_over)}: going on from {path.name}, the newest whole checkpoint")
             return path
-        if warn:
-            warn(f"{reason}: passed over")
+        passed_over.append(reason)
     raise CheckpointError(f"{root}: no checkpoint is whole: begin a new run with --set run=NEW, or restore the files")
 
 
 def best(run: Path) -> Path | None:
     """The best by validation; without one, the newest."""
-    root = folder(run)
-    named = root / (root / BEST).read_text().strip() if (root / BEST).is_file() else None
-    return named if named and fault(named) is None else newest(run)
+    path = named(folder(run), BEST)
+    return path if path and fault(path) is None else newest(run)
+
+
+class _State(BaseModel):
+    """What every state.json holds; the task adds its own."""
+
+    model_config = ConfigDict(strict=True)
+    step: Count
+    crops_seen: Count
+    skipped_steps: Count
+    in_a_row: Count
+    best: dict[str, float] = {}
+    world: Annotated[int, Field(ge=1, lt=2**31)]
+    zero_stage: Literal[0, 1, 2, 3]
+    preprocessing_sha256: str
+    datasets: list[str]
+    splits: list[dict[str, Any]] = []
+    config: dict[str, Any]
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((path / STATE).read_text())
-    return state
+    state, file = _json(path / STATE), path / STATE
+    try:
+        _State.model_validate(state)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        key = ".".join(map(str, wrong["loc"]))
+        raise CheckpointError(f"{file}: {key}={str(wrong['input'])[:80]}: {wrong['msg']}: {RESTORE}") from None
+    return {"best": {}} | state
 
 
 def read_loader_state(path: Path, ranks: Ranks, world_then: int) -> dict[str, Any]:
     """This rank's; of another number of ranks, rank 0's, without what belongs to a rank."""
-    rank = ranks.rank if world_then == ranks.world else 0
-    state: dict[str, Any] = json.loads((path / f"loader-rank{rank}.json").read_text())
-    if world_then != ranks.world:
+    same = world_then == ranks.world
+    file = path / f"loader-rank{ranks.rank if same else 0}.json"
+    state = _json(file)
+    if not isinstance(recipe := state.get("recipe"), dict):
+        raise CheckpointError(f"{file}: has no recipe, so the order of the crops is not known: {RESTORE}")
+    if not same:
         state["dali"] = None  # its white noise begins another stream
-        state["recipe"] |= {
-            name: now for name, now in (("rank", ranks.rank), ("world", ranks.world)) if name in state["recipe"]
-        }
+        state["recipe"] = recipe | {name: now for name, now in (("rank", ranks.rank), ("world", ranks.world)) if name in recipe}
+    elif recipe.get("backend") == "dali" and state.get("dali") is None:
+        raise CheckpointError(f"{file}: has no state of DALI's generator: {RESTORE}")
     return state
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        with open(file, "rb") as content:
+            value = json.loads(content.read(CHUNK_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: {' '.join(str(error).split())[:200]}: {RESTORE}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: is no JSON object: {RESTORE}")
+    return value
 
 
 def recut(path: Path, state: dict[str, Any], ranks: Ranks) -> bool:

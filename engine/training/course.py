@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,14 @@ import torch
 import torch.distributed as dist
 
 from data_tools.dataset import META, DataError, Dataset
+from data_tools.usage import is_memory, say, show
 from engine.config import Settings, build, check, deepspeed_json, load, schema, zero_stage
 from engine.pipelines.dali import DaliError
 from engine.pipelines.leads import ConfigError
-from engine.pipelines.loader import Loader, LoaderError
+from engine.pipelines.loader import Loader
 from engine.pipelines.order import OrderError
 from engine.pipelines.resident import ResidentError
+from engine.pipelines.state import LoaderError
 from engine.pipelines.usage import Parser
 from engine.scoring.report import write_report
 from engine.training import boards, checkpoint, distributed, export
@@ -50,7 +53,7 @@ FREE = {"run", "data.datasets", "data.anonymous"} | {
     )
     for name in names
 }
-LESS = "lower train.micro_batch (an eighth is a start), or set pipeline.backend=dali if it was resident"
+LESS = "lower train.micro_batch (an eighth is a start) or pipeline.read_ahead, leave pipeline.backend=resident, or free memory"
 NO_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 MAKE_DEMO = (
     "python -m data_tools synth demo/archive --patients 100 && python -m data_tools shard demo/archive --out demo/dataset"
@@ -72,8 +75,7 @@ class Door:
         try:
             if args.schema:
                 signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
-                print(schema(self.kind))
-                return 0
+                return show(schema(self.kind) + "\n")
             if args.export:
                 return export_run(Path(args.export), self)
             config = args.config or self.default
@@ -88,19 +90,22 @@ class Door:
             return self.say(error, 1)
         except KeyboardInterrupt:
             return self.say(TrainError("stopped outside of training: the same command goes on"), 1)
-        except torch.OutOfMemoryError as error:
-            return self.say(TrainError(f"{str(error).split('. ')[0]}: {LESS}"), 1)
-        except OSError as error:  # a bad place to write to; later, a disk that is full
+        except Exception as error:
+            return self.failed(error)
+
+    def failed(self, error: Exception) -> int:
+        """What libraries and the system say, in one line; the rest is a bug and its traceback wanted."""
+        if is_memory(error):
+            said = " ".join(str(error).split())[:120] or type(error).__name__
+            return self.say(TrainError(f"out of memory: {LESS} ({said})"), 1)
+        if isinstance(error, OSError):  # a bad place to write to; later, a disk that is full
             hint = "choose another with --set run=RUN" if error.errno in NO_PLACE else "the last checkpoint is good"
             code = 2 if error.errno in NO_PLACE else 1
             return self.say(OSError(f"{error.filename or 'RUN'}: {error.strerror}: {hint}"), code)
-        except RuntimeError as error:
-            if "not enough memory" in str(error):  # a CPU's has no class of its own
-                return self.say(TrainError(f"{str(error).splitlines()[0]}: {LESS}"), 1)
-            if not distributed.lost_a_rank(error):
-                raise
+        if isinstance(error, RuntimeError) and distributed.lost_a_rank(error):
             said = str(error).splitlines()[0][:150]
             return self.say(TrainError(f"another rank died or hung ({said}): start again, it goes on"), 1)
+        raise error
 
     def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
         parser = Parser(prog=self.name, description=self.about, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -114,7 +119,8 @@ class Door:
     def say(self, error: Exception, code: int) -> int:
         """One line; of an error that all ranks have, one."""
         if os.environ.get("RANK", "0") == "0" or code == 1:
-            print(f"{self.name}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+            with suppress(OSError):
+                print(f"{self.name}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return code
 
 
@@ -149,6 +155,10 @@ def go(config: Settings, door: Door, datasets: Sequence[Dataset], run: Path, ran
     loader = make_loader(config, datasets, ranks, task, loader_state)
     total = config.train.steps or math.ceil((config.train.epochs or 0) * loader.steps_per_epoch)
 
+    if saved and loader.step != saved["step"]:
+        raise CheckpointError(
+            f"{found}: state.json is of step {saved['step']}, its loader's state of step {loader.step}: {checkpoint.RESTORE}"
+        )
     if saved and saved["step"] > total:
         raise ConfigError(f"{run}: has done {saved['step']} steps, of {total}: give it more, or use run=NEW")
     universal = bool(found and saved and checkpoint.recut(found, saved, ranks))
@@ -173,6 +183,7 @@ def go(config: Settings, door: Door, datasets: Sequence[Dataset], run: Path, ran
         loader.close()
         if tracker:
             tracker.close()
+        engine.destroy()
     if ranks.first:
         finish(config, run, task, done)
 
@@ -224,12 +235,19 @@ def resume_from(
         raise ConfigError(
             f"{run}: train.zero_stage was {saved['zero_stage']} and is {now['zero_stage']}: set it back, or run=NEW"
         )
-    begun = build(saved["config"], type(config)).tree()  # settings that came later have their defaults
+    begun = settings_of(answer[0], saved, type(config)).tree()  # settings that came later have their defaults
     changed = differences(begun, now["config"], free(config))
     changed += differences({name: saved.get(name) for name in task.facts()}, task.facts(), set())
     if changed:
         raise ConfigError(f"{run}: was begun with other settings: {'; '.join(changed)}: set them back, or use run=NEW")
     return answer[0], saved
+
+
+def settings_of(path: Path, state: dict[str, Any], kind: type[Settings]) -> Settings:
+    try:
+        return build(state["config"], kind)
+    except ConfigError as error:
+        raise CheckpointError(f"{path / checkpoint.STATE}: config: {error}") from None
 
 
 def free(config: Settings) -> set[str]:
@@ -283,18 +301,19 @@ def heading(config: Settings, loader: Loader, ranks: Ranks, progress: Progress, 
 
 def finish(config: Settings, run: Path, task: Task, done: bool) -> None:
     path = checkpoint.newest(run)
-    assert path is not None
+    if path is None:
+        raise CheckpointError(f"{run}: its checkpoints were deleted during training")
     if not done:
-        print(f"stopped after step {checkpoint.step_of(path)}; the same command goes on", flush=True)
+        say(f"stopped after step {checkpoint.step_of(path)}; the same command goes on")
         return
     chosen = checkpoint.best(run) if task.exports_best else path
     assert chosen is not None
-    print(f"done: {export.export(run, chosen, config, task)}, {write_report(run)}", flush=True)
+    say(f"done: {export.export(run, chosen, config, task)}, {write_report(run)}")
 
 
 def export_run(run: Path, door: Door) -> int:
     path = checkpoint.best(run) if door.task.exports_best else checkpoint.newest(run)
     if path is None:
         raise CheckpointError(f"{run}: has no checkpoint: train first")
-    print(export.export(run, path, build(checkpoint.read_state(path)["config"], door.kind), door.task))
+    print(export.export(run, path, settings_of(path, checkpoint.read_state(path), door.kind), door.task))
     return 0

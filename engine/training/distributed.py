@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from data_tools.usage import show
 from engine.pipelines.leads import ConfigError
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -93,20 +94,24 @@ def lost_a_rank(error: Exception) -> bool:
 
 
 def close() -> None:
-    if dist.is_initialized():
+    """The process can train again. DeepSpeed forgets its own groups only if asked itself."""
+    deepspeed = sys.modules.get("deepspeed")
+    if deepspeed is not None and deepspeed.comm.is_initialized():
+        deepspeed.comm.destroy_process_group()
+    elif dist.is_initialized():
         dist.destroy_process_group()
 
 
 def abandon() -> None:
     """After an error: nobody is waited for."""
     if dist.is_initialized() and dist.get_world_size() == 1:
-        dist.destroy_process_group()
+        close()
 
 
 def leave(code: int) -> NoReturn:
     """The end of a process that had a group, with `code`. A thread of gloo may still hold the tensors of the last exchange; it
     would ask for the interpreter that is going down to let go of them, and end as SIGABRT what had ended well."""
-    sys.stdout.flush()
+    code = show("") or code
     sys.stderr.flush()
     os._exit(code)
 

@@ -23,9 +23,10 @@ from data_tools.dataset import DataError, Dataset
 from engine.config import Settings, micro_batch, zero_stage
 from engine.objectives.gather import total as sum_over_ranks
 from engine.pipelines.counter import bits
-from engine.pipelines.loader import Batch, Loader, State
+from engine.pipelines.loader import Batch, Loader
 from engine.pipelines.order import Places
 from engine.pipelines.roles import split_of
+from engine.pipelines.state import State
 from engine.scoring.rundir import DIAGNOSTICS, write_diagnostics
 from engine.training import checkpoint, throughput
 from engine.training.distributed import Agreement, Ranks
@@ -76,6 +77,7 @@ class Loop:
         self.adam.in_a_row.fill_(self.progress.in_a_row)
         self.terminated, self.state = False, State()
         self.saved_at_step, self.saved_at_s = self.progress.step, time.monotonic()
+        self.place = checkpoint.place(self.run)
 
     def train(self) -> bool:
         """Whether all steps are done; if not, it was asked to stop."""
@@ -213,11 +215,14 @@ class Loop:
     def _save_is_due(self) -> bool:
         t = self.config.train
         by_step = t.save_every_steps and self.progress.step - self.saved_at_step >= t.save_every_steps
+        if self.progress.step % t.log_every == 0 and checkpoint.place(self.run) != self.place:
+            return True  # to hear of it together
         return bool(by_step) or time.monotonic() - self.saved_at_s >= 60 * t.save_every_minutes
 
     def _save(self) -> None:
         if self.saved_at_step == self.progress.step:  # to write it again would first take it away
             return
+        checkpoint.still_there(self.run, self.place, self.ranks)
         self.progress.skipped_steps, self.progress.in_a_row = int(self.adam.skipped), int(self.adam.in_a_row)
         state = facts(self.config, self.datasets, self.ranks) | self.task.facts() | vars(self.progress)
         checkpoint.save(self.engine, self.run, state, self.state, self.ranks, self.config.train.keep)

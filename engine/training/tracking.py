@@ -3,7 +3,8 @@
     tracker = Tracker(run, config, keys, facts, resumed_step, total)       # rank 0 only
     tracker.log({"step": 10, "loss": 4.2, ...})
 
-A run that goes on after a kill drops the lines after the step that it goes on from: the files look as if nothing had happened.
+A run that goes on after a kill moves the lines after the step that it goes on from to metrics.cut.jsonl and
+validation.cut.jsonl: the files look as if nothing had happened.
 """
 
 import importlib.metadata
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import yaml  # type: ignore[import-untyped]
 
+from data_tools.usage import say
 from engine.config import Settings
 from engine.scoring.rundir import METRICS, VALID, VALIDATION, write_whole
 from engine.training.boards import open_boards
@@ -34,7 +36,7 @@ class Tracker:
         run.mkdir(parents=True, exist_ok=True)
         write_whole(run / "config.yaml", yaml.safe_dump(config.tree(), sort_keys=False))
         write_whole(run / "run.json", json.dumps(facts | hardware() | versions(), indent=1) + "\n")
-        self.boards = open_boards(run, config, step, _say)
+        self.boards = open_boards(run, config, step, say)
         for name in (METRICS, VALIDATION):
             _cut(run / name, step)
         self.files = {name: open(run / name, "a", buffering=1) for name in (METRICS, VALIDATION)}  # noqa: SIM115
@@ -42,14 +44,14 @@ class Tracker:
     def log(self, row: dict[str, Any]) -> None:
         whole = {key: row.get(key) for key in self.keys}
         self._write(METRICS, whole, row)
-        _say(line(whole, self.total, self._left_s(int(row["step"]))))
+        say(line(whole, self.total, self._left_s(int(row["step"]))))
 
     def validated(self, row: dict[str, Any]) -> None:
         self._write(VALIDATION, row, {f"{VALID}{key}": value for key, value in row.items()})
-        _say("  ".join(["  validation", *(f"{k} {v:.4g}" for k, v in row.items() if k not in ("step", "crops_seen"))]))
+        say("  ".join(["  validation", *(f"{k} {v:.4g}" for k, v in row.items() if k not in ("step", "crops_seen"))]))
 
     def note(self, text: str) -> None:
-        _say(text)
+        say(text)
 
     def close(self) -> None:
         for file in self.files.values():
@@ -84,22 +86,24 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 
 
-def _say(text: str) -> None:
-    print(text, flush=True)
-
-
 def _cut(path: Path, step: int) -> None:
-    """Lines of steps that will be done again (all, if the run begins), and a line that a kill cut off."""
+    """Lines of steps that will be done again (all, if the run begins), and one that a kill cut off, move to another file."""
     if not path.is_file():
         return
-    kept = []
-    for text in path.read_text().splitlines():
+    kept: list[bytes] = []
+    cut: list[bytes] = []
+    for text in path.read_bytes().splitlines(keepends=True):
         try:
-            if step and json.loads(text)["step"] <= step:
-                kept.append(text)
-        except (ValueError, KeyError, TypeError):
-            continue
-    write_whole(path, "".join(f"{text}\n" for text in kept))
+            done = step > 0 and json.loads(text)["step"] <= step
+        except (ValueError, LookupError, TypeError, RecursionError):
+            done = False
+        (kept if done else cut).append(text)
+    if cut:
+        with open(path.with_name(f"{path.stem}.cut{path.suffix}"), "ab") as file:
+            file.writelines([*cut, b"" if cut[-1].endswith(b"\n") else b"\n"])
+            file.flush()
+            os.fsync(file.fileno())
+        write_whole(path, b"".join(kept))
 
 
 def versions() -> dict[str, Any]:

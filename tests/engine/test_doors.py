@@ -46,6 +46,26 @@ def test_wrong_arguments_are_one_line(
     assert (ended.value.code, out, err.count("\n")) == (2, "", 1) and err.endswith("(--help shows all)\n")
 
 
+@pytest.mark.parametrize(
+    ("command", "output", "code", "lines"),
+    [
+        ("-m data_tools --help", "> /dev/full", 1, 1),
+        ("-m data_tools --help", ">&-", 0, 0),
+        ("-m data_tools --help", "| true", 0, 0),
+        ("-m data_tools --help", "2>&- | cat", 0, 0),
+        ("-m data_tools show $'no\\xff'", "", 2, 1),
+        ("engine/pretrain.py --schema", "> /dev/full", 1, 1),
+        ("engine/pretrain.py --schema", ">&-", 0, 0),
+        ("engine/pretrain.py --set run=$'\\xff'", "", 2, 1),
+    ],
+)
+def test_output_that_cannot_be_written_and_names_that_are_no_text(command: str, output: str, code: int, lines: int) -> None:
+    line = f"set -o pipefail; {sys.executable} {command} {output}"
+    ended = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr.count("\n")) == (code, lines), ended.stderr
+    assert "Traceback" not in ended.stderr and "Exception ignored" not in ended.stderr
+
+
 @pytest.mark.parametrize("door", ["pretrain", "finetune", "evaluate", "embed"])
 def test_stopped_while_all_is_imported_is_one_line(door: str) -> None:
     ended = subprocess.run(

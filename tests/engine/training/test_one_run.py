@@ -57,9 +57,9 @@ def made(root: Path, *steps: int) -> None:
         (root / f"step-{step}" / checkpoint.MANIFEST).write_text("{}")
 
 
-@pytest.mark.parametrize("keep, left", [(1, {5, 30}), (2, {5, 20, 30}), (9, {5, 10, 20, 30})])
-def test_what_was_passed_over_counts_no_more(keep: int, left: set[int], tmp_path: Path) -> None:
-    """A run that fell back from a damaged step 40 keeps what it publishes on its way there again."""
+@pytest.mark.parametrize("keep, left", [(1, {5, 30, 40}), (2, {5, 20, 30, 40}), (9, {5, 10, 20, 30, 40})])
+def test_only_what_a_run_has_done_is_pruned(keep: int, left: set[int], tmp_path: Path) -> None:
+    """A run that fell back from step 40 keeps what it publishes on its way there again, and leaves step 40 alone."""
     made(tmp_path, 5, 10, 20, 30, 40)
     (tmp_path / checkpoint.BEST).write_text("step-5")
     checkpoint.prune(tmp_path, tmp_path / "step-30", keep)

@@ -1,0 +1,82 @@
+"""What a command line has in every program here: wrong arguments, lost output and too little memory are one line each.
+
+Parser("python -m data_tools").parse_args()
+say("step 10")                            # a full disk behind standard output does not end the work
+if is_memory(error): ...                  # whoever ran out of it
+"""
+
+import argparse
+import atexit
+import io
+import os
+import sys
+from functools import cache
+from typing import Any, NoReturn
+
+# "out of memory", in the words of torch, C++, Python's threads, the system and its loader of libraries
+MEMORY: tuple[str, ...] = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc", "can't start new thread")
+MEMORY += ("Cannot allocate memory", "Resource temporarily unavailable", "failed to map segment")
+
+
+class Parser(argparse.ArgumentParser):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        guard_streams()
+
+    def print_help(self, file: Any = None) -> None:
+        if code := show(self.format_help()):
+            sys.exit(code)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog.removeprefix('python -m ')}: {' '.join(message.split())} (--help shows all)\n")
+
+
+@cache
+def guard_streams() -> None:
+    """Before anything is printed. A closed stream takes all that is written; what a stream cannot encode is escaped."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    atexit.register(_flush)
+
+
+def _flush() -> None:
+    if show(""):
+        os._exit(1)  # the last that is done
+
+
+def show(text: str) -> int:
+    """What a command was asked for; the exit code, which is 0 also if the reader has seen enough."""
+    try:
+        print(text, end="", flush=True)
+    except OSError as error:
+        drop_output()
+        if not isinstance(error, BrokenPipeError):
+            print(f"standard output: {error.strerror}: choose another place", file=sys.stderr, flush=True)
+            return 1
+    return 0
+
+
+def drop_output() -> int:
+    """What is still in the buffer, too, or the end of the process would stumble over it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def say(text: str) -> None:
+    """For work that is worth more than what it prints."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        drop_output()
+        print(f"warning: standard output: {error.strerror}: nothing more is printed there", file=sys.stderr, flush=True)
+
+
+def is_memory(error: BaseException | None) -> bool:
+    """Whether this, or what led to it, is a lack of memory."""
+    if error is None:
+        return False
+    return isinstance(error, MemoryError) or any(words in str(error) for words in MEMORY) or is_memory(error.__context__)
