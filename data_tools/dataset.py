@@ -90,8 +90,8 @@ class Dataset:
         except ReadError as error:
             hint = "unfinished, or no dataset: `python -m data_tools shard SRC --out DATASET` finishes or makes one"
             raise DatasetError(f"{url}: no {META} ({hint})" if error.reason == "missing file" else f"{url}: {error}") from None
-        except ValueError as error:
-            raise DatasetError(f"{url}/{META}: not JSON ({error})") from None
+        except (ValueError, RecursionError) as error:
+            raise DatasetError(one_line(f"{url}/{META}: not JSON ({error}): restore the file")) from None
         version = meta.get("format_version") if isinstance(meta, dict) else None
         if version != FORMAT_VERSION:
             raise DatasetError(f"{url}: format version {version}, this program reads {FORMAT_VERSION}: use its own version")
@@ -99,6 +99,10 @@ class Dataset:
             raise DatasetError(f"{url}/{META}: its fingerprint is not that of its contents: it was changed by hand")
         if wrong := misshapen(meta):
             raise DatasetError(f"{url}/{META}: {wrong} has not the form of version {FORMAT_VERSION}: restore the file")
+        held, names = sum(shard["crops"] for shard in meta["shards"]), {shard["name"] for shard in meta["shards"]}
+        if names and (held, len(names)) != (meta["crops"], len(meta["shards"])):
+            told = f"{len(names)} shards of {held} crops, and {meta['crops']} crops in all"
+            raise DatasetError(f"{url}/{META}: contradicts itself ({told}): restore the file")
         return cls(root, Meta(meta))
 
     def __reduce__(self) -> tuple[Any, ...]:

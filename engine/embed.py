@@ -31,7 +31,6 @@ import os
 import shutil
 import tempfile
 import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -50,6 +49,7 @@ from engine.model.trained import Trained, load
 from engine.pipelines.gather import Gather
 from engine.pipelines.lacking import unseen
 from engine.pipelines.leads import LEADS, ConfigError, describe, in_order
+from engine.pipelines.npz import ArrayError, load_npz, npz_names, open_npy
 from engine.pipelines.signals import Input, SignalError, crops
 from engine.pipelines.staging import Staging
 from engine.scoring.embedding import DatasetStream, Loaded, RecordStream, Stream, encoder, finite, schema, tables
@@ -59,8 +59,6 @@ from engine.scoring.rundir import OutputError, writable, write_whole, writing
 
 CACHE_SHARDS = 8
 ARRAYS = (".npy", ".npz")
-# NotImplementedError: what zipfile says of a compression that it does not know
-UNREADABLE = (OSError, ValueError, EOFError, MemoryError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 GOES_ON = ": the same command goes on"
 LASTING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)  # the same command would fail again
 
@@ -280,12 +278,13 @@ def arrays(args: argparse.Namespace, path: Path, wanted: Input) -> Iterator[Reco
     def load_one(label: str, member: str | None, index: int | None) -> Loaded:
         try:
             if whole is None:
-                with np.load(path) as file:
-                    values = file[member]
+                values = load_npz(path, [str(member)])[str(member)]
+            elif index is None:
+                values = whole
             else:
-                values = whole if index is None else whole[index]
-        except UNREADABLE as error:
-            raise SignalError(f"cannot be read as numbers: {error}") from None
+                values = whole[index]
+        except (ArrayError, OSError) as error:
+            raise SignalError(str(error)) from None
         if not args.leads and values.ndim == 2 and len(values) != len(leads):
             raise SignalError(f"has {len(values)} rows, not {len(leads)}: name its rows with --leads")
         found = crops(values, args.fs, leads, args.unit, wanted)
@@ -294,11 +293,10 @@ def arrays(args: argparse.Namespace, path: Path, wanted: Input) -> Iterator[Reco
     try:
         state = path.stat()
         stamp = f"{state.st_size},{state.st_mtime_ns}".encode()
-        found = np.load(path, mmap_mode="r")
-        whole = found if isinstance(found, np.ndarray) else None
-        members = [None] if whole is not None else list(found)
-    except UNREADABLE as error:
-        raise ConfigError(f"--data {path}: cannot be read as numbers: {error}".splitlines()[0]) from None
+        whole = None if zipfile.is_zipfile(path) else open_npy(path)
+        members: list[str | None] = [None] if whole is not None else [*npz_names(path)]
+    except (ArrayError, OSError) as error:
+        raise ConfigError(f"--data {path}: {error}") from None
     if whole is not None and whole.ndim not in (2, 3):
         raise ConfigError(
             f"--data {path}: has the shape {list(whole.shape)}: [leads, samples] or [ECGs, leads, samples] is needed"

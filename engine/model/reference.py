@@ -6,7 +6,6 @@ draws = draws_of(arrays, config)            their draws in our form
 
 import ast
 import json
-import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from engine.model.config import ModelConfig
 from engine.model.draws import Draws, count_negatives, slots
 from engine.model.fairseq import settings
 from engine.objectives.config import ObjectiveConfig
+from engine.pipelines.npz import load_npz
 
 STATE = "_state_dict.safetensors"
 _NEEDED = ("source", "mask_indices", "neg_idxs", "patient_id", "segment")
@@ -29,7 +29,6 @@ INPUTS = frozenset(_NEEDED + _NEEDED_TRAIN)
 _KINDS = {"mask_indices": "b", "neg_idxs": "iu", "patient_id": "iu", "segment": "iu"}  # of dtypes; of all others f
 _UNCOMPARED = ("rlm_survivors", "num_vars", "count")  # what the source was made from, and what the settings say already
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_FORMATS = (safetensors.SafetensorError, zipfile.BadZipFile)
 
 
 class InputError(Exception):
@@ -73,8 +72,8 @@ def _read_case(name: str, path: Path) -> Case:
         files = {}
         for mode in ("eval", "train"):
             if (folder / f"{name}_{mode}.npz").exists():
-                with np.load(folder / f"{name}_{mode}.npz", allow_pickle=False) as arrays:
-                    files[mode] = {key: arrays[key] for key in arrays.files if key not in _UNCOMPARED}
+                arrays = load_npz(folder / f"{name}_{mode}.npz")
+                files[mode] = {key: array for key, array in arrays.items() if key not in _UNCOMPARED}
         more = [folder / f"{name}_train_grads_of_sum_loss.safetensors", folder / f"{name}_state_dict_after_3_steps.safetensors"]
         whole = [folder / f"{name}_train.npz", *more]
         lacking = [p.name for p in whole if not p.exists()]
@@ -87,7 +86,16 @@ def _read_case(name: str, path: Path) -> Case:
         o = cfg["optimizer"]
         one, two = map(float, ast.literal_eval(str(o["adam_betas"])))
         adam = Adam(float(cfg["optimization"]["lr"][0]), (one, two), float(o["adam_eps"]), float(o["weight_decay"]))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, SyntaxError, RecursionError, *_FORMATS) as error:
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        SyntaxError,
+        RecursionError,
+        safetensors.SafetensorError,
+    ) as error:
         raise InputError(f"{folder}, case {name}: cannot be read: {type(error).__name__}: {error}".splitlines()[0]) from error
     if not files:
         raise InputError(f"{folder}: case {name} has neither {name}_eval.npz nor {name}_train.npz")

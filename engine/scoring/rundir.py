@@ -16,8 +16,6 @@ import math
 import os
 import socket
 import statistics
-import zipfile
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from engine.pipelines.leads import ConfigError
+from engine.pipelines.npz import ArrayError, load_npz
 
 METRICS, VALIDATION, DIAGNOSTICS = "metrics.jsonl", "validation.jsonl", "diagnostics.npz"
 VALID = "valid/"  # before the names of validation's figures where those of training stand beside them
@@ -103,15 +102,13 @@ def read_diagnostics(path: Path) -> tuple[dict[str, np.ndarray], list[str]]:
         return {}, []
     found, remarks = {}, []
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            for name in arrays.files:
-                array = arrays[name]
-                if AXES.get(name) == array.ndim and array.size and array.dtype.kind in "iuf":
-                    found[name] = array.astype(np.float64)
-                else:
-                    remarks.append(f"{path.name}: {name} {array.dtype}{list(array.shape)} is not shown")
-    except (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
-        return {}, [f"{path.name} cannot be read: {' '.join(str(error).split())}"]
+        for name, array in load_npz(path).items():
+            if AXES.get(name) == array.ndim and array.size and array.dtype.kind in "iuf":
+                found[name] = array.astype(np.float64)
+            else:
+                remarks.append(f"{path.name}: {name} {array.dtype}{list(array.shape)} is not shown")
+    except ArrayError as error:
+        return {}, [f"{path.name} {error}"]
     return found, remarks
 
 

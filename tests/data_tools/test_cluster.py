@@ -1,5 +1,6 @@
 """The same bytes from one process, several, and a Dask cluster; and a worker's death costs time, never data."""
 
+import errno
 import importlib
 import multiprocessing
 import os
@@ -167,3 +168,14 @@ def trap(archive: Path, victim: int | str = "") -> None:
 
 def files(place: Path) -> dict[str, bytes]:
     return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+
+
+def test_processes_that_cannot_be_started_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where /dev/shm is read-only or full there are no semaphores."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(cluster, "ProcessPoolExecutor", refuse)
+    with pytest.raises(StorageError, match=r"/dev/shm: Read-only file system: .*--workers 1"):
+        list(cluster.run(str, range(3), workers=2))

@@ -269,6 +269,28 @@ def test_metadata_of_another_form_is_one_line(name: str, value: Any, dataset: Da
         Dataset.open(str(tmp_path))
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"crops": ' + "9" * 5000 + "}", "\xff"], ids=["nested", "digits", "bytes"])
+def test_metadata_that_is_no_json_is_one_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "dataset.json").write_text(text, "latin-1")
+    with pytest.raises(DatasetError, match=r"\A[^\n]*dataset\.json: not JSON [^\n]*\Z"):
+        Dataset.open(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda meta: meta.update(crops=9),
+        lambda meta: meta["shards"][0].update(crops=10**30),
+        lambda meta: meta["shards"].append(meta["shards"][0] | {"crops": 0}),
+    ],
+)
+def test_metadata_that_contradicts_itself_is_one_line(change: Any, dataset: Dataset, tmp_path: Path) -> None:
+    shutil.copy(Path(dataset.root.url, "dataset.json"), tmp_path)
+    rewritten(change)(tmp_path)
+    with pytest.raises(DatasetError, match=r"dataset\.json: contradicts itself \(\d+ shards of \d+ crops"):
+        Dataset.open(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     "change",
     [
