@@ -4,9 +4,9 @@
 
 DIR holds, for each case NAME: NAME_cfg.json (their settings), NAME_state_dict.safetensors and, of NAME_eval.npz and
 NAME_train.npz, at least one: source [R, L, T], mask_indices, neg_idxs, patient_id, segment, with train also gumbel_noise and
-temp, and what follows from them; with train also NAME_train_grads_of_sum_loss.safetensors and
-NAME_state_dict_after_3_steps.safetensors. Prints the largest error of every quantity: of a tensor, relative to the largest
-number in the reference. Exit 0 if all hold, 1 if one does not, 2 if DIR is not of that form.
+temp, and what follows from them. Beside train.npz there may be NAME_train_grads_of_sum_loss.safetensors and
+NAME_state_dict_after_3_steps.safetensors; what they lack is listed as not compared. Prints the largest error of every quantity:
+of a tensor, relative to the largest number in the reference. Exit 0 if all hold, 1 if one does not, 2 if DIR is not so.
 
 Three optimiser steps repeat the same batch with the authors' Adam (fairseq-signals optim/adam.py:81-209): weight decay on
 every parameter before the update, eps outside the square root and before the correction of the bias.
@@ -166,7 +166,13 @@ def difference(ours: Tensor, reference: np.ndarray | Tensor) -> float:
 
 def training_checks(case: Case, runner: Runner, losses: dict[str, Tensor]) -> Iterator[Check]:
     """Gradients of the summed loss, then the weights after three steps on the same batch."""
-    label, model = f"{case.name} train", runner.model
+    if case.gradients:
+        yield from _gradient_checks(case, runner.model, losses)
+    if case.after:
+        yield from _step_checks(case, runner)
+
+
+def _gradient_checks(case: Case, model: nn.Module, losses: dict[str, Tensor]) -> Iterator[Check]:
     tokens = float(case.files["train"]["mask_indices"].sum())
     (losses["loss"] * tokens).backward()
     grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
@@ -176,7 +182,11 @@ def training_checks(case: Case, runner: Runner, losses: dict[str, Tensor]) -> It
         error = difference(mine[name], reference)
         if float(reference.abs().max()) < 1e-6 * scale:  # zero but for rounding (the key's bias): no scale of its own
             error = float((mine[name] - reference).abs().max()) / scale
-        yield Check(label, f"gradient of {name}", error, GRADIENT)
+        yield Check(f"{case.name} train", f"gradient of {name}", error, GRADIENT)
+
+
+def _step_checks(case: Case, runner: Runner) -> Iterator[Check]:
+    label, model = f"{case.name} train", runner.model
     moments: dict[str, tuple[Tensor, Tensor]] = {}
     for step in range(1, STEPS + 1):
         model.zero_grad()
@@ -208,6 +218,8 @@ def authors_adam(model: nn.Module, adam: Adam, moments: dict[str, tuple[Tensor, 
 def compare(folder: Path) -> list[Check]:
     checks: list[Check] = []
     for case in read_cases(folder):
+        if case.absent:
+            print(f"warning: {case.name}: not compared, not in {folder}: {', '.join(case.absent)}", file=sys.stderr)
         for mode in case.files:
             runner = Runner(case, mode)
             losses = runner.watched()

@@ -50,8 +50,9 @@ class Case:
     adam: Adam
     state: dict[str, Tensor]
     files: dict[str, dict[str, np.ndarray]]  # eval, train
-    gradients: dict[str, Tensor]  # both empty without train
+    gradients: dict[str, Tensor]  # both may lack some or all
     after: dict[str, Tensor]
+    absent: list[str]  # files and weights of `train` that are not there, if others are
 
 
 def read_cases(folder: Path) -> list[Case]:
@@ -76,10 +77,9 @@ def _read_case(name: str, path: Path) -> Case:
                 files[mode] = {key: array for key, array in arrays.items() if key not in _UNCOMPARED}
         more = [folder / f"{name}_train_grads_of_sum_loss.safetensors", folder / f"{name}_state_dict_after_3_steps.safetensors"]
         whole = [folder / f"{name}_train.npz", *more]
-        lacking = [p.name for p in whole if not p.exists()]
-        if 0 < len(lacking) < len(whole):
-            raise InputError(f"{folder}: case {name} lacks {', '.join(lacking)}: give all of train or nothing of it")
-        gradients, after = ({} if lacking else _weights(p) for p in more)
+        absent = [p.name for p in whole if not p.exists()]
+        absent = absent if len(absent) < len(whole) else []
+        gradients, after = (_weights(p) if p.exists() else {} for p in more)
         config = replace(settings(cfg["model"]), dropout=0.0, attention_dropout=0.0, activation_dropout=0.0)
         config = replace(config, input_dropout=0.0, feature_dropout=0.0)  # dropouts were off when the reference was made
         objective = _objective(cfg)
@@ -104,11 +104,11 @@ def _read_case(name: str, path: Path) -> Case:
         files[mode] = _native(label, arrays)
         _check_arrays(label, files[mode], config, mode, objective.negatives)
     for p, reference in zip(more, (gradients, after), strict=True):
-        odd = [n for n in sorted(state.keys() | reference.keys()) if n not in state or n not in reference]
-        odd = odd or [n for n in state if state[n].shape != reference[n].shape]
-        if odd and not lacking:
+        odd = [n for n in sorted(reference) if n not in state or state[n].shape != reference[n].shape]
+        if odd:
             raise InputError(f"{p}: {', '.join(odd)}: names and shapes must be those of {path.name}")
-    return Case(name, config, objective, adam, state, files, gradients, after)
+        absent += [f"{n} of {p.name}" for n in sorted(state) if p.exists() and n not in reference]
+    return Case(name, config, objective, adam, state, files, gradients, after, absent)
 
 
 def _weights(path: Path) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ replaces `latest` in one step: a kill at any moment leaves the old one in force.
 rank is done. state.json beside the weights says in words where the run stands; loader-rankR.json is the loader's own state.
 
 Another number of ranks: ZeRO's parts are cut anew by DeepSpeed's universal format, by itself, when the run is started again.
-DeepSpeed's files are pickles: load only checkpoints that are your own.
+DeepSpeed's files are pickles: they are read with weights_only, by DeepSpeed too, so that no code in them is ever run.
 """
 
 import fcntl
@@ -30,6 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.scoring.rundir import sync, write_whole
 from engine.training.distributed import Ranks, lost_a_rank
+from engine.training.weights_only import reason, refused, weights_only
 
 LATEST, BEST, MANIFEST, STATE, UNIVERSAL, LOCK = "latest", "best", "manifest.json", "state.json", "universal", ".lock"
 RESTORE = "restore the file, or begin a new run with --set run=NEW"
@@ -217,6 +218,9 @@ def fault(path: Path) -> str | None:
                 return f"{file}: missing"
             if file.stat().st_size != facts["bytes"] or crc32c(file) != facts["crc32c"]:
                 return f"{file}: is not what was written"
+        for file in sorted(path.glob("*.pt")):  # whatever the manifest says: DeepSpeed reads what is there
+            if why := refused(file):
+                return f"{file}: {why}"
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return f"{path / MANIFEST}: {' '.join(str(error).split())[:200]}"
     return None
@@ -230,13 +234,14 @@ def newest(run: Path, warn: Any = None) -> Path | None:
         return None
     passed_over = [] if latest else [f"{root / LATEST}: names no checkpoint"]
     for path in dict.fromkeys([*([latest] if latest else []), *found]):
-        reason = fault(path)
-        if reason is None:
+        why = fault(path)
+        if why is None:
             if warn and passed_over:
                 warn(f"{'; '.join(passed_over)}: going on from {path.name}, the newest whole checkpoint")
             return path
-        passed_over.append(reason)
-    raise CheckpointError(f"{root}: no checkpoint is whole: begin a new run with --set run=NEW, or restore the files")
+        passed_over.append(why)
+    told = "; ".join(passed_over)
+    raise CheckpointError(f"{told}: no checkpoint is whole: begin a new run with --set run=NEW, or restore the files")
 
 
 def best(run: Path) -> Path | None:
@@ -300,7 +305,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def recut(path: Path, state: dict[str, Any], ranks: Ranks) -> bool:
-    """Whether the universal form is needed; it is made once."""
+    """Whether the universal form is needed; it is made then."""
     if not state["zero_stage"] or state["world"] == ranks.world:
         return False
     _together(ranks, lambda: to_universal(path))
@@ -312,19 +317,18 @@ def to_universal(path: Path) -> Path:
     from deepspeed.checkpoint import ds_to_universal  # type: ignore[import-untyped]
 
     done, temporary = path / UNIVERSAL, path / f".{UNIVERSAL}"
-    if done.is_dir():
-        return done
-    shutil.rmtree(temporary, ignore_errors=True)
+    for left in (done, temporary):  # of an earlier start; no manifest vouches for it
+        shutil.rmtree(left, ignore_errors=True)
     wish = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
     arguments = Namespace(input_folder=str(path), output_folder=str(temporary), inject_missing_state=True, **wish)
-    try:
-        with _silence():
-            ds_to_universal.main(arguments)
-    except (OSError, RuntimeError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise WriteError(
-            f"{path}: cannot be cut for another number of ranks: {str(error).splitlines()[0]}: make room"
-        ) from error
+    with _reading(path):
+        try:
+            with _silence():
+                ds_to_universal.main(arguments)
+        except (OSError, RuntimeError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            told = f"{path}: cannot be cut for another number of ranks: {str(error).splitlines()[0]}: make room"
+            raise WriteError(told) from error
     (path / "latest_universal").unlink(missing_ok=True)
     os.replace(temporary, done)
     return done
@@ -334,7 +338,8 @@ def load(engine: Any, path: Path, universal: bool) -> None:
     """By all ranks."""
     where = path / UNIVERSAL if universal else path
     try:
-        loaded, _ = engine.load_checkpoint(str(where.parent), tag=where.name)
+        with _reading(where):
+            loaded, _ = engine.load_checkpoint(str(where.parent), tag=where.name)
     finally:
         engine._config.load_universal_checkpoint = False  # or the next checkpoint would be written in a form of its own
     if loaded is None:
@@ -345,16 +350,28 @@ def full_weights(path: Path) -> dict[str, torch.Tensor]:
     """All weights in float32, under the model's own names. Frozen ones have the precision that they were trained beside."""
     stage = read_state(path)["zero_stage"]
     whole: dict[str, torch.Tensor] = {}
-    if stage < 2:  # stages 2 and 3 give the frozen ones to the optimizer's files
-        whole = torch.load(path / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False)["module"]
-    if stage > 0:
-        from deepspeed.utils.zero_to_fp32 import (  # type: ignore[import-untyped]
-            get_fp32_state_dict_from_zero_checkpoint,
-        )
+    with _reading(path), _silence():
+        if stage < 2:  # stages 2 and 3 give the frozen ones to the optimizer's files
+            whole = torch.load(path / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=True)["module"]
+        if stage > 0:
+            from deepspeed.utils.zero_to_fp32 import (  # type: ignore[import-untyped]
+                get_fp32_state_dict_from_zero_checkpoint,
+            )
 
-        with _silence():
             whole = {**whole, **get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name)}
-    return {name: weights.float().contiguous().clone() for name, weights in whole.items()}
+        return {name: weights.float().contiguous().clone() for name, weights in whole.items()}
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """No code of a checkpoint is run, and what DeepSpeed cannot make sense of is one line."""
+    try:
+        with weights_only():
+            yield
+    except Exception as error:
+        if isinstance(error, OSError | MemoryError | WriteError) or lost_a_rank(error) or "memory" in str(error):
+            raise
+        raise CheckpointError(f"{path}: {reason(error)}: begin a new run with --set run=NEW, or restore it") from error
 
 
 @contextmanager

@@ -213,7 +213,7 @@ def resume_from(
     answer: list[Any] = [None]
     if ranks.first:
         try:
-            answer[0] = checkpoint.newest(run, lambda text: print(f"warning: {text}", file=sys.stderr))
+            answer[0] = checkpoint.newest(run, warn)
         except CheckpointError as error:
             answer[0] = error
     if ranks.world > 1:
@@ -248,6 +248,10 @@ def settings_of(path: Path, state: dict[str, Any], kind: type[Settings]) -> Sett
         return build(state["config"], kind)
     except ConfigError as error:
         raise CheckpointError(f"{path / checkpoint.STATE}: config: {error}") from None
+
+
+def warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr)
 
 
 def free(config: Settings) -> set[str]:
@@ -312,7 +316,7 @@ def finish(config: Settings, run: Path, task: Task, done: bool) -> None:
 
 
 def export_run(run: Path, door: Door) -> int:
-    path = checkpoint.best(run) if door.task.exports_best else checkpoint.newest(run)
+    path = checkpoint.best(run) if door.task.exports_best else checkpoint.newest(run, warn)
     if path is None:
         raise CheckpointError(f"{run}: has no checkpoint: train first")
     print(export.export(run, path, settings_of(path, checkpoint.read_state(path), door.kind), door.task))

@@ -141,14 +141,10 @@ HARMS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "deep settings": (lambda d: (d / "small_cfg.json").write_text("[" * 100_000), "RecursionError"),
     "no settings": (lambda d: (d / "small_cfg.json").unlink(), "small_cfg.json"),
     "no weights": (lambda d: (d / "small_state_dict.safetensors").unlink(), "small_state_dict"),
-    "no gradients": (lambda d: (d / f"small_{GRADIENTS}.safetensors").unlink(), f"lacks small_{GRADIENTS}"),
-    "no later weights": (lambda d: (d / f"small_{AFTER}.safetensors").unlink(), f"lacks small_{AFTER}"),
-    "no train": (lambda d: (d / "small_train.npz").unlink(), "lacks small_train.npz"),
     "a directory": (lambda d: as_directory(d / "small_eval.npz"), "small_eval.npz"),
     "inputs only": (lambda d: rewrite(d / "small_eval.npz", only_inputs), "small eval: holds inputs only"),
     "gradient's shape": (lambda d: tensor(d, GRADIENTS, torch.zeros(3)), "mask_emb"),
     "gradient of no size": (lambda d: tensor(d, GRADIENTS, torch.zeros(0)), "mask_emb"),
-    "no gradient at all": (lambda d: save_file({}, d / f"small_{GRADIENTS}.safetensors"), "mask_emb"),
     "later shape": (lambda d: tensor(d, AFTER, torch.ones(3)), "mask_emb"),
     "mask of numbers": (lambda d: change(d, "eval", mask_indices=lambda x: x.astype("i8")), "mask_indices (int64)"),
     "negatives no numbers": (lambda d: change(d, "eval", neg_idxs=lambda x: x.astype("f4")), "neg_idxs (float32)"),
@@ -181,6 +177,36 @@ def test_what_is_not_compared_is_said(reference: Path, tmp_path: Path, capsys: p
     rewrite(folder / "small_eval.npz", lambda arrays: arrays | {"logits_NMB": np.zeros(3)})
     assert parity.main([str(folder)]) == 0
     assert "small eval: not compared, being no quantity of ours: logits_NMB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("gone", "gradients", "after"), [((GRADIENTS,), 0, 55), ((AFTER,), 55, 0), ((GRADIENTS, AFTER), 0, 0)])
+def test_what_is_there_is_compared_and_what_is_not_is_listed(
+    gone: tuple[str, ...], gradients: int, after: int, reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copied(reference, tmp_path / "part")
+    for which in gone:
+        (folder / f"small_{which}.safetensors").unlink()
+    assert parity.main([str(folder)]) == 0
+    out, err = capsys.readouterr()
+    assert (out.count("gradient of "), out.count("after 3 steps, ")) == (gradients, after) and "loss_total_sum" in out
+    assert err.count("\n") == 1 and all(f"small_{which}.safetensors" in err for which in gone)
+
+
+def test_a_folder_without_train_or_without_some_weights(
+    reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copied(reference, tmp_path / "part")
+    for which in (GRADIENTS, AFTER):
+        tensor(folder, which, None)
+    assert parity.main([str(folder)]) == 0
+    out, err = capsys.readouterr()
+    assert (out.count("gradient of "), out.count("after 3 steps, ")) == (54, 54)
+    assert all(f"mask_emb of small_{which}.safetensors" in err for which in (GRADIENTS, AFTER))
+    save_file({}, folder / f"small_{GRADIENTS}.safetensors")
+    (folder / "small_train.npz").unlink()
+    assert parity.main([str(folder)]) == 0
+    out, err = capsys.readouterr()
+    assert "small train" not in out and "small_train.npz" in err
 
 
 def test_weights_that_did_not_move_do_not_agree(reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
