@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import CONTEXT, pretrain, settings, start, wait
+from ranks import pretrain, settings, start, wait
 
 from data_tools.dataset import Dataset
 from engine import convert
@@ -20,6 +20,7 @@ from engine.training import checkpoint
 from engine.training.checkpoint import CheckpointError, WriteError
 from engine.training.finetuning import read_start
 from engine.training.weights_only import FORBID, FORCE, refused
+from tests.forks import started
 
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
@@ -106,9 +107,7 @@ def test_deepspeed_runs_no_payload(name: str, dataset: Dataset, genuine: Path, t
     """Export's zero_to_fp32 and the cut for other ranks, then resuming."""
     run, trace = poisoned(genuine, tmp_path, name), tmp_path / "executed"
     step = run / "checkpoints" / "step-1"
-    process = CONTEXT.Process(target=read_by_deepspeed, args=(step, trace, tmp_path / "told.json"))
-    process.start()
-    process.join()
+    started(read_by_deepspeed, step, trace, tmp_path / "told.json", out=tmp_path / "out.txt").join()
     told = json.loads((tmp_path / "told.json").read_text())
     assert told.pop("before, after, environment") == [name == MODEL, False, "1"]
     assert all(f"{step}: would run code" in text and "\n" not in text for text in told.values()), told
