@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import zipfile
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,19 +134,21 @@ def test_settings_in_objects_are_read_without_their_classes(tmp_path: Path) -> N
 
 
 class Malice:
-    def __init__(self, command: str) -> None:
-        self.command = command
+    def __init__(self, function: Callable[..., Any], text: str) -> None:
+        self.given = function, (text,)
 
     def __reduce__(self) -> Any:
-        return os.system, (self.command,)
+        return self.given
 
 
-def test_a_pickle_s_code_is_not_run(tmp_path: Path) -> None:
+def test_a_pickle_s_code_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "executed"
-    path = saved(tmp_path / "a.pt", task_state=Malice(f"touch {trace}"))
+    path = saved(tmp_path / "a.pt", task_state=Malice(exec, f"open({str(trace)!r}, 'w')"))
     assert convert.main(["from-fairseq", str(path), str(tmp_path / "out")]) == 0  # its weights are sound
-    path = saved(tmp_path / "b.pt", model=Malice(f"touch {trace}"))
-    assert convert.main(["from-fairseq", str(path), str(tmp_path / "other")]) == 2
+    for changes in ({"task_state": Malice(os.system, f"touch {trace}")}, {"model": Malice(exec, f"open({str(trace)!r}, 'w')")}):
+        path = saved(tmp_path / "b.pt", **changes)
+        assert convert.main(["from-fairseq", str(path), str(tmp_path / "other")]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
     assert not trace.exists() and not (tmp_path / "other").exists()
 
 
@@ -262,7 +265,7 @@ def test_tied_weights_and_tensors_among_the_settings(tmp_path: Path) -> None:
     state, cfg = weights(), their_settings(CONFIG)
     state["layer_norm.bias"] = state["layer_norm.weight"]
     cfg["model"]["extra"] = torch.ones(2)
-    path = saved(tmp_path / "a.pt", model=state, cfg=cfg, optimizer_history=[{"best": torch.tensor(1.0)}])
+    path = saved(tmp_path / "a.pt", model=state, cfg=cfg, optimizer_history=[defaultdict(list, best=torch.tensor(1.0))])
     assert convert.main(["from-fairseq", str(path), str(tmp_path / "out")]) == 0
     assert json.loads((tmp_path / "out" / "config.json").read_text())["fairseq"]["optimizer_history"] == [{"best": "<tensor>"}]
     assert convert.main(["to-fairseq", str(tmp_path / "out"), str(tmp_path / "b.pt")]) == 0
