@@ -1,9 +1,11 @@
 """What the compiler makes for a GPU: read from its code, and, where triton is installed, made."""
 
+import json
 import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,27 +44,60 @@ def test_kernels_are_read_from_the_code() -> None:
     assert total.split() == ["all", "36", "6.60", "1.53"]
 
 
-def told(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks.kernels", *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+Told = Callable[[str], subprocess.CompletedProcess[str]]
+# It pretends before torch is imported, which takes most of its time: once, and then each command in a fork of its own.
+COMMANDS = """
+import json, os, sys
+from benchmarks import kernels
+kernels.lacking() or kernels.pretend()
+if "torch" in sys.modules:
+    kernels.lacking, kernels.pretend = str, str
+for name, *arguments in json.loads(sys.argv[1]):
+    child = os.fork()
+    if not child:
+        for stream, kind in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{name}.{kind}", os.O_WRONLY | os.O_CREAT), stream)
+        try:
+            code = kernels.main(arguments)
+        except SystemExit as error:
+            code = error.code
+        sys.stdout.flush()
+        os._exit(code)
+    with open(f"{name}.code", "w") as file:
+        file.write(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+"""
 
 
-def test_an_unknown_model_is_one_line() -> None:
-    ended = told("--model", "nope")
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    folder = tmp_path_factory.mktemp("kernels")
+    commands = [["unknown", "--model", "nope"]]
+    for attention, only in (("auto", ""), ("short", "Lay")):
+        (folder / f"{attention}.yaml").write_text(f"model: {{layers: 1, attention: {attention}}}\n")
+        commands += [[attention, "--model", f"{attention}.yaml", "--batch", "64", "--only", only]]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", COMMANDS, json.dumps(commands)], cwd=folder, env=environment, check=True)
+
+    def ended(name: str) -> subprocess.CompletedProcess[str]:
+        code, out, err = ((folder / f"{name}.{kind}").read_text() for kind in ("code", "out", "err"))
+        return subprocess.CompletedProcess(name, int(code), out, err)
+
+    return ended
+
+
+def test_an_unknown_model_is_one_line(told: Told) -> None:
+    ended = told("unknown")
     assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1
     assert "--model nope: no such file" in ended.stderr or "not installed" in ended.stderr
 
 
 @pytest.mark.parametrize("attention, least, most, only", [("auto", 45, 50.5, ""), ("short", 43, 47, "Lay")])
 def test_a_layer_passes_over_memory_no_more_often_than_it_must(
-    attention: str, least: float, most: float, only: str, tmp_path: Path
+    attention: str, least: float, most: float, only: str, told: Told
 ) -> None:
     """Beside its products and attention, forward and backward: 49 times the bytes of its input, of which 20 are the GELU's. Our
     attention leaves the gradients of q, k and v where they are needed."""
-    config = tmp_path / "one.yaml"
-    config.write_text(f"model: {{layers: 1, attention: {attention}}}\n")
-    ended = told("--model", str(config), "--batch", "64", "--only", only)
+    ended = told(attention)
     if ended.returncode == 2:
         assert len(ended.stderr.splitlines()) == 1
         pytest.skip(ended.stderr.strip())

@@ -57,7 +57,7 @@ def work(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
     folder = tmp_path_factory.mktemp("ranks")
-    mp.start_processes(work, (str(folder),), WORLD, start_method="spawn")
+    mp.start_processes(work, (str(folder),), WORLD, start_method="forkserver")
     loaded: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]] = torch.load(folder / "results.pt", weights_only=True)
     return loaded
 
