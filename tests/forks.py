@@ -25,6 +25,7 @@ HEAVY = [
     "data_tools.verify",
     "distributed.cli.dask_worker",
     "distributed.cli.dask_scheduler",
+    "tests.frozen",
 ]
 CONTEXT.set_forkserver_preload(HEAVY)
 

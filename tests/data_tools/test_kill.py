@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[2]
 Status = tuple[int, float]  # exit code or -signal, CPU seconds
 
 if __name__ in ("__main__", "__mp_main__"):  # the victims and their workers: many small shards
-    plan.SHARD_CROPS = store.SHARD_CROPS = 8
+    plan.SHARD_CROPS = store.SHARD_CROPS = 4
     write = LocalFolder.write
 
     def write_or_hang(self: LocalFolder, name: str, data: bytes) -> None:
@@ -54,7 +54,7 @@ if __name__ in ("__main__", "__mp_main__"):  # the victims and their workers: ma
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("kill") / "archive"
-    synthesise(out, patients=20, sessions=2, seed=3, progress=False)
+    synthesise(out, patients=10, sessions=2, seed=3, progress=False)
     return out
 
 
@@ -307,7 +307,7 @@ def workers(archive: str, root: Path, kills: int, seed: int) -> dict[str, Any]:
         child = os.fork()
         if not child:
             os.setsid()
-            os.environ["HANG_AT"] = str(number + 5)
+            os.environ["HANG_AT"] = str(number + 4)
             build(archive, out, workers=2)
             os._exit(0)
         until(partial(under_way, child, out, number))

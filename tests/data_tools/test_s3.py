@@ -58,7 +58,7 @@ def server() -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("s3") / "archive"
-    synthesise(out, patients=10, sessions=2, seed=5, progress=False)
+    synthesise(out, patients=6, sessions=2, seed=5, progress=False)
     return out
 
 
@@ -67,7 +67,7 @@ def right(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, di
     """The local builds of each format."""
     made = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "SHARD_CROPS", 16)
+        patch.setattr(plan, "SHARD_CROPS", 10)
         for kind in ("tar", "both"):
             out = tmp_path_factory.mktemp("right") / kind
             shard(open_sources(str(small)), Settings(str(out), format=kind, quiet=True))
@@ -98,7 +98,7 @@ def s3(server: Server, environment: pytest.MonkeyPatch, tmp_path: Path, monkeypa
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(storage, "FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr(plan, "SHARD_CROPS", 16)
+    monkeypatch.setattr(plan, "SHARD_CROPS", 10)
     monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 60)  # a busy machine's late answer is not a store that stalls
     forget()
     fs = storage._connect(BUCKET, False)
@@ -328,7 +328,7 @@ def test_short_answers_are_noticed(s3: Server, small: Path, capsys: pytest.Captu
 @pytest.mark.parametrize("path", ["00001.tar$", "store.zarr/c/0/0/0$", "dataset.json$"])
 def test_killed_while_uploading(s3: Server, small: Path, right: dict[str, dict[str, bytes]], tmp_path: Path, path: str) -> None:
     """Nothing unfinished looks finished, and run again it finishes; the scratch of the dead is cleared away."""
-    script = "import sys; from data_tools import plan, __main__; plan.SHARD_CROPS = 16; sys.exit(__main__.main())"
+    script = "import sys; from data_tools import plan, __main__; plan.SHARD_CROPS = 10; sys.exit(__main__.main())"
     command = [sys.executable, "-c", script, "shard", str(small), "--out", f"{BUCKET}/made", "--format", "both"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     fault = Fault("kill", "PUT", path)

@@ -4,9 +4,7 @@ import errno
 import json
 import os
 import shutil
-import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from data_tools.sources import open_sources, prepared
 from engine import embed
 from engine.pipelines.leads import LEADS
 from engine.scoring import parts as parts_of
+from tests.forks import started
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -149,11 +148,10 @@ def test_killed_for_real(dataset: Dataset, embedded: Callable[..., pa.Table], tm
     url, out = dataset.root.url, tmp_path / "cut"
     embedded(url, to="whole", batch=1)
     asked = command(tmp_path / "run", [url], out, batch=1)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    running = subprocess.Popen([sys.executable, "-m", "engine.embed", *asked], cwd=ROOT, env=environment)
-    until(lambda: out.with_name("cut.parts").joinpath("000001.parquet").exists() or running.poll() is not None)
-    running.send_signal(signal.SIGKILL)
-    running.wait()
+    running = started(embed.main, asked, out=tmp_path / "said.txt")
+    until(lambda: out.with_name("cut.parts").joinpath("000001.parquet").exists() or not running.is_alive())
+    running.kill()
+    running.join()
     assert embed.main(asked) == 0
     assert out.read_bytes() == (tmp_path / "whole").read_bytes()
 

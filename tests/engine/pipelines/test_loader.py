@@ -5,9 +5,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
 from itertools import islice
 from pathlib import Path
@@ -26,6 +23,8 @@ from engine.pipelines.dali import InFlight
 from engine.pipelines.loader import Loader, LoaderConfig, LoaderError
 from engine.pipelines.meter import Meter
 from engine.pipelines.resident import Resident
+from tests.forks import started
+from tests.waiting import until
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -132,40 +131,29 @@ def test_a_state_of_another_dataset_or_dali_is_refused(dataset: Dataset) -> None
         loader(dataset, "dali", state=state)
 
 
-CHILD = """
-import sys, json, hashlib, torch
-from data_tools.dataset import Dataset
-from engine.pipelines.augment import AugmentConfig
-from engine.pipelines.loader import Loader, LoaderConfig
-config = LoaderConfig(backend=sys.argv[2], batch_crops=32, augment=AugmentConfig(noise="physio4"))
-state = json.loads(sys.argv[3]) if sys.argv[3] else None
-for batch, state in Loader(config, (Dataset.open(sys.argv[1]),), torch.device("cpu"), state=state, halves=2):
-    print(json.dumps([hashlib.sha256(batch.x_BSLT.numpy().tobytes()).hexdigest(), state]), flush=True)
-"""
+def batches_for_ever(url: str, backend: str, state: dict[str, Any] | None) -> None:
+    config = LoaderConfig(backend=backend, batch_crops=32, augment=AugmentConfig(noise="physio4"))  # type: ignore[arg-type]
+    for batch, after in Loader(config, (Dataset.open(url),), CPU, state=state, halves=2):
+        print(json.dumps([hashlib.sha256(batch.x_BSLT.numpy().tobytes()).hexdigest(), after]), flush=True)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_kill_minus_9_twice_with_prefetch_in_flight_over_an_epochs_end(backend: str, dataset: Dataset) -> None:
+def test_kill_minus_9_twice_with_prefetch_in_flight_over_an_epochs_end(backend: str, dataset: Dataset, tmp_path: Path) -> None:
     source = loader(dataset, backend, batch_crops=32)
     assert source.steps_per_epoch < 8  # of nine that are compared
     whole = some(source, 9)
     digests = [hashlib.sha256(batch.x_BSLT.numpy().tobytes()).hexdigest() for batch, _ in whole]
     seen: list[str] = []
-    state = ""
-    for _ in range(3):
-        command = [sys.executable, "-c", CHILD, dataset.root.url, backend, state]
-        root = str(Path(__file__).parents[3])
-        child = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, cwd=root, env=os.environ | {"OMP_NUM_THREADS": "1"}
-        )
-        assert child.stdout is not None
-        for line in islice(child.stdout, 3):
-            digest, after = json.loads(line)
+    state = None
+    for life in range(3):
+        out = tmp_path / f"{life}.txt"
+        child = started(batches_for_ever, dataset.root.url, backend, state, out=out)
+        until(lambda out=out: out.exists() and len(out.read_text().splitlines()) > 3)
+        child.kill()
+        child.join()
+        for line in out.read_text().splitlines()[:3]:
+            digest, state = json.loads(line)
             seen.append(digest)
-            state = json.dumps(after)
-        child.send_signal(signal.SIGKILL)
-        child.stdout.close()
-        child.wait()
     assert seen == digests
 
 

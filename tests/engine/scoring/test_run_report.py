@@ -279,7 +279,7 @@ def test_same_run_same_bytes(full: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["missing", "no metrics", "empty metrics", "a file"])
-def test_errors_are_one_line(case: str, tmp_path: Path) -> None:
+def test_errors_are_one_line(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     if case == "a file":
         run.write_text("")
@@ -287,10 +287,9 @@ def test_errors_are_one_line(case: str, tmp_path: Path) -> None:
         run.mkdir()
         if case == "empty metrics":
             (run / "metrics.jsonl").write_text("\n")
-    command = [sys.executable, "-m", "engine.scoring.report", str(run)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1 and "metrics.jsonl" in done.stderr
+    assert report.main([str(run)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1 and "metrics.jsonl" in err
 
 
 def test_the_command_runs_as_a_script_too(full: Path) -> None:
