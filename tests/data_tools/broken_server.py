@@ -34,12 +34,16 @@ class Server:
     faults: list[Fault] = field(default_factory=list)
     now: int = 0
     most: int = 0  # requests at work at the same time
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    together: str = ""  # requests for such a path wait until three are at work
+    lock: threading.Condition = field(default_factory=threading.Condition)
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
         with self.lock:
             self.now += 1
             self.most = max(self.most, self.now)
+            self.lock.notify_all()
+            if self.together and re.search(self.together, environ["PATH_INFO"]):
+                self.lock.wait_for(lambda: self.most >= 3, 60)
         try:
             return self.answer(environ, start_response)
         finally:
