@@ -10,8 +10,8 @@ help:
 	@echo "make demo   install into .venv; archive -> dataset -> pre-trained -> fine-tuned, against random weights"
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  measure this machine, 15 minutes; a record in benchmarks/results, tables in benchmarks/RESULTS.md"
-	@echo "make bench-gpu   the same on a GPU, 10 minutes"
-	@echo "make clean  remove .venv and demo/"
+	@echo "make bench-gpu   the same on a GPU, 10 minutes; again: what is still missing"
+	@echo "make clean  remove .venv, .bench and demo/"
 
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c "import sys; sys.exit(None if sys.version_info >= (3, 11) else 'python 3.11 or newer is needed: make PYTHON=python3.11')"
@@ -47,8 +47,8 @@ bench: .venv/installed
 	$(RUN) -m benchmarks.report
 
 bench-gpu: .venv/installed
-	$(BIN)/python -m benchmarks.run suite --device cuda --minutes 8
+	$(BIN)/python -m benchmarks.run suite --device cuda --minutes 10 --work .bench
 	$(BIN)/python -m benchmarks.report
 
 clean:
-	rm -rf .venv demo
+	rm -rf .venv .bench demo

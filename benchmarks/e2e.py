@@ -112,13 +112,7 @@ def measure(work: Path, options: argparse.Namespace, progress: Progress) -> dict
             left_out[name] = str(error)
             progress(f"{name}: left out: {error}")
     print("\n".join(lines(results)))
-    given = {
-        "archive": "synthetic",
-        "crops": len(Dataset.open(str(dataset))),
-        "dataset": Dataset.open(str(dataset)).fingerprint,
-    }
-    given |= {"device": options.device, "model": base.model, "batch": base.batch, "steps": base.steps, "precision": precision()}
-    return {"input": given, "results": results, "left_out": left_out}
+    return {"input": given(base), "results": results, "left_out": left_out}
 
 
 def missing(source: str) -> str:
@@ -127,39 +121,54 @@ def missing(source: str) -> str:
     return next((name for name in names if importlib.util.find_spec(name) is None), "")
 
 
-def turns(setup: Setup, rank: int = 0) -> dict[str, Any]:
-    """In a process of its own: seconds and CPU-seconds of each kind's turns."""
+def alone(name: str, setup: Setup) -> dict[str, Any]:
+    """One source in this process, as a part of a record."""
+    case = f"{name}: {setup.model}, {setup.batch} crops"
+    return {"input": given(setup), "results": {case: told(turns(setup), setup)}}
+
+
+def given(setup: Setup) -> dict[str, Any]:
+    dataset = Dataset.open(setup.dataset)
+    facts = {"archive": "synthetic", "crops": len(dataset), "dataset": dataset.fingerprint, "device": setup.device}
+    return facts | {"model": setup.model, "batch": setup.batch, "steps": setup.steps, "precision": precision()}
+
+
+def turns(setup: Setup, rank: int = 0, take: Callable[..., dict[str, Any]] | None = None) -> dict[str, Any]:
+    """In a process of its own: what `take`, instead of Loop.train, finds; or seconds and CPU-seconds of each kind's turns."""
     os.environ.update(setup.environment)
     if setup.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
-    from benchmarks.step import config_file
-    from engine import pretrain
     from engine.training.loop import Loop
 
     torch.set_num_threads(setup.threads)
     found: dict[str, Any] = {}
 
     def instead(loop: Loop) -> bool:
-        found.update(take_turns(loop, setup, original))
+        found.update((take or take_turns)(loop, setup, original))
         return False  # not at its end: nothing is exported
 
     original, Loop.train = Loop.train, instead  # type: ignore[method-assign]
-    settings = (f"run={setup.run}", f"data.datasets={json.dumps([setup.dataset])}", "augment.rlm=0.5", "train.epochs=null")
-    settings += (f"train.batch_crops={setup.batch * setup.world}", "train.steps=1000000", "train.validate_every=0")
-    settings += ("train.log_every=1000000", "train.schedule=fixed", f"train.precision={precision()}")
-    arguments = [
-        "--config",
-        config_file(setup.model),
-        *(part for each in (*settings, *setup.settings) for part in ("--set", each)),
-    ]
-    said = Path(f"{setup.run}.{rank}.txt")
-    with said.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
-        code = pretrain.main(arguments)
-    if code or not found:
-        raise CaseError((said.read_text().strip().splitlines() or ["pretrain said nothing"])[-1])
+    settings = ("train.steps=1000000", "augment.rlm=0.5", "train.log_every=1000000", "train.peak_tflops=1")  # MFU: nobody asks
+    trained(setup, f"{setup.run}.{rank}.txt", *settings)
+    if not found:
+        raise CaseError("pretrain never came to its loop")
     return found
+
+
+def trained(setup: Setup, said: str, *settings: str) -> None:
+    """engine/pretrain.py in this process; what it says goes to a file, of which a CaseError has the last line."""
+    from benchmarks.step import config_file
+    from engine import pretrain
+
+    common = (f"run={setup.run}", f"data.datasets={json.dumps([setup.dataset])}", "train.epochs=null", "train.schedule=fixed")
+    common += (f"train.batch_crops={setup.batch * setup.world}", "train.validate_every=0", f"train.precision={precision()}")
+    words = [word for each in (*common, *settings, *setup.settings) for word in ("--set", each)]
+    with open(said, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        code = pretrain.main(["--config", config_file(setup.model), *words])
+    if code:
+        raise CaseError((Path(said).read_text().strip().splitlines() or ["pretrain said nothing"])[-1])
 
 
 def take_turns(loop: Any, setup: Setup, train: Callable[[Any], bool]) -> dict[str, Any]:

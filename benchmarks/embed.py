@@ -84,6 +84,8 @@ def prepare(work: Path, records: int) -> Dataset:
 
 def untrained(folder: Path, model: str) -> None:
     """As engine.training.export would write it before the first step."""
+    import torch
+
     from benchmarks.step import config_file
     from engine.config import load
     from engine.model.folder import write
@@ -91,7 +93,8 @@ def untrained(folder: Path, model: str) -> None:
     from engine.pipelines.leads import LEADS
 
     config = load(config_file(model))
-    weights = Pretrainer(config.model, config.objective).state_dict()
+    seeded = torch.Generator().manual_seed(0)
+    weights = Pretrainer(config.model, config.objective, generator=seeded).state_dict()
     signal = {"fs_hz": 500, "leads": LEADS, "segment_s": 5.0, "scale": "millivolt"}
     write(folder, weights, {"model": asdict(config.model)}, signal)
 

@@ -9,9 +9,10 @@ from collections.abc import Generator, Sequence
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from benchmarks.loader import STAGES
-from benchmarks.measure import Case
+from benchmarks.measure import Case, timed
 from data_tools.dataset import Dataset
 
 BATCHES = (64, 256, 1024)
@@ -29,6 +30,13 @@ def cases(dataset: Path, device: str, threads: int, batches: Sequence[int] = BAT
                     (dataset, device, backend, stage, batch, threads),
                 )
     return found
+
+
+def alone(name: str, case: Case, dataset: Path, threads: int, repeats: int) -> dict[str, Any]:
+    """One case in this process, as a part of a record."""
+    opened = Dataset.open(str(dataset))
+    given = {"archive": "synthetic", "crops": len(opened), "dataset": opened.fingerprint, "threads": threads}
+    return {"input": given, "results": {name: timed(case, repeats)}}
 
 
 def feed(dataset: Path, device: str, backend: str, stage: str, batch: int, threads: int) -> Generator[float, bool, None]:

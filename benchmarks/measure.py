@@ -32,6 +32,7 @@ Progress = Callable[[str], None]
 OVER = "stopped: its time was over"
 SPREAD = 3  # repeats that show one
 ENOUGH = 6  # for `middle` to bear its name
+EXIT_S = 10  # for a process to end, once it has answered or was killed
 end: float | None = None  # by time.monotonic: a suite's; nothing is measured beyond it
 
 
@@ -78,8 +79,9 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any, warm_up: boo
     return result
 
 
-def call_fresh(function: Callable[..., Any], *arguments: Any) -> Any:
-    """function(*arguments) in a process of its own, or a CaseError with the last line of what went wrong."""
+def call_fresh(function: Callable[..., Any], *arguments: Any, limit_s: float | None = None) -> Any:
+    """function(*arguments) in a process of its own, or a CaseError with the last line of what went wrong. The process is killed
+    after limit_s seconds, by default at `end`."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_child, args=(theirs, function, arguments))
@@ -92,14 +94,16 @@ def call_fresh(function: Callable[..., Any], *arguments: Any) -> Any:
     theirs.close()
     answer, error = None, OVER
     try:
-        if ours.poll(left_s()):
+        if ours.poll(left_s() if limit_s is None else limit_s):
             answer, error = ours.recv()
     except EOFError:
         error = "its process died"
     finally:
         if error == OVER:  # or interrupted
             kill(process.pid)
-    process.join()
+    process.join(EXIT_S)
+    if process.is_alive():  # what a library does at its end may hang
+        kill(process.pid)
     if error:
         raise CaseError(error)
     return answer
@@ -129,6 +133,11 @@ def _child(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) 
         pipe.send((None, told if isinstance(error, CaseError | SystemExit) else f"{type(error).__name__}: {told}"))
 
 
+def timed(case: Case, repeats: int) -> dict[str, Any]:
+    """A case measured in this process."""
+    return summary(_timed(*case, True, repeats))
+
+
 def _timed(function: Callable[..., Any], arguments: tuple[Any, ...], warm_up: bool, repeats: int) -> list[dict[str, float]]:
     stream = function(*arguments) if inspect.isgeneratorfunction(function) else None
     if stream:
@@ -140,7 +149,7 @@ def _timed(function: Callable[..., Any], arguments: tuple[Any, ...], warm_up: bo
         cpu, wall = cpu_s(), time.perf_counter()
         units = next(stream) if stream else function(*arguments)
         wall, cpu = time.perf_counter() - wall, cpu_s() - cpu
-        runs.append({"units": units, "wall_s": wall, "cpu_s": cpu, "peak_mb": _peak_mb()} | _gpu_peak_mb())
+        runs.append({"units": units, "wall_s": wall, "cpu_s": cpu, "peak_mb": _peak_mb()} | gpu_peak_mb())
     if stream:  # its threads and workers end before the interpreter does
         with contextlib.suppress(StopIteration):
             stream.send(True)
@@ -153,7 +162,7 @@ def _peak_mb() -> float:
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
-def _gpu_peak_mb() -> dict[str, float]:
+def gpu_peak_mb() -> dict[str, float]:
     torch = sys.modules.get("torch")
     on_gpu = torch is not None and torch.cuda.is_initialized()
     return {"gpu_peak_mb": torch.cuda.max_memory_allocated() / 2**20} if on_gpu else {}

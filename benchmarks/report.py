@@ -4,7 +4,7 @@ python -m benchmarks.report            rewrite benchmarks/RESULTS.md, results/*.
 python -m benchmarks.report --check    exit 1 if the tables are not what the records say
 
 Of each benchmark and kind of device the newest record counts; of one day, one of its own before a part of a suite, which has
-fewer cases. One of its own that was not asked for all (--only, --brief, another --model, ...) counts where there is no other.
+fewer cases. One of its own that was not asked for all (--only, another --model, ...) counts where there is no other.
 """
 
 import argparse
@@ -30,7 +30,7 @@ OF_PART = ("benchmark", "config", "input", "results")
 INSIDE = {"git": ("commit", "dirty"), "hardware": ("cpu", "cores", "memory_gb", "load_before")}
 RATES = ("per_s", "per_cpu_s")
 FIGURES: dict[str, tuple[str, ...]] = {  # with a spread, of each result
-    **dict.fromkeys(("ingest", "loader", "step", "scaling", "autotune"), RATES),
+    **dict.fromkeys(("ingest", "loader", "step", "scaling"), RATES),
     "cost": ("ms",),
     "e2e": (*RATES, "bare_per_s", "bare_per_cpu_s", "overhead_pct", "loop_pct", "loader_pct", "stall_pct"),
     "embed": (*RATES, "bare_per_s", "bare_per_cpu_s", "share_pct"),
@@ -42,7 +42,7 @@ FIGURES: dict[str, tuple[str, ...]] = {  # with a spread, of each result
 SIGNED = ("overhead_pct", "loop_pct", "loader_pct", "stall_pct", "score")  # others are above 0
 INPUT = {  # what was measured on
     **dict.fromkeys(("ingest", "loader", "e2e", "embed", "start", "scaling"), ("archive", "dataset")),
-    **dict.fromkeys(("step", "cost", "autotune"), ("archive", "model", "device")),
+    **dict.fromkeys(("step", "cost"), ("archive", "model", "device")),
 }
 
 
@@ -64,7 +64,7 @@ def load(path: Path) -> list[Part]:
     shared = {name: record[name] for name in OF_RECORD if name in record}
     whole = "parts" not in record
     found = [shared | {"file": path.name, "alone": whole} | part for part in ([record] if whole else record["parts"])]
-    if not found:
+    if not found and not record.get("checks"):
         raise RecordError(f"{path.name}: has no part")
     for part in found:
         try:
@@ -136,7 +136,7 @@ def rank(part: Part) -> tuple[bool, datetime.date, bool, datetime.datetime]:
 
 def partial(config: Part) -> bool:
     """Fewer cases or a smaller job than the benchmark has by itself."""
-    fewer = config.get("only") or config.get("brief") or (config.get("alone") and config.get("device") == "cpu")
+    fewer = config.get("only") or (config.get("alone") and config.get("device") == "cpu")
     return bool(fewer or config.get("model") not in (None, "paper") or config.get("huge", TEN_MILLION) < TEN_MILLION)
 
 

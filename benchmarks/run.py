@@ -4,7 +4,6 @@
     python -m benchmarks.run loader                  dataset to batches, beside the peers
     python -m benchmarks.run step                    one training step, beside a re-creation of the authors'
     python -m benchmarks.run step --explain          each of its stages beside what it must cost
-    python -m benchmarks.run step --autotune         micro-batch and kernels: the fastest settings
     python -m benchmarks.run e2e                     loader, step, optimiser, log through the real loop, beside the bare step
     python -m benchmarks.run embed                   ECGs to embeddings, beside the encoder alone
     python -m benchmarks.run start                   from the command to the first step
@@ -20,6 +19,7 @@ import contextlib
 import datetime
 import importlib
 import json
+import multiprocessing
 import os
 import platform
 import re
@@ -57,12 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def recorded(options: argparse.Namespace) -> int:
+    began = time.monotonic()
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = "1"
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # a thread that waits takes no CPU-seconds
     check_device(options.device)
     check_out(options.out or RESULTS / "record.json")
-    began, record = time.monotonic(), environment()
+    if options.benchmark == "suite":
+        from benchmarks import suite
+
+        return suite.main(options, began)
+    record = environment()
     with tempfile.TemporaryDirectory(prefix="omnilead-bench-") as place:
         record |= measured(Path(place), options)
     record["took_s"] = round(time.monotonic() - began)
@@ -99,8 +104,8 @@ def free(path: Path) -> Path:
 def measured(work: Path, options: argparse.Namespace) -> Part:
     """What was asked, on what, and what came out."""
     name = options.benchmark
-    if name == "step" and (options.explain or options.autotune):
-        name = "cost" if options.explain else "autotune"
+    if name == "step" and options.explain:
+        name = "cost"
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items() if key != "out"}
     if getattr(options, "model", None):
         check_model(options.model)
@@ -138,7 +143,11 @@ def check_device(device: str) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return
     probe = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    if subprocess.run([sys.executable, "-c", probe], capture_output=True, check=False).returncode:
+    try:
+        found = subprocess.run([sys.executable, "-c", probe], capture_output=True, check=False, timeout=120).returncode == 0
+    except subprocess.TimeoutExpired:
+        found = False
+    if not found:
         refuse("--device cuda: torch sees no CUDA device here: use --device cpu")
 
 
@@ -165,18 +174,21 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         repeats = 3 if name in ("step", "embed", "start", "suite") else 5
         turns = {"default": None, "help": "turns (default: 60 on a CPU, 5 on a GPU)"} if name == "e2e" else {"default": repeats}
         command.add_argument("--repeats", type=positive, **turns)  # type: ignore[arg-type]
-    for name in ("ingest", "loader", "e2e", "embed", "start"):
+    for name in ("ingest", "loader", "e2e", "embed", "start", "suite"):
         made[name].add_argument("--only", type=regex, metavar="REGEX", default="", help="cases whose name matches")
-    for name, records in {"ingest": 2000, "loader": 25_000, "e2e": 600, "embed": 600, "suite": 1000}.items():
+    for name, records in {"ingest": 2000, "loader": 25_000, "e2e": 600, "embed": 600, "suite": None}.items():
         least = 1 if name in ("e2e", "embed") else 100  # with fewer there is not every database, nor a peer's batch
-        made[name].add_argument("--records", type=at_least(least), default=records, help="size of the synthetic archive")
+        size = "size of the synthetic archive" + (" (default: 1000 on a CPU, 24000 on a GPU)" if records is None else "")
+        made[name].add_argument("--records", type=at_least(least), default=records, help=size)
     made["ingest"].add_argument("--headers", type=positive, default=1_000_000, help="of the large plan")
     made["loader"].add_argument("--seconds", type=above_zero, default=3, help="of one run, warm-up aside")
     made["loader"].add_argument("--sizes", action="store_true", help="batches of 64 to 1024, 1 and 2 threads, for every case")
     made["loader"].add_argument("--alone", action="store_true", help="our backends, without peers; always so on a GPU")
     made["scaling"].add_argument("--huge", type=at_least(1000), default=10_000_000, help="crops of the dataset")
     made["start"].add_argument("--steps", type=positive, default=150, help="of the whole quick start")
-    made["suite"].add_argument("--minutes", type=above_zero, default=15, help="what has not begun by then is left out")
+    made["suite"].add_argument("--minutes", type=above_zero, default=15, help="it takes no longer")
+    made["suite"].add_argument("--stages", type=lambda text: text.split(","), help="some of them, as smoke,tests,step")
+    made["suite"].add_argument("--work", type=Path, help="a folder that is kept, for the same command to go on")
     made["suite"].add_argument("--model", default="paper", help=MODEL)
     made["suite"].add_argument("--kind", choices=("cpu", "gpu"), help="which parts (default: by --device)")
     of_step(made["step"])
@@ -201,8 +213,6 @@ def check_ways(options: argparse.Namespace) -> None:
     """What a record says was asked for was measured."""
     if options.explain and max(len(options.batches or ()), len(options.compiled or ())) > 1:
         refuse("--explain: measures one of --batches and one of --compiled: name one")
-    if (options.compiled and (options.brief or options.autotune)) or (options.batches and options.brief):
-        refuse("--batches, --compiled: --brief chooses both, --autotune what is compiled: leave them out")
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -233,17 +243,14 @@ def regex(text: str) -> str:
 
 
 def of_step(command: argparse.ArgumentParser) -> None:
-    how = command.add_mutually_exclusive_group()
-    how.add_argument("--explain", action="store_true", help="stage by stage beside the cost model")
-    how.add_argument("--autotune", action="store_true", help="the fastest settings on this machine")
-    how.add_argument("--brief", action="store_true", help="fewer cases: what a GPU's owner asks first")
+    command.add_argument("--explain", action="store_true", help="stage by stage beside the cost model")
     command.add_argument("--model", default="paper", help=MODEL)
     command.add_argument("--batches", type=at_least(2), nargs="+", help=BATCHES)
     command.add_argument("--steps", type=positive, help="counted steps of one run (default: 2 on a CPU, 20 on a GPU)")
     command.add_argument("--threads", type=positive, default=2, help="of torch on a CPU")
     ways = ("eager", "layers", "step")
     command.add_argument("--compiled", choices=ways, nargs="+", help="by torch.compile (default: eager on a CPU, else all)")
-    command.add_argument("--precision", choices=("fp32", "autocast", "bf16"), default="bf16", help="of --explain, --autotune")
+    command.add_argument("--precision", choices=("fp32", "autocast", "bf16"), default="bf16", help="of --explain")
     command.add_argument("--machine", choices=("this", "h200", "a100"), default="this", help="of --explain")
     command.add_argument("--peak-tflops", type=above_zero, help="of --explain: instead of the machine's")
     command.add_argument("--bandwidth-gb", type=above_zero, help="of --explain: GB a second, instead of the machine's")
@@ -293,7 +300,7 @@ RUN = {
     "ingest": run_ingest,
     "loader": run_loader,
     "cost": late("stages", "explain"),
-    **{name: late(name) for name in ("scaling", "step", "autotune", "e2e", "embed", "start", "suite")},
+    **{name: late(name) for name in ("scaling", "step", "e2e", "embed", "start")},
 }
 
 
@@ -326,7 +333,7 @@ def environment() -> Part:
     return {
         "format": 1,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "git": {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))},
+        "git": revision(),
         "hardware": {
             "cpu": " ".join([cpu, *([f"({', '.join(generation)})"] if generation else [])]),  # a cloud's names hide it
             "short": "-".join(re.findall(r"[a-z0-9]+", short.lower())),
@@ -363,10 +370,23 @@ def installed(package: str) -> bool:
         return False
 
 
+def revision() -> Part:
+    """Of a copy without git, what OMNILEAD_REVISION says."""
+    if commit := git("rev-parse", "HEAD"):
+        return {"commit": commit, "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    return {"commit": os.environ.get("OMNILEAD_REVISION") or "unknown", "dirty": None}
+
+
 def git(*arguments: str) -> str:
-    answer = subprocess.run(("git", *arguments), cwd=RESULTS.parent, capture_output=True, text=True, check=False)
-    return answer.stdout.strip()
+    with contextlib.suppress(OSError):  # there is none
+        answer = subprocess.run(("git", *arguments), cwd=RESULTS.parent, capture_output=True, text=True, check=False)
+        return answer.stdout.strip()
+    return ""
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    if multiprocessing.active_children():  # one that nothing can kill, as where a driver hangs
+        os._exit(code)
+    sys.exit(code)

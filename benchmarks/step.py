@@ -2,7 +2,6 @@
 
     python -m benchmarks.run step [--device cpu|cuda] [--model paper|small|FILE] [--batches 4 8] [--compiled eager layers step]
     python -m benchmarks.run step --explain       where its time goes: benchmarks.stages
-    python -m benchmarks.run step --autotune      the fastest settings: benchmarks.autotune
 
     fp32       float32 throughout
     autocast   float32 weights, matrix products in bf16
@@ -17,6 +16,7 @@ sides must agree on the loss of the same weights and draws. `--compiled` is the 
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from benchmarks import bars
 from benchmarks.authors_step import AuthorsStep, draw
-from benchmarks.measure import Case, in_fresh_process, run_cases
+from benchmarks.measure import Case, in_fresh_process, run_cases, timed
 from data_tools.memory import keep_freed_memory
 from engine.config import CONFIGS, load
 from engine.model import fairseq
@@ -48,6 +48,14 @@ RECREATION, OURS, PRODUCT = "re-creation of fairseq-signals' step", "omnilead", 
 BATCHES = {"cpu": (4,), "cuda": (64, 256)}  # crops of 10 s
 STEPS = {"cpu": 2, "cuda": 20}  # that count
 WAYS = {"cpu": ("eager",), "cuda": ("layers", "step", "eager")}  # of compiling, the loop's own first
+KINDS = {  # that a suite tries, one after the other
+    "cpu": {"attention": ("sdpa", "manual"), "position": ("conv", "dft")},  # compiling takes minutes there, for nothing
+    "cuda": {
+        "attention": ("short", "efficient", "cudnn", "flash", "manual"),
+        "position": ("conv", "dft", "blocks"),
+        "compiled": ("step", "eager"),
+    },
+}
 WARM_UP = {"cpu": 1, "cuda": 3}
 FIGURE = {"cpu": "per_cpu_s", "cuda": "per_s"}  # what is compared: on shared cores seconds are also those of others
 PRODUCT_SIZE, PRODUCTS = {"cpu": 2048, "cuda": 8192}, {"cpu": 5, "cuda": 20}
@@ -111,20 +119,29 @@ def runs(base: Run, batches: Sequence[int], compiled: Sequence[str]) -> list[Run
     return found
 
 
-def brief(base: Run) -> list[Run]:
-    """A small batch beside the re-creation, then bf16 at growing batches, eager and compiled. On a GPU ours in bf16 alone, and
-    the positional convolution and attention in their other forms."""
-    on_gpu = base.device == "cuda"
-    small, *larger = (64, 256, 512) if on_gpu else (2, 4)
-    usual, *others = WAYS[base.device]
-    found = runs(base, [small], [usual])
-    mine = replace(base, side=OURS, precision="bf16", compiled=usual)
-    ways = [replace(mine, batch=larger[0], compiled=how) for how in others]
-    if on_gpu:
-        found = [run for run in found if run.side != OURS or run.precision == "bf16"]
-        forms = [{"attention": how} for how in ("efficient", "cudnn", "short")] + [{"position": how} for how in ("conv", "dft")]
-        ways = [replace(mine, batch=larger[0], **form) for form in forms] + ways  # type: ignore[arg-type]
-    return found + [replace(mine, batch=batch) for batch in larger] + ways
+def by_value(base: Run, batches: Sequence[int]) -> list[Run]:
+    """What a suite measures on a GPU, what is worth most first: ours in bf16 and the re-creation's autocast at the usual batch,
+    then other batches, ways to compile, and kinds of attention and of positional convolution."""
+    small, usual, *others = batches
+    mine = replace(base, side=OURS, precision="bf16", batch=usual, compiled=WAYS[base.device][0])
+    peer = replace(base, side=RECREATION, precision="autocast", batch=usual)
+    found = [replace(base, side=PRODUCT, precision="bf16"), mine, peer, replace(mine, batch=small), replace(peer, batch=small)]
+    found += [replace(mine, batch=batch) for batch in others]
+    found += [replace(peer, precision="fp32", batch=batch) for batch in (small, usual)]
+    found += [replace(mine, **{key: kind}) for key, kinds in KINDS[base.device].items() for kind in kinds]  # type: ignore[arg-type]
+    return [*found, replace(base, side=PRODUCT, precision="fp32"), replace(mine, precision="autocast")]
+
+
+def fastest(results: dict[str, dict[str, Any]], chosen: Sequence[Run]) -> Run | None:
+    """Of ours in bf16, which the loop has too."""
+    found = [run for run in chosen if run.name in results and (run.side, run.precision) == (OURS, "bf16")]
+    return max(found, key=lambda run: float(results[run.name][FIGURE[run.device]]["median"]), default=None)
+
+
+def settings(run: Run) -> tuple[str, ...]:
+    """For --set."""
+    kinds = (f"model.attention={run.attention}", f"model.position={run.position}")
+    return (f"train.micro_batch={run.batch}", f"train.compile={run.compiled}", *kinds)
 
 
 def cases(chosen: Sequence[Run]) -> dict[str, Case]:
@@ -263,12 +280,33 @@ def disagreement(run: Run) -> float:
 
 def check_agreement(run: Run) -> float:
     """The benchmark's own first condition: the same weights and draws give the same loss."""
-    found = in_fresh_process(disagreement, run, warm_up=False)["units"]
+    return agreed(run, in_fresh_process(disagreement, run, warm_up=False)["units"])
+
+
+def agreed(run: Run, found: float) -> float:
     if not found <= (most := AGREEMENT[run.device]):
         raise SystemExit(
             f"benchmarks.step: the two sides' losses differ by {found:.1e}, more than {most:.0e}: nothing was timed"
         )
     return found
+
+
+def alone(run: Run, repeats: int) -> dict[str, Any]:
+    """One case in this process, as a part of a record; the re-creation's only if it agrees with ours."""
+    given = facts(run)
+    if run.side == RECREATION:
+        given["loss_difference"] = agreed(run, disagreement(run))
+    (case,) = cases([run]).values()
+    return {"input": given, "results": {run.name: timed(case, repeats)}}
+
+
+def compiled(run: Run, done: Path) -> dict[str, Any]:
+    """Its first steps, for the compiler's cache."""
+    began = time.monotonic()
+    next(step(run))
+    done.parent.mkdir(exist_ok=True)
+    done.touch()
+    return {"first_steps_s": round(time.monotonic() - began, 1)}
 
 
 def completed(results: dict[str, dict[str, Any]], chosen: Sequence[Run]) -> dict[str, dict[str, Any]]:
@@ -323,10 +361,7 @@ def facts(base: Run) -> dict[str, Any]:
 
 def measure(work: Path, options: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
     base = base_run(options)
-    if options.brief:
-        chosen = brief(base)
-    else:
-        chosen = runs(base, options.batches or BATCHES[base.device], options.compiled or WAYS[base.device])
+    chosen = runs(base, options.batches or BATCHES[base.device], options.compiled or WAYS[base.device])
     left_out = dict[str, str]()
     progress("do both sides agree on a loss?")
     difference = check_agreement(base)

@@ -80,11 +80,6 @@ def step(part: Part) -> Iterator[str]:
         yield "fairseq-signals as shipped does not run under bf16 autocast: that row is a re-creation with this repaired."
 
 
-def autotune(part: Part) -> Iterator[str]:
-    yield from step(part)
-    yield f"Fastest: {part['best']}: `{' '.join(f'--set {each}' for each in part['settings'])}`"
-
-
 def cost(part: Part) -> Iterator[str]:
     given, roof, lines = part["input"], part["machine"], []
     whole = part["results"]["the whole step"]["ms"]["median"]
@@ -213,7 +208,6 @@ TABLES: dict[str, tuple[str, Callable[[Part], Iterator[str]]]] = {
     "loader": ("Dataset to batches: crops of 10 s as float32 millivolts in torch (gather: as stored, int16)", loader),
     "step": ("One training step: crops of 10 s", step),
     "cost": ("Where a step's time goes, largest gap first", cost),
-    "autotune": ("The fastest settings", autotune),
     "e2e": ("Crops to weights through the loop, beside the bare step", e2e),
     "embed": ("ECGs to embeddings: the command beside its encoder alone", embed),
     "start": ("From the command to the first step: the quick start", start),
@@ -268,7 +262,7 @@ def note(part: Part) -> str:
     amount = next(
         (f"{given[name]:,} {name} ({given['archive']}) in the page cache" for name in ("records", "crops") if name in given), ""
     )
-    amount = given["archive"] if part["benchmark"] in ("step", "cost", "autotune") or not amount else amount
+    amount = given["archive"] if part["benchmark"] in ("step", "cost") or not amount else amount
     dirty = ", uncommitted changes" if part["git"]["dirty"] else ""
     if part["benchmark"] == "downstream":
         seeds = part["config"]["repeats"]

@@ -1,6 +1,7 @@
 """Cases to be measured in processes of their own, which import this and not torch."""
 
 import os
+import time
 from collections.abc import Generator
 
 
@@ -22,3 +23,13 @@ def stream(units: float) -> Generator[float, bool, None]:
         units += 1
         if (yield units):
             return
+
+
+def hangs() -> None:
+    print("it hangs here", flush=True)
+    time.sleep(600)
+
+
+def part(rate: float) -> dict[str, object]:
+    spread = {"median": rate, "low": rate, "high": rate}
+    return {"input": {}, "results": {f"rate {rate}": {"per_s": spread, "per_cpu_s": spread}}}

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from cases_made import dies, fails, stream, works
 
-from benchmarks import autotune, e2e, embed, feed, measure, report, run, scaling, stages, start, step, suite
+from benchmarks import e2e, embed, feed, measure, run, scaling, start, step
 from benchmarks.measure import CaseError, call_fresh, run_cases
 from data_tools.dataset import Dataset
 from engine.config import QUICKSTART, load
@@ -73,6 +73,14 @@ def test_a_record_says_where_it_comes_from() -> None:
     assert {"python", "torch", "deepspeed", "numpy"} <= set(facts["versions"])
 
 
+def test_a_copy_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("OMNILEAD_REVISION", raising=False)
+    assert run.revision() == {"commit": "unknown", "dirty": None}
+    monkeypatch.setenv("OMNILEAD_REVISION", "1" * 40)
+    assert run.revision()["commit"] == "1" * 40
+
+
 def test_a_case_that_fails_does_not_take_the_others_with_it() -> None:
     left_out: dict[str, str] = {}
     results = run_cases({"a": (fails, (1.0,)), "b": (works, (2.0,)), "c": (dies, (3.0,))}, 3, str, left_out)
@@ -118,62 +126,15 @@ def test_repeats_in_one_process() -> None:
     assert results["a"]["units"] == 11 and results["a"]["repeats"] == 3
 
 
-def rates(found: dict[tuple[int, str, str, str], float]) -> autotune.Rate:
-    def rate(one: step.Run) -> float:
-        key = one.batch, one.attention, one.position, one.compiled
-        asked.append(key)
-        return found.get(key, 0.0)
-
-    asked: list[Any] = []
-    rate.asked = asked  # type: ignore[attr-defined]
-    return rate
-
-
-BASE = step.Run(step.OURS, "bf16", device="cuda", compiled="layers")
-
-
-def test_the_largest_of_the_fast_micro_batches() -> None:
-    """Memory ends the sweep; 2 % do not count; a setting is kept if it is 1 % faster."""
-    same = ("auto", "auto", "layers")
-    sweep = {(64, *same): 90.0, (128, *same): 100.0, (256, *same): 99.0}
-    kernels = {("sdpa", "auto", "step"): 99.5, ("manual", "auto", "step"): 104.0, ("manual", "blocks", "step"): 110.0}
-    kernels |= {("auto", "auto", "step"): 101.0, ("auto", "auto", "eager"): 50.0}
-    rate = rates(sweep | {(256, *how): found for how, found in kernels.items()})
-    best = autotune.search(BASE, (64, 128, 256, 512, 1024), autotune.CHOICES["cuda"], rate)
-    assert best is not None and (best.batch, best.attention, best.position, best.compiled) == (256, "manual", "blocks", "step")
-    asked = rate.asked  # type: ignore[attr-defined]
-    assert [key[0] for key in asked[:4]] == [64, 128, 256, 512]
-    assert (1024, *same) not in asked
-    assert autotune.search(BASE, (64, 128), autotune.CHOICES["cuda"], rates({})) is None
-
-
-def test_the_sweep_ends_where_the_rate_falls() -> None:
-    same = ("auto", "auto", "layers")
-    rate = rates({(64, *same): 100, (128, *same): 90, (256, *same): 200})
-    best = autotune.search(BASE, (64, 128, 256), {}, rate)
-    assert best is not None and best.batch == 64
-
-
-def test_what_it_found_is_what_the_engine_takes() -> None:
-    best = step.Run(step.OURS, "bf16", 8, attention="manual", position="blocks", compiled="layers")
-    config = load(QUICKSTART, autotune.settings(best))
-    assert (config.train.micro_batch, config.train.compile, config.train.precision) == (8, "layers", "bf16")
-    assert (config.model.attention, config.model.position) == ("manual", "blocks")
-
-
-def here(function: Any, *arguments: Any) -> Any:
-    """In place of call_fresh: no process of its own, no seconds for its imports."""
-    return function(*arguments)
-
-
-def test_autotune_for_real(tiny: str, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(measure, "call_fresh", here)
-    monkeypatch.setattr(autotune, "CHOICES", {"cpu": {"attention": ("sdpa",)}})
-    words = ["step", "--autotune", "--model", tiny, "--batches", "2", "4", "--threads", "1", "--precision", "fp32"]
-    part = run.measured(tmp_path, run.parse(words))
-    assert part["benchmark"] == "autotune" and part["best"] in part["results"]
-    assert "--set train.micro_batch=" in capsys.readouterr().out
-    assert all(r["mfu"] > 0 for n, r in part["results"].items() if "omni" in n)
+def test_the_fastest_step_is_what_the_engine_takes() -> None:
+    base = step.Run(step.OURS, "bf16", device="cuda", compiled="layers")
+    runs = step.by_value(base, (64, 256))
+    results = {one.name: {"per_s": {"median": float(number)}} for number, one in enumerate(runs)}
+    best = step.fastest({name: results[name] for name in results if "autocast" not in name}, runs)
+    assert best == dataclasses.replace(base, batch=256, compiled="eager")  # the last of ours in bf16
+    config = load(QUICKSTART, step.settings(best))
+    assert (config.train.micro_batch, config.train.compile, config.model.position) == (256, "eager", "auto")
+    assert step.fastest({}, runs) is None
 
 
 def setup(dataset: Dataset, tiny: str, tmp_path: Path, **changes: Any) -> e2e.Setup:
@@ -238,6 +199,13 @@ def test_embeddings_beside_the_encoder_alone(tiny: str, tmp_path: Path, capsys: 
     assert "share %" in capsys.readouterr().out
 
 
+def test_random_weights_are_the_same_each_time(tiny: str, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        embed.untrained(tmp_path / name, tiny)
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b"))
+    assert first == second
+
+
 def test_a_share_is_of_turns_side_by_side() -> None:
     rows = {name: [{"wall_s": s * d, "cpu_s": 2 * s * d} for d in (1, 5, 2)] for name, s in (("alone", 0.9), ("command", 1.0))}
     result = embed.told(rows, embed.Setup("model", ("dataset",), "out", crops=10))
@@ -289,79 +257,6 @@ def test_this_sessions_cpu_seconds() -> None:
         assert process.poll() is None
     process.communicate(b"\n")
     assert start.session_s(process.pid) == 0
-
-
-@pytest.mark.parametrize("kind", ["cpu", "gpu"])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_suites_parts_are_commands(kind: str, device: str) -> None:
-    options = run.parse(["suite", "--device", device, "--kind", kind])
-    parsed = [run.parse(words) for words in suite.parts(kind, options)]
-    assert {"loader", "step", "e2e", "embed", "start"} <= {one.benchmark for one in parsed}
-    if kind == "gpu":
-        assert {one.device for one in parsed} == {device}
-        assert [one.benchmark for one in parsed] == ["step", "e2e", "loader", "embed", "start", "step", "step"]  # bars first
-        assert parsed[0].brief and parsed[-2].explain and parsed[-1].autotune
-    assert any(one.explain for one in parsed if one.benchmark == "step")
-
-
-def test_a_suite_goes_on_without_what_fails_or_comes_too_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(_: Path, options: Any) -> dict[str, Any]:
-        if options.benchmark == "loader":
-            raise RuntimeError("no\nluck")
-        return {
-            "benchmark": options.benchmark,
-            "results": {} if options.benchmark == "step" else {"a": 1},
-            "left_out": {"b": "c"},
-        }
-
-    clock = iter([0.0, 0.0, 60.0, 120.0, 120.0, 130.0, 140.0, 150.0, 999.0])
-    monkeypatch.setattr(suite.run, "measured", measured)
-    monkeypatch.setattr(suite.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(suite, "lacks", lambda module: module == "nvidia.dali")
-    monkeypatch.setattr(suite, "parts", lambda *_: [["ingest"], ["loader"], ["step"], ["start"], ["scaling"]])
-    options = run.parse(["suite", "--minutes", "10"])
-    found = suite.measure(tmp_path, options, str)
-    assert [part["benchmark"] for part in found["parts"]] == ["ingest", "start"]
-    assert found["left_out"]["loader"] == "RuntimeError: no luck"
-    assert found["left_out"]["step"] == "CaseError: c" and "--minutes 10" in found["left_out"]["scaling"]
-    clock = iter([0.0, *[999.0] * 5])
-    with pytest.raises(SystemExit, match=r"nothing was measured: .*--minutes 10"):
-        suite.measure(tmp_path, options, str)
-    assert measure.end is None
-    assert found["left_out"]["DALI"].startswith("not installed")
-    assert "DeepSpeed" not in found["left_out"]
-
-
-def test_a_suite_on_a_cpu_as_on_a_gpu(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = [["step", "--explain", "--model", tiny, "--batches", "2", "--threads", "1", "--machine", "h200"]]
-    monkeypatch.setattr(stages, "call_fresh", here)
-    monkeypatch.setattr(suite, "parts", lambda *_: words)
-    monkeypatch.setattr(suite, "gpu_tests", lambda _: {"passed": True, "said": "3 skipped"})
-    monkeypatch.setattr(os, "environ", os.environ.copy())
-    out = tmp_path / "record.json"
-    assert run.main(["suite", "--kind", "gpu", "--model", tiny, "--out", str(out)]) == 0
-    record = json.loads(out.read_text())
-    assert record["gpu_tests"]["said"] == "3 skipped" and record["config"]["kind"] == "gpu"
-    (part,) = report.load(out)
-    assert (
-        part["benchmark"] == "cost"
-        and part["machine"]["name"] == "NVIDIA H200"
-        and "fc1" in report.whole({("cost", "cpu"): part})
-    )
-
-
-@pytest.mark.parametrize(
-    ("out", "error", "said"),
-    [
-        ("FAILED a\n1 failed, 2 passed\n", "a warning\n", "1 failed, 2 passed"),
-        ("", "ImportError while loading conftest\nE   ModuleNotFoundError: no moto\n", "E   ModuleNotFoundError: no moto"),
-        ("", "", ""),
-    ],
-)
-def test_what_pytest_said_last(out: str, error: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suite.subprocess, "run", lambda *a, **_: subprocess.CompletedProcess(a, 4, out, error))
-    told = suite.gpu_tests(str)
-    assert told["said"] == said and not told["passed"] and len(told["failed"]) == out.count("FAILED")
 
 
 def test_crops_to_a_device(dataset: Dataset) -> None:

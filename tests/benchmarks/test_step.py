@@ -123,19 +123,6 @@ def test_the_cases() -> None:
     assert len({run.name for run in chosen}) == len(chosen) == 2 + 2 * (2 + 2 * 3)
     assert {run.compiled for run in step.runs(base, [4], ["eager"])} == {"eager"}
     assert "omnilead: bf16, step compiled, 8 crops" in {run.name for run in chosen}
-    for device, largest, most in (("cpu", 4, 11), ("cuda", 512, 14)):
-        few = step.brief(step.Run(step.OURS, "fp32", device=device))
-        assert len({run.name for run in few}) == len(few) <= most and max(run.batch for run in few) == largest
-        assert {run.side for run in few} == {step.PRODUCT, step.RECREATION, step.OURS}
-
-
-def test_a_gpus_brief_has_each_kernel_beside_another() -> None:
-    few = step.brief(replace(BASE, device="cuda"))
-    alike = [run for run in few if (run.side, run.batch, run.compiled) == (step.OURS, 256, "layers")]
-    assert {run.position for run in alike} == {"auto", "conv", "dft"} and len(few) == 14
-    assert {run.attention for run in alike} == {"auto", "efficient", "cudnn", "short"} and len(alike) == 6
-    assert {run.precision for run in few if run.side == step.OURS} == {"bf16"}
-    assert {run.position for run in step.brief(BASE)} == {"auto"}
 
 
 def test_a_model_by_its_name() -> None:
