@@ -187,8 +187,8 @@ def _stands(out: Folder, index: int, content: str) -> bool:
     name = shard_name(index)
     try:
         facts = part_facts(read_part(out, name))
-        index = hashlib.sha256(out.read(index_name(name), MAX_INDEX)).hexdigest()
-        return (facts["content"], facts["index"]) == (content, index) and out.size(f"shards/{name}") == facts["bytes"]
+        addresses = hashlib.sha256(out.read(index_name(name), MAX_INDEX)).hexdigest()
+        return (facts["content"], facts["index"]) == (content, addresses) and out.size(f"shards/{name}") == facts["bytes"]
     except (ReadError, FileNotFoundError, KeyError):
         return False
 

@@ -241,6 +241,7 @@ class RemoteFolder:
     def _range(self, name: str, start: int, size: int) -> bytes:
         """As many of the bytes as the object has: an answer may be cut, and announce the length that it was cut to."""
         path = self.path(name)
+        data: bytes
         try:
             if hasattr(self.fs, "call_s3"):
                 from fsspec.asyn import sync
