@@ -376,5 +376,5 @@ def _reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+    with open(os.devnull, "w", errors="replace") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         yield

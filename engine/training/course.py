@@ -53,7 +53,7 @@ FREE = {"run", "data.datasets", "data.anonymous"} | {
     )
     for name in names
 }
-LESS = "lower train.micro_batch (an eighth is a start) or pipeline.read_ahead, leave pipeline.backend=resident, or free memory"
+LESS = "lower train.micro_batch (an eighth is a start) or pipeline.read_ahead, avoid pipeline.backend=resident, or free memory"
 NO_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 MAKE_DEMO = (
     "python -m data_tools synth demo/archive --patients 100 && python -m data_tools shard demo/archive --out demo/dataset"
@@ -98,6 +98,8 @@ class Door:
         if is_memory(error):
             said = " ".join(str(error).split())[:120] or type(error).__name__
             return self.say(TrainError(f"out of memory: {LESS} ({said})"), 1)
+        if isinstance(error, UnicodeEncodeError):  # torch takes no such path
+            return self.say(ConfigError(f"{error.object[:200]!r}: a name that is not UTF-8: choose another"), 2)
         if isinstance(error, OSError):  # a bad place to write to; later, a disk that is full
             hint = "choose another with --set run=RUN" if error.errno in NO_PLACE else "the last checkpoint is good"
             code = 2 if error.errno in NO_PLACE else 1
@@ -319,5 +321,5 @@ def export_run(run: Path, door: Door) -> int:
     path = checkpoint.best(run) if door.task.exports_best else checkpoint.newest(run, warn)
     if path is None:
         raise CheckpointError(f"{run}: has no checkpoint: train first")
-    print(export.export(run, path, settings_of(path, checkpoint.read_state(path), door.kind), door.task))
+    say(str(export.export(run, path, settings_of(path, checkpoint.read_state(path), door.kind), door.task)))
     return 0

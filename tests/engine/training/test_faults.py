@@ -325,6 +325,7 @@ def test_deepspeed_starts_it(dataset: Dataset, tmp_path: Path) -> None:
         (RuntimeError("can't start new thread"), 1, "memory: lower train.micro_batch"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), 1, "memory: lower train.micro_batch"),
         (MemoryError(), 1, "memory: lower train.micro_batch"),
+        (UnicodeEncodeError("utf-8", "r\udcff", 1, 2, "surrogates not allowed"), 2, "'r\\udcff': a name that is not UTF-8"),
     ],
 )
 def test_errors_from_elsewhere_are_one_line(
