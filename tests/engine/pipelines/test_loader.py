@@ -19,7 +19,7 @@ from data_tools.dataset import Dataset
 from engine.pipelines import loader as pipelines_loader
 from engine.pipelines.augment import AugmentConfig, ThreeKG
 from engine.pipelines.batched import alone, parameters
-from engine.pipelines.dali import InFlight
+from engine.pipelines.dali import DaliError, InFlight
 from engine.pipelines.loader import Loader, LoaderConfig, LoaderError
 from engine.pipelines.meter import Meter
 from engine.pipelines.resident import Resident
@@ -117,6 +117,27 @@ def test_a_state_before_the_beginning_is_refused(dataset: Dataset) -> None:
     state["crops_seen"] = -16
     with pytest.raises(LoaderError, match="crops_seen=-16"):
         loader(dataset, state=state)
+
+
+SEEN = (None, "16", -16, 8, True, 16.0, 2**64)
+FORGED = [{"recipe": None}, {"recipe": []}, {"dali": ""}, {"dali": 3}, *({"crops_seen": seen} for seen in SEEN)]
+
+
+def test_a_forged_state_is_refused_and_never_begins_anew(dataset: Dataset) -> None:
+    state = some(loader(dataset), 1)[-1][1]
+    for forged in ({}, *(state | change for change in FORGED)):
+        with pytest.raises(LoaderError) as error:
+            loader(dataset, state=forged)
+        assert "\n" not in str(error.value)
+
+
+def test_a_damaged_state_of_dali_is_one_line_and_none_is_a_new_stream(dataset: Dataset) -> None:
+    state = some(loader(dataset, "dali"), 1)[-1][1]
+    for blob in ("!", "aGVsbG8=", state["dali"][:100], "\u00e9"):
+        with pytest.raises(DaliError) as error:
+            some(loader(dataset, "dali", state=state | {"dali": blob}), 1)
+        assert "\n" not in str(error.value)
+    assert len(some(loader(dataset, "dali", state=state | {"dali": None}), 1)) == 1
 
 
 def test_a_state_of_another_dataset_or_dali_is_refused(dataset: Dataset) -> None:
