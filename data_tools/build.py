@@ -28,11 +28,11 @@ from data_tools.errors import DataError, DatasetError, ReadError, StorageError
 from data_tools.finish import finish, recipe_hash
 from data_tools.labels import class_row
 from data_tools.memory import keep_freed_memory
-from data_tools.plan import Plan, Reject, make_plan, record_stem
+from data_tools.plan import Plan, Reject, make_plan
 from data_tools.prepare import Crop, prepare_crop
 from data_tools.record import EcgRecord
 from data_tools.shards import MAX_INDEX, TarWriter, index_name, part_name, shard_name
-from data_tools.sources.base import Source, carefully
+from data_tools.sources.base import Source, carefully, located, record_stem
 from data_tools.splits import PAPERS, RoleSources
 from data_tools.storage import Folder, ahead, folder
 
@@ -204,7 +204,7 @@ def build_shard(task: Task) -> int:
     try:
         with open(temporary, "wb", buffering=1 << 20) as file:
             tar = TarWriter(file)
-            for label, part, record in _records(task):
+            for path, label, part, record in _records(task):
                 filed, _, plain = label.partition("/")
                 shown = pseudonyms.shown(task.pseudonym_key, "r", filed, plain)
                 try:
@@ -215,7 +215,7 @@ def build_shard(task: Task) -> int:
                     crop = prepare_crop(record, part, out)
                     row = row_of(filed, shown, record, crop, task.pseudonym_key)
                 except ReadError as error:
-                    rejects.append((filed, shown, error.reason, error.detail))
+                    rejects.append((filed, shown, error.reason, located(path, error.detail)))
                     continue
                 rejects += [(filed, shown, *flag) for flag in _findings(crop)]
                 row["crc32c"], row["waveform"] = waveform(out)
@@ -287,7 +287,7 @@ def _findings(crop: Crop) -> Iterator[tuple[str, str]]:
             yield flag, at
 
 
-def _records(task: Task) -> Iterator[tuple[str, int, EcgRecord | ReadError]]:
+def _records(task: Task) -> Iterator[tuple[str, str, int, EcgRecord | ReadError]]:
     """Each crop's record, in shard order; from far away, many requests are on their way at once."""
     if not any(source.root.remote for source in task.sources):
         held: dict[str, EcgRecord | ReadError] = {}
@@ -296,11 +296,11 @@ def _records(task: Task) -> Iterator[tuple[str, int, EcgRecord | ReadError]]:
                 if len(held) >= RECORDS_HELD:
                     held.clear()
                 held[label] = carefully(task.sources[archive].read, key)
-            yield label, part, held[label]
+            yield key, label, part, held[label]
         return
 
-    def read(crop: tuple[int, str, str, int]) -> tuple[str, int, EcgRecord | ReadError]:
+    def read(crop: tuple[int, str, str, int]) -> tuple[str, str, int, EcgRecord | ReadError]:
         archive, key, label, part = crop
-        return label, part, carefully(task.sources[archive].read, key)
+        return key, label, part, carefully(task.sources[archive].read, key)
 
     yield from ahead(read, task.crops)

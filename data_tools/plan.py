@@ -21,7 +21,7 @@ from data_tools.dataset import FORMAT_VERSION, SHARD_CROPS
 from data_tools.errors import ReadError, StorageError
 from data_tools.prepare import SPEC_HASH, crop_count, dropped_s
 from data_tools.shards import MAX_NAME
-from data_tools.sources.base import Source, carefully
+from data_tools.sources.base import Source, carefully, located, record_stem
 from data_tools.storage import ahead, links_in
 
 Reject = tuple[str, str, str, str]  # source, record, reason, detail
@@ -93,10 +93,13 @@ def make_plan(
     old = _among(labels, known, key)
     first = _first_of_each(pc.replace_substring(labels, "/", "-"))  # a-b/c and a/b-c are one name in a shard
     fresh = first & ~old
-    rejects = [reject for scan in scans for reject in scan.rejects]
-    for label in labels.filter(pa.array(~first & ~old)).to_pylist():
+    refused = [refused for scan in scans for refused in scan.refused]
+    again = pa.array(~first & ~old)
+    keys = pa.concat_arrays([scan.keys for scan in scans])
+    for path, label in zip(keys.filter(again).to_pylist(), labels.filter(again).to_pylist(), strict=True):
         source, _, name = label.partition("/")
-        rejects.append((source, name, "record read already", "another of this name came first"))
+        refused.append((path, (source, name, "record read already", f"another {name} came first")))
+    rejects = _each_by_its_name(refused, labels, known, key)
     crops = np.concatenate([scan.crops for scan in scans])[fresh]
     first_crop = np.concatenate([[0], np.cumsum(crops, dtype=np.int64)])
     seen, known_already = _sum(scan.seen_by_source for scan in scans), _by_source(labels, old)
@@ -108,7 +111,7 @@ def make_plan(
     return Plan(
         sources,
         np.concatenate([np.full(len(scan.crops), scan.archive, np.int16) for scan in scans])[fresh],
-        pa.concat_arrays([scan.keys for scan in scans]).filter(pa.array(fresh)),
+        keys.filter(pa.array(fresh)),
         labels.filter(pa.array(fresh)),
         np.concatenate([scan.fingerprints for scan in scans])[fresh],
         np.concatenate([scan.stamps for scan in scans])[fresh],
@@ -142,7 +145,7 @@ class _Scan:
     seen: int
     seen_by_source: dict[str, int]
     dropped_s: np.ndarray
-    rejects: list[Reject]
+    refused: list[tuple[str, Reject]]  # with their keys
 
 
 def _chunks(sources: tuple[Source, ...]) -> Iterator[tuple[int, int, Source, list[str]]]:
@@ -157,11 +160,11 @@ def _chunks(sources: tuple[Source, ...]) -> Iterator[tuple[int, int, Source, lis
 def _scan(task: tuple[int, int, Source, list[str]]) -> _Scan:
     chunk, archive, source, keys = task
     rows: list[tuple[str, str, int, int, int, float]] = []
-    rejects: list[Reject] = []
+    refused: list[tuple[str, Reject]] = []
     seen: dict[str, int] = {}
     read = partial(carefully, source.header)
     for key, header in zip(keys, ahead(read, keys) if source.root.remote else map(read, keys), strict=True):
-        name, filed = record_stem(key), source.source_of(key)
+        name, filed = source.called(key), source.source_of(key)
         try:
             if isinstance(header, ReadError):
                 raise header
@@ -177,7 +180,7 @@ def _scan(task: tuple[int, int, Source, list[str]]) -> _Scan:
             words = header.fingerprint + f"{header.samples} {header.fs_hz}".encode()
             rows.append((key, f"{filed}/{name}", _hash(words), _hash(header.stamp), crops, lost))
         except ReadError as error:
-            rejects.append((filed, record_stem(name), error.reason, error.detail))
+            refused.append((key, (filed, record_stem(name), error.reason, error.detail)))
         seen[filed] = seen.get(filed, 0) + 1
     columns: list[Any] = list(zip(*rows, strict=True)) or [()] * 6
     return _Scan(
@@ -191,7 +194,7 @@ def _scan(task: tuple[int, int, Source, list[str]]) -> _Scan:
         len(keys),
         seen,
         np.array(columns[5], np.float64),
-        rejects,
+        refused,
     )
 
 
@@ -199,9 +202,22 @@ def _hash(words: bytes) -> int:
     return int.from_bytes(blake2b(words, digest_size=8).digest())
 
 
-def record_stem(key: str) -> str:
-    """A name for a record that has not told its own."""
-    return re.sub(r"[^A-Za-z0-9_-]+", "_", key.rsplit("/", 1)[-1].rsplit(".", 1)[0])[:64] or "_"
+def _each_by_its_name(
+    refused: list[tuple[str, Reject]], labels: pa.Array, known: Collection[str], key: bytes | None
+) -> list[Reject]:
+    """Every refused record has a name of its own in rejects.csv: its path, if another record has its name."""
+    asked = pa.array([f"{source}/{name}" for _, (source, name, *_) in refused], labels.type)
+    used = pc.is_in(asked, labels).to_numpy(zero_copy_only=False) | _among(asked, known, key)
+    taken: set[tuple[str, str]] = set()
+    rejects = []
+    for (path, (source, name, reason, detail)), elsewhere in zip(refused, used.tolist(), strict=True):
+        if elsewhere or (source, name) in taken:
+            name = path if path.isprintable() else ascii(path)[1:-1]
+        while (source, name) in taken:
+            name += " again"  # in another archive
+        taken.add((source, name))
+        rejects.append((source, name, reason, located(path, detail)))
+    return rejects
 
 
 def _first_of_each(labels: pa.Array) -> np.ndarray:

@@ -20,6 +20,7 @@ Reading your own format takes a class of a dozen lines and `--source your_module
 """
 
 import hashlib
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -72,6 +73,10 @@ class Source(ABC):
         """Under which name a record is filed: an archive may hold several databases."""
         return self.name
 
+    def called(self, key: str) -> str:
+        """A name for a record that cannot tell its own."""
+        return record_stem(key)
+
     def tables(self) -> bytes:
         """Whatever is read besides the records and decides what is written of them: patients, ages, diagnoses."""
         return b""
@@ -92,6 +97,12 @@ class WfdbSource(Source):
     def name_of(self, key: str, stem: str) -> str:
         """Under which name a header file's record is filed."""
         return stem
+
+    def called(self, key: str) -> str:
+        try:
+            return self.name_of(key, record_stem(key))
+        except ReadError:
+            return record_stem(key)
 
     def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
         """Patient, age, sex and diagnoses from the archive's tables."""
@@ -145,6 +156,18 @@ def carefully(call: Callable[[str], T], key: str) -> T | ReadError:
         raise
     except Exception as error:
         return ReadError("unreadable record", f"{type(error).__name__} in {key.rsplit('/', 1)[-1][:40]}")
+
+
+def record_stem(key: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]+", "_", key.rsplit("/", 1)[-1].rsplit(".", 1)[0])[:64] or "_"
+
+
+def located(key: str, detail: str) -> str:
+    """What is said of a record's fault, and where the record lies."""
+    path = key if key.isprintable() else ascii(key)[1:-1]
+    if detail.startswith(f"{path.rpartition('.')[0] or path}."):  # its signal's file
+        return detail
+    return f"{path}: {detail}" if detail else path
 
 
 def with_orphans(names: Iterator[str], suffix: str) -> Iterator[str]:

@@ -13,9 +13,11 @@ import pytest
 import webdataset
 from handmade import ecg, write_challenge
 
+from data_tools.__main__ import main
 from data_tools.build import Settings, shard
 from data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, SAMPLES, Dataset, fingerprint
 from data_tools.errors import DataError, DatasetError, StorageError
+from data_tools.finish import read_rejects
 from data_tools.labels import class_row
 from data_tools.plan import make_plan, permutation
 from data_tools.shards import member_header
@@ -172,6 +174,38 @@ def test_several_archives_make_one_dataset(tmp_path: Path) -> None:
         again = [row for row in csv.DictReader(file) if row["reason"] == "record read already"]
     assert len(again) == 12  # the second archive's HR00001 to HR00012: the first came first
     assert len({(r["source"], r["record"]) for r in joint.table().to_pylist()}) == 24
+
+
+def told(dataset: Dataset) -> tuple[list[str], dict[str, int]]:
+    """The paths of the refused records in rejects.csv, one for each; and what dataset.json says of them."""
+    used = {(row["source"], row["record"]) for row in dataset.table(["source", "record"]).to_pylist()}
+    details = {(source, name): detail for source, name, _, detail in read_rejects(dataset) if (source, name) not in used}
+    return sorted(detail.split(":")[0] for detail in details.values()), dataset.meta["sources"][0]["records"]
+
+
+@pytest.mark.parametrize("layout", ["folders", "training/georgia"])
+def test_every_refused_record_has_its_row_and_its_path(layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused while planning, or while reading, or because another has its name; in two archives alike."""
+    src = tmp_path / "src" / layout
+    for number in range(5):
+        (src / f"g{number}").mkdir(parents=True)
+        (src / f"g{number}" / "rec_1.hea").write_text("")
+    for number in range(3):
+        write_challenge(src / "h", f"rec_{number + 1}", ecg(6000, number) * (number != 2))
+    command = ["shard", str(tmp_path / "src"), str(tmp_path / "src"), "--workers", "1", "--out"]
+    assert main([*command, str(tmp_path / "out")]) == 0
+    words = capsys.readouterr().out
+    paths, counts = told(made := Dataset.open(str(tmp_path / "out")))
+    under = f"{layout}/"
+    headers = [f"{under}g{number}/rec_1.hea" for number in range(5)]
+    doubles = [f"{under}h/rec_{number}.hea" for number in (1, 2, 3)]
+    assert paths == sorted([*headers, *headers, *doubles, doubles[2]])
+    assert counts == {"seen": 16, "used": 2, "refused": len(paths)} and f"\n{len(paths)} records refused" in words
+    again = shard(open_sources(str(tmp_path / "src")), Settings(str(tmp_path / "key"), pseudonym_key=b"k" * 32, quiet=True))
+    assert told(again)[1] == {"seen": 8, "used": 2, "refused": 6} and len(told(again)[0]) == 6
+    write_challenge(src / "h", "rec_4", ecg(6000, 4))
+    grown = shard(open_sources(str(tmp_path / "src")), Settings(str(tmp_path / "more"), extend=made.root.url, quiet=True))
+    assert told(grown)[1] == {"seen": 17, "used": 3, "refused": 14} and len(told(grown)[0]) == 14
 
 
 def test_extending_keeps_the_shards_and_the_roles(tmp_path: Path) -> None:
