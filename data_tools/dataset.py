@@ -24,13 +24,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_tools.errors import ChunkError as ChunkError  # the engine has these three from here
+from data_tools.errors import ChunkError as ChunkError  # the engine has these, and as_csv, from here
 from data_tools.errors import DataError as DataError
 from data_tools.errors import DatasetError as DatasetError
 from data_tools.errors import ReadError, one_line
 from data_tools.labels import ABBREVIATIONS
 from data_tools.record import LEADS
 from data_tools.storage import Folder, folder
+from data_tools.tables import as_csv as as_csv
 
 FORMAT_VERSION = 1
 CLASSES = ABBREVIATIONS  # the columns of `labels`

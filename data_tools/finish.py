@@ -22,6 +22,7 @@ from data_tools.errors import DatasetError, ReadError, StorageError, one_line
 from data_tools.plan import Plan, Reject
 from data_tools.prepare import SPEC, SPEC_HASH
 from data_tools.storage import Folder
+from data_tools.tables import as_csv, unquoted
 
 ROW_GROUP = 65_536
 _SHARD_FILE = re.compile(r"shards/(\d{5,})\.(?:tar|idx)", re.ASCII)
@@ -56,7 +57,7 @@ def finish(
         gone = pa.array(np.full(len(table), -1))
         table = table.set_column(0, COLUMNS[0], gone.cast(pa.int32())).set_column(1, COLUMNS[1], gone)
     _remove_strays(out, shards, settings.format)
-    samples, refused = _parquet(table), _csv(rejects)
+    samples, refused = _parquet(table), as_csv([("source", "record", "reason", "detail"), *sorted(set(rejects))]).encode()
     meta = {
         "format_version": FORMAT_VERSION,
         "fs_hz": SPEC["fs_hz"],
@@ -227,17 +228,9 @@ def read_rejects(base: Dataset) -> list[Reject]:
         if told and hashlib.sha256(data).hexdigest() != told["sha256"]:
             raise DatasetError(f"{file}: fails its sha256: restore the file")
         _, *rows = csv.reader(io.StringIO(data.decode()))
-        return [(source, record, reason, detail) for source, record, reason, detail in rows]
+        return [(source, record, reason, detail) for source, record, reason, detail in (map(unquoted, row) for row in rows)]
     except (ReadError, ValueError, csv.Error) as error:
         raise DatasetError(one_line(f"{file}: {error}: restore the file")) from None
-
-
-def _csv(rejects: list[Any]) -> bytes:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("source", "record", "reason", "detail"))
-    writer.writerows(sorted(set(rejects)))
-    return text.getvalue().encode()
 
 
 def _parquet(table: pa.Table) -> bytes:

@@ -5,12 +5,11 @@
 A cell is the mean and half of the 95 % interval (Student's t) over the seeds of fine-tuning.
 """
 
-import csv
-import io
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
+from data_tools.dataset import as_csv
 from engine.config import CONFIGS, Config, load
 from engine.reproduction.paper import LEADS, TASKS, Row, Scale, Table, as_arguments, flat
 from engine.reproduction.place import Place
@@ -114,17 +113,9 @@ def write(place: Place, table: Table, plan: Plan, scale: Scale, data: Data, seed
     path = place.out / f"table-{table.number}"
     about = {"table": table.number, "title": table.title, "protocol": told, "scale": scale.name, "data": asdict(data)}
     place.keep(path.with_suffix(".json"), about | {"cells": [asdict(cell) for cell in found]})
-    write_whole(path.with_suffix(".csv"), as_csv(found))
-    write_whole(path.with_suffix(".md"), markdown(table, found, told))
-
-
-def as_csv(found: list[Cell]) -> str:
-    out = io.StringIO()
     rows = [asdict(cell) | {"scores": " ".join(map(repr, cell.scores))} for cell in found]
-    writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()
+    write_whole(path.with_suffix(".csv"), as_csv([list(rows[0]), *(list(row.values()) for row in rows)]))
+    write_whole(path.with_suffix(".md"), markdown(table, found, told))
 
 
 def markdown(table: Table, found: list[Cell], told: str) -> str:

@@ -1,0 +1,37 @@
+"""Tables that a spreadsheet opens: nothing in them is a formula, and numbers are numbers."""
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+from handmade import ecg, write_challenge
+
+from data_tools.build import Settings, shard
+from data_tools.finish import read_rejects
+from data_tools.sources import open_sources
+from data_tools.tables import as_csv, unquoted
+
+FORMULAS = ["=1+1", "+1+1|x", "-2+3+cmd", "@SUM(A1)", "\t=1", "-", "+-5"]
+KEPT = ["-5", "-0.25", "+1e-3", "-0.2 0.3", "-inf", "a=1", "", "'", "georgia"]
+
+
+@pytest.mark.parametrize("cell", FORMULAS + KEPT)
+def test_formulas_are_quoted_and_numbers_are_not(cell: str) -> None:
+    ((read, number),) = csv.reader(io.StringIO(as_csv([(cell, -0.5)]), newline=""))
+    assert read == ("'" + cell if cell in FORMULAS else cell) and number == "-0.5"
+    assert unquoted(read) == cell
+
+
+def test_a_carriage_return_begins_no_line() -> None:
+    assert as_csv([("a\r=1", "\r=1")]) == "a =1,' =1\n"
+
+
+def test_names_of_records_are_not_formulas_in_rejects(tmp_path: Path) -> None:
+    place = tmp_path / "src" / "georgia"
+    for name in ("-cmd", "-7", "E1"):
+        write_challenge(place, name, ecg() * (name == "E1"))
+    made = shard(open_sources(str(tmp_path / "src")), Settings(str(tmp_path / "out"), quiet=True))
+    text = (tmp_path / "out" / "rejects.csv").read_text()
+    assert "\ngeorgia,'-cmd," in text and "\ngeorgia,-7," in text
+    assert {record for _, record, *_ in read_rejects(made)} >= {"-cmd", "-7"}
