@@ -1,5 +1,7 @@
 """The 26 scored diagnoses of the PhysioNet/CinC Challenge 2021, in the order of its weights.csv; the text of `Dx:`."""
 
+from collections.abc import Iterable
+
 # (abbreviation, SNOMED CT codes that are scored as the same diagnosis)
 CLASSES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("AF", ("164889003",)),
@@ -74,12 +76,16 @@ SCP_CODES = {
 HEART_AXIS_CODES = {"LAD": "39732003", "ALAD": "39732003", "RAD": "47665007", "ARAD": "47665007"}
 
 
-def parse_dx(text: str) -> tuple[tuple[str, ...], int]:
-    """`Dx:` -> distinct codes in their order, and how many fields were no code: those are counted, never copied (free text)."""
+def parse_dx(text: str) -> tuple[str, ...]:
+    """The fields of `Dx:`, CPSC's words as codes."""
     fields = [field.strip() for field in text.split(",") if field.strip()]
-    codes = [CPSC_WORDS.get(field, field) for field in fields]
-    known = tuple(dict.fromkeys(code for code in codes if code.isascii() and code.isdigit() and len(code) <= 18))
-    return known, sum(not (code.isascii() and code.isdigit() and len(code) <= 18) for code in codes)
+    return tuple(CPSC_WORDS.get(field, field) for field in fields)
+
+
+def only_codes(dx: Iterable[str]) -> tuple[tuple[str, ...], int]:
+    """Distinct SNOMED codes in their order, and how many words were none: those are counted, never copied (free text)."""
+    codes = [(word, word.isascii() and word.isdigit() and len(word) <= 18) for word in dx]
+    return tuple(dict.fromkeys(word for word, is_code in codes if is_code)), sum(not is_code for _, is_code in codes)
 
 
 def class_row(dx: tuple[str, ...]) -> list[bool]:

@@ -99,7 +99,7 @@ def make_plan(
     for path, label in zip(keys.filter(again).to_pylist(), labels.filter(again).to_pylist(), strict=True):
         source, _, name = label.partition("/")
         refused.append((path, (source, name, "record read already", f"another {name} came first")))
-    rejects = _each_by_its_name(refused, labels, known, key)
+    rejects = _each_by_its_name(refused, labels.filter(pa.array(first)), known, key)
     crops = np.concatenate([scan.crops for scan in scans])[fresh]
     first_crop = np.concatenate([[0], np.cumsum(crops, dtype=np.int64)])
     seen, known_already = _sum(scan.seen_by_source for scan in scans), _by_source(labels, old)

@@ -11,6 +11,7 @@ from functools import lru_cache
 import numpy as np
 
 from data_tools.errors import ReadError
+from data_tools.labels import only_codes
 
 LEADS = ("I", "II", "III", "aVR", "aVL", "aVF", "V1", "V2", "V3", "V4", "V5", "V6")
 LEAD_INDEX = {lead.upper(): i for i, lead in enumerate(LEADS)} | {"DI": 0, "DII": 1, "DIII": 2}
@@ -60,6 +61,11 @@ class EcgRecord:
         texts = {type(text) for text in (self.name, self.source, self.patient or "", self.sex or "", *self.leads, *self.dx)}
         if not all(issubclass(kind, str) for kind in texts) or not isinstance(self.age, (int, float, type(None))):
             raise ReadError("record field", "name, source, patient, sex, leads and dx are text, age is Python's int or float")
+        dx, others = only_codes(self.dx)
+        object.__setattr__(self, "dx", dx)
+        if others:
+            told = ("diagnosis without a code", f"{others} not copied: `dx` holds SNOMED codes, which are digits")
+            object.__setattr__(self, "warnings", (*self.warnings, told))
 
 
 def unit_name(text: str) -> str:

@@ -15,7 +15,7 @@ def as_csv(rows: Iterable[Sequence[Any]]) -> str:
 
 
 def quoted(cell: Any) -> Any:
-    """Numbers stay numbers, several in one cell too. A carriage return would begin a line, unquoted by csv before Python 3.13."""
+    """Numbers stay numbers, several in one cell too. Before Python 3.13 `csv` leaves a carriage return as it is: a new line."""
     if not isinstance(cell, str):
         return cell
     text = cell.replace("\r", " ")

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from data_tools.record import EcgRecord
 from data_tools.sources.base import WfdbSource, with_orphans
-from data_tools.sources.ptbxl import TABLE, patients
+from data_tools.sources.ptbxl import FOLDERS, TABLE, patients
 from data_tools.sources.tables import once
 from data_tools.storage import Folder, folder
 
@@ -42,7 +42,7 @@ class PhysioNet2021(WfdbSource):
         names = self.root.children()
         places = ["training"] if "training" in names else [name for name in names if name in DATABASES]
         for place in places or [""]:
-            if place != "ptb-xl" or not self.root.exists("ptb-xl/records500"):
+            if place != "ptb-xl" or not any(self.root.exists(f"ptb-xl/{name}") for name in FOLDERS):
                 yield from with_orphans(self.root.names(place), ".mat")
 
     def source_of(self, key: str) -> str:

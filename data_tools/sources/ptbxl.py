@@ -1,4 +1,5 @@
-"""PTB-XL's own release: `records500/<thousand>/<id>_hr.dat` with ptbxl_database.csv (patient, age, sex, SCP statements).
+"""PTB-XL's own release: `records500/<thousand>/<id>_hr.dat` with ptbxl_database.csv (patient, age, sex, SCP statements). Where
+records500 is not there, `records100/<thousand>/<id>_lr.dat`, the same ECGs at 100 Hz.
 
 Records are filed under the Challenge's names (ecg_id 11 is HR00011), so one ECG in both releases is one record.
 """
@@ -14,6 +15,7 @@ from data_tools.sources.base import WfdbSource, with_orphans
 from data_tools.sources.tables import once, read_table
 from data_tools.storage import Folder
 
+FOLDERS = ("records500", "records100")
 TABLE, MAX_TABLE = "ptbxl_database.csv", 256 * 2**20
 MAX_STATEMENTS = 4096  # characters of scp_codes: the parser behind literal_eval recurses
 
@@ -24,16 +26,24 @@ class PtbXl(WfdbSource):
 
     @staticmethod
     def detect(names: set[str]) -> bool:
-        return {"records500", TABLE} <= names
+        return TABLE in names and bool(names & set(FOLDERS))
 
     def keys(self) -> Iterator[str]:
-        return with_orphans(self.root.names("records500"), ".dat")
+        return with_orphans(self.root.names(self._folder()), ".dat")
+
+    def _folder(self) -> str:
+        return next((name for name in FOLDERS if self.root.exists(name)), FOLDERS[0])
+
+    def notes(self) -> list[str]:
+        if self._folder() == FOLDERS[0]:
+            return []
+        return [f"{self.root.url}: no records500, so records100 is read: 100 Hz, resampled to 500 Hz, with nothing above 50 Hz"]
 
     def tables(self) -> bytes:
         return self.root.read(TABLE, MAX_TABLE)
 
     def name_of(self, key: str, stem: str) -> str:
-        number = stem.removesuffix("_hr")
+        number = stem.removesuffix("_hr").removesuffix("_lr")
         if not number.isdigit():
             raise ReadError("record name", stem)
         return f"HR{int(number):05d}"

@@ -63,9 +63,6 @@ def read_record(root: Folder, key: str, header: WfdbHeader, name: str, source: s
         warnings = _compare(header, signal)
     else:
         signal, warnings = _read_with_wfdb(root, place, header), []
-    dx, dropped = parse_dx(header.dx)
-    if dropped:
-        warnings.append(("diagnosis without a code", f"{dropped} dropped"))
     return EcgRecord(
         name=name,
         source=source,
@@ -77,7 +74,7 @@ def read_record(root: Folder, key: str, header: WfdbHeader, name: str, source: s
         invalid=INVALID.get(header.formats[0]),
         age=header.age,
         sex=header.sex,
-        dx=dx,
+        dx=parse_dx(header.dx),
         warnings=tuple(warnings),
     )
 

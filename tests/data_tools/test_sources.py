@@ -28,6 +28,7 @@ from data_tools.__main__ import main
 from data_tools.build import Settings, shard
 from data_tools.dataset import REJECTS, Dataset
 from data_tools.errors import DataError, ReadError, StorageError
+from data_tools.finish import read_rejects
 from data_tools.record import LEADS, EcgRecord
 from data_tools.sources import Source, base, open_sources
 from data_tools.sources.code15 import Code15
@@ -278,7 +279,9 @@ def test_the_documented_source_of_ones_own(tmp_path: Path, capsys: pytest.Captur
     in_mv = EcgRecord("x", x / 1000.0, 250.0, LEADS)
     for rows in crops.values():
         np.testing.assert_array_equal(rows[0]["x"], crop(in_mv))
-    assert Path(made.root.url, REJECTS).read_text().splitlines()[1:] == ["clinic,broken,unreadable record,ValueError"]
+    assert Path(made.root.url, REJECTS).read_text().splitlines()[1:] == [
+        "clinic,broken,unreadable record,broken.csv: ValueError"
+    ]
     assert "1 records refused" in capsys.readouterr().out
 
 
@@ -297,10 +300,30 @@ def test_names_that_no_shard_can_hold_are_refused_one_by_one(tmp_path: Path) -> 
     made = shard([Named(folder(tmp_path))], Settings(str(tmp_path / "out"), quiet=True))
     assert set(crops_of(made)) == {("a-b", "c"), ("s" * 40, "r" * 49)}
     assert Path(made.root.url, REJECTS).read_text().splitlines()[1:] == [
-        "a,b-c,record read already,another of this name came first",
-        f'{"s" * 40},{"r" * 50},record name,"100 characters in a shard, 99 at most"',
+        "a,b-c,record read already,a/b-c: another b-c came first",
+        f'{"s" * 40},{"r" * 50},record name,"{"s" * 40}/{"r" * 50}: 100 characters in a shard, 99 at most"',
     ]
     assert verify(made, [Named(folder(tmp_path))]) == []
+
+
+class Worded(Source):
+    name = "clinic"
+
+    def keys(self) -> Iterator[str]:
+        return iter(["one", "two"])
+
+    def read(self, key: str) -> EcgRecord:
+        dx = ("MI", "164889003", "heart attack") if key == "one" else ("426783006",)
+        return EcgRecord(key, ecg(seed=len(key)), 500.0, LEADS, gain=1000.0, dx=dx, source=self.name)
+
+
+def test_diagnoses_that_are_no_codes_are_flagged_and_not_copied(tmp_path: Path) -> None:
+    made = shard([Worded(folder(tmp_path))], Settings(str(tmp_path / "out"), quiet=True))
+    assert {row["record"]: row["dx"] for row in made.table().to_pylist()} == {"one": ["164889003"], "two": ["426783006"]}
+    ((source, record, reason, detail),) = read_rejects(made)
+    assert (source, record, reason) == ("clinic", "one", "diagnosis without a code") and detail.startswith("2 ")
+    assert b"heart attack" not in everything_in(made)
+    assert verify(made, [Worded(folder(tmp_path))], deep=True) == []
 
 
 @pytest.mark.parametrize(
