@@ -6,10 +6,16 @@ The patient is not known, and every record is filed under `wfdb`.
 import posixpath
 import re
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import islice
 
-from data_tools.errors import ReadError
+from data_tools.errors import ReadError, StorageError
 from data_tools.sources.base import WfdbSource
 from data_tools.sources.wfdb_header import WfdbHeader
+from data_tools.storage import Folder, folder
+
+MAX_TABLE, MOST_TABLES = 64 * 2**20, 20
+PATIENT = {"patient", "patient_id", "patientid", "subject", "subject_id", "subjectid", "person_id"}  # columns
 
 
 class WfdbFolder(WfdbSource):
@@ -26,5 +32,22 @@ class WfdbFolder(WfdbSource):
             raise ReadError("record name", f"{len(name)} characters with its folders, 64 at most")
         return name
 
+    def notes(self) -> list[str]:
+        """No table is read: where one names patients, in this folder or in the one above, it may be meant to be."""
+        places = [self.root] if self.root.remote else [self.root, folder(posixpath.dirname(self.root.url))]
+        told = next((told for place in places for told in _tables_with_patients(place)), "")
+        why = "a plain WFDB folder is read without tables, so nobody can be in gallery and probe"
+        return [f"{told}, but {why}: name the archive's own folder as SRC, or its kind with --source"] if told else []
+
     def check(self, header: WfdbHeader) -> None:
         """Any leads, any files: what is no lead is left out when leads are placed."""
+
+
+def _tables_with_patients(place: Folder) -> Iterator[str]:
+    with suppress(StorageError):
+        for name in islice((name for name in place.children() if name.lower().endswith(".csv")), MOST_TABLES):
+            with suppress(ReadError):
+                first = place.read(name, MAX_TABLE).partition(b"\n")[0].decode("utf-8-sig", "replace").lower()
+                columns = {re.sub(r"[^a-z0-9]+", "_", column).strip("_") for column in re.split("[,;\t]", first)}
+                if found := sorted(columns & PATIENT):
+                    yield f"{place.url}/{name} names patients ({found[0]})"
