@@ -9,6 +9,7 @@ SRC and DATASET may be folders or s3:// addresses (AWS_ENDPOINT_URL and the usua
 """
 
 import argparse
+import io
 import os
 import sys
 import time
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from data_tools.errors import DataError
+from data_tools.errors import DataError, printable
 from data_tools.usage import Parser, drop_output, is_memory
 
 
@@ -26,6 +27,8 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown:
         parser.exit(2, f"{parser.prog} {options.command}: no such option: {' '.join(unknown)} (--help shows all)\n")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be in any encoding
     try:
         run: Callable[[argparse.Namespace], int] = options.run
         return run(options)
@@ -42,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
             error = MemoryError("out of memory: lower --workers, or raise the limit (ulimit -v)")
         elif isinstance(error, RuntimeError):
             raise
-        print(f"data_tools {options.command}: {error}", file=sys.stderr)
+        print(f"data_tools {options.command}: {printable(str(error))}", file=sys.stderr)
         return 2
 
 
@@ -188,7 +191,7 @@ def _shard(options: argparse.Namespace) -> int:
     key = read_key(options.pseudonymize) if options.pseudonymize else None
     sources = _opened(options.sources, options.source, options)
     for note in (note for source in sources for note in source.notes()):
-        print(f"note: {note}", file=sys.stderr)
+        print(f"note: {printable(note)}", file=sys.stderr)
     settings = Settings(
         out=options.out,
         plan=options.plan,

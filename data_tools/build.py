@@ -34,7 +34,7 @@ from data_tools.record import EcgRecord
 from data_tools.shards import MAX_INDEX, TarWriter, index_name, part_name, shard_name
 from data_tools.sources.base import Source, carefully, located, record_stem
 from data_tools.splits import PAPERS, RoleSources
-from data_tools.storage import Folder, ahead, folder
+from data_tools.storage import Folder, ahead, folder_of_dataset
 
 FORMATS = ("tar", "zarr", "both")
 TOLD = ("seed", "plan", "format", "id_share", "role_sources", "pseudonyms")  # of the recipe, what dataset.json says in words
@@ -68,7 +68,7 @@ class Task:
 
 def shard(sources: list[Source], settings: Settings) -> Dataset:
     """Make the dataset, or finish it. -> the finished dataset."""
-    out = folder(settings.out)
+    out = folder_of_dataset(settings.out)
     if not out.remote and os.path.exists(out.url) and not os.path.isdir(out.url):
         raise DataError(f"--out {settings.out}: is a file: name a folder")
     base = Dataset.open(settings.extend) if settings.extend else None

@@ -30,7 +30,7 @@ from data_tools.errors import DatasetError as DatasetError
 from data_tools.errors import ReadError, one_line
 from data_tools.labels import ABBREVIATIONS
 from data_tools.record import LEADS
-from data_tools.storage import Folder, folder
+from data_tools.storage import Folder, folder_of_dataset
 from data_tools.tables import as_csv as as_csv
 
 FORMAT_VERSION = 1
@@ -85,7 +85,7 @@ class Dataset:
 
     @classmethod
     def open(cls, url: str, anonymous: bool = False) -> "Dataset":
-        root = folder(url, anonymous)
+        root = folder_of_dataset(url, anonymous)
         try:
             meta = json.loads(root.read(META, MAX_META))
         except ReadError as error:

@@ -28,6 +28,17 @@ class ChunkError(DataError):
     """What is wrong with a chunk of the zarr twin, in the words that come after its name."""
 
 
+def printable(text: str) -> str:
+    """On one line: control characters, and the bytes of a file's name that are not UTF-8, are escaped."""
+    return text if text.isprintable() else "".join(map(_escaped, text))
+
+
+def _escaped(letter: str) -> str:
+    if "\udc80" <= letter <= "\udcff":  # how Python holds such a byte
+        return f"\\x{ord(letter) - 0xDC00:02x}"
+    return letter if letter.isprintable() else ascii(letter)[1:-1]
+
+
 def one_line(text: str, most: int = 300) -> str:
     """What a library says may be several."""
     return " ".join(text.split())[:most]

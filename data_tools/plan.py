@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from data_tools import cluster, pseudonyms
 from data_tools.dataset import FORMAT_VERSION, SHARD_CROPS
-from data_tools.errors import ReadError, StorageError
+from data_tools.errors import ReadError, StorageError, printable
 from data_tools.prepare import SPEC_HASH, crop_count, dropped_s
 from data_tools.shards import MAX_NAME
 from data_tools.sources.base import Source, carefully, located, record_stem
@@ -212,7 +212,7 @@ def _each_by_its_name(
     rejects = []
     for (path, (source, name, reason, detail)), elsewhere in zip(refused, used.tolist(), strict=True):
         if elsewhere or (source, name) in taken:
-            name = path if path.isprintable() else ascii(path)[1:-1]
+            name = printable(path)
         while (source, name) in taken:
             name += " again"  # in another archive
         taken.add((source, name))

@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from data_tools.errors import ReadError, StorageError, one_line
+from data_tools.errors import ReadError, StorageError, one_line, printable
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -52,6 +52,18 @@ class Folder(Hashable, Protocol):
 def folder(url: str | os.PathLike[str], anonymous: bool = False) -> Folder:
     text = os.fspath(url)
     return RemoteFolder(text.rstrip("/"), anonymous) if "://" in text else LocalFolder(os.path.realpath(text))
+
+
+def folder_of_dataset(url: str | os.PathLike[str], anonymous: bool = False) -> Folder:
+    """An archive may lie under any name; pyarrow and zarr open files under names in UTF-8 alone."""
+    place = folder(url, anonymous)
+    try:
+        place.url.encode()
+    except UnicodeEncodeError:
+        raise StorageError(
+            f"{printable(place.url)}: the path of a dataset has to be UTF-8: rename it, or choose another"
+        ) from None
+    return place
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from data_tools.errors import DataError, ReadError, StorageError
+from data_tools.errors import DataError, ReadError, StorageError, printable
 from data_tools.record import LEAD_INDEX, EcgRecord, Header
 from data_tools.sources.wfdb_header import MAX_BYTES, WfdbHeader, parse_header, peek
 from data_tools.sources.wfdb_signals import own_name, read_record
@@ -129,7 +129,7 @@ class WfdbSource(Source):
 
     def _text(self, key: str) -> bytes:
         if not key.isprintable():  # bytes of another encoding, line breaks: no table could hold them
-            raise ReadError("file name", ascii(key.rsplit("/", 1)[-1])[:80])
+            raise ReadError("file name", printable(key.rsplit("/", 1)[-1])[:80])
         if not key.endswith(".hea"):
             raise ReadError("no header", key.rsplit("/", 1)[-1])
         return self.root.read(key, MAX_BYTES)
@@ -164,7 +164,7 @@ def record_stem(key: str) -> str:
 
 def located(key: str, detail: str) -> str:
     """What is said of a record's fault, and where the record lies."""
-    path = key if key.isprintable() else ascii(key)[1:-1]
+    path = printable(key)
     if detail.startswith(f"{path.rpartition('.')[0] or path}."):  # its signal's file
         return detail
     return f"{path}: {detail}" if detail else path

@@ -162,6 +162,28 @@ def test_the_papers_sets_and_what_is_left_out_are_told(
     assert code == 0 and "no crop for pretrain, id train, id valid: --pretrain-sources" in err
 
 
+def test_names_in_another_encoding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a record, of the archive's folder and of a stray file: told. Of the dataset: refused, pyarrow opens no such file."""
+    bad = os.fsdecode(b"\xff") + "é\n"
+    src, out = tmp_path / f"src{bad}", tmp_path / "out"
+    for name in ("E1", "E2"):
+        write_challenge(src, name, ecg())
+    (src / "E1.hea").rename(src / f"E{bad}.hea")
+    (src / f"patients{bad}.csv").write_text("patient_id\n")
+    code, _, err = run(capsys, "shard", src, "--out", out, "--workers", 1)
+    assert code == 0 and "names patients" in err
+    rows = [line for line in (out / "rejects.csv").read_text().splitlines() if "file name" in line]
+    assert len(rows) == 1 and "E\\xffé\\n.hea" in rows[0]
+    (out / "shards" / f"x{bad}").touch()
+    code, text, _ = run(capsys, "verify", out, "--source", src, "--workers", 1)
+    assert code == 1 and "not a part of the dataset" in text
+    (other := tmp_path / f"out{bad}").mkdir()
+    for command in (("shard", src, "--out", other), ("verify", other), ("show", other)):
+        code, _, err = run(capsys, *command)
+        (line,) = [line for line in err.splitlines() if not line.startswith("note: ")]
+        assert code == 2 and "out\\xff" in line and "UTF-8" in line
+
+
 def test_a_linked_file_is_called_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("E1", "E2"):
         write_challenge(tmp_path / "src" / "georgia" / "g1", name, ecg())
