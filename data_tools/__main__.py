@@ -9,7 +9,6 @@ SRC and DATASET may be folders or s3:// addresses (AWS_ENDPOINT_URL and the usua
 """
 
 import argparse
-import io
 import os
 import sys
 import time
@@ -27,8 +26,6 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown:
         parser.exit(2, f"{parser.prog} {options.command}: no such option: {' '.join(unknown)} (--help shows all)\n")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be in any encoding
     try:
         run: Callable[[argparse.Namespace], int] = options.run
         return run(options)
@@ -227,7 +224,7 @@ def _verify(options: argparse.Namespace) -> int:
     sources = _opened(options.source or [], options.kind, options)
     found = verify(dataset, sources, options.fast, options.workers, key, _quiet())
     for finding in found:
-        print(finding)
+        print(printable(finding))
     checked = "structure, tables, roles and sizes" if options.fast else "every byte, row and role"
     checked += ", the archive's samples" if sources else ""
     if options.fast:

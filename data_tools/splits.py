@@ -53,10 +53,9 @@ class RoleSources:
     def of(cls, meta: Mapping[str, Any]) -> "RoleSources":
         """A dataset's. One that says nothing of `id_share` was made when all sources pre-trained and all patients with two
         sessions were tested."""
-        named: dict[str, Any] = {name: tuple(sources) for name, sources in meta.get("role_sources", {}).items()}
-        if "id_share" not in meta:
-            return cls(**named, pretrain=(ALL_SOURCES,), id_share=1.0)
-        return cls(**named, id_share=meta["id_share"])
+        before: dict[str, Any] = {"pretrain": (ALL_SOURCES,), "id_share": 1.0}
+        told = {"id_share": meta["id_share"]} if "id_share" in meta else before
+        return cls(**told | {name: tuple(sources) for name, sources in meta.get("role_sources", {}).items()})
 
 
 PAPERS = RoleSources()
