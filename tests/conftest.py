@@ -11,6 +11,8 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+if not Path("/dev/nvidiactl").exists():  # the little that is compiled for a CPU is not worth a pool of compilers
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 from data_tools.build import Settings, shard
 from data_tools.dataset import Dataset
