@@ -3,13 +3,14 @@
     conv    the library's grouped convolution
     blocks  a matrix product a group: BLOCK outputs at a time from the inputs they look at, the weight written into a band
     dft     input and weight as sums of cosines and sines, multiplied frequency by frequency: a tenth of the arithmetic
-    auto    conv; while training, since libraries are slow at a grouped convolution's gradients, dft on a CPU, blocks on a GPU
+    auto    blocks on a GPU; on a CPU dft while training, since libraries are slow at a grouped convolution's gradients, else conv
 
 Source: fairseq-signals modules/conv_positional_encoding.py:15-28. Shapes: engine.model.config; Q frequencies, c channels of a
 group.
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +18,14 @@ from torch import Tensor, nn
 
 from engine.model.gelu import gelu
 
-torch.backends.cudnn.allow_tf32 = False  # float32 is float32, as in matrix products
 BLOCK = 26  # 156 tokens are six blocks
-TRAINED = {"cpu": "dft", "cuda": "blocks"}
+
+
+def exact_float32() -> None:
+    """On a GPU, convolutions in float32 too: torch's default rounds their inputs to TensorFloat32, those of matrix products not.
+
+    It holds for the whole process, so programs call it when they start; importing the engine changes nothing."""
+    torch.backends.cudnn.allow_tf32 = False
 
 
 class PositionalConvolution(nn.Module):
@@ -40,29 +46,69 @@ class PositionalConvolution(nn.Module):
     def forward(self, x_RND: Tensor) -> Tensor:
         form = self.form
         if form == "auto":
-            form = TRAINED.get(x_RND.device.type, "conv") if self.training else "conv"
+            form = "blocks" if x_RND.is_cuda else "dft" if self.training and x_RND.device.type == "cpu" else "conv"
         if form == "dft":
             return gelu(by_dft(x_RND, self.weight(), self.groups) + self.bias)
         if form == "blocks":
-            return gelu(in_blocks(x_RND, self.weight(), self.groups) + self.bias)
+            device = x_RND.device.type
+            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_RND.dtype
+            y_RND: Tensor = Blocks.apply(x_RND.to(dtype), self.weight().to(dtype), self.groups)
+            return gelu(y_RND + self.bias)
         left, right = self.kernel // 2, (self.kernel - 1) // 2  # the authors pad both sides alike and drop the last step
         x_RDN = F.pad(x_RND.transpose(1, 2), (left, right))
         y_RDN = F.conv1d(x_RDN, self.weight(), self.bias, groups=self.groups)
         return gelu(y_RDN.transpose(1, 2))
 
 
-def in_blocks(x_RND: Tensor, weight_DcK: Tensor, groups: int) -> Tensor:
-    """A fifth more arithmetic than needed, in a shape that matrix units like."""
+class Blocks(torch.autograd.Function):
+    """A fifth more arithmetic than needed, in a shape that matrix units like. The input's gradient is a convolution too. The
+    weight's is a product, in which each tap stands BLOCK times; those are summed in float32, always in the same order."""
+
+    @staticmethod
+    def forward(x_RND: Tensor, weight_DcK: Tensor, groups: int) -> Tensor:
+        return in_blocks(x_RND, weight_DcK, groups, weight_DcK.shape[2] // 2)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
+        *saved, ctx.groups = inputs
+        ctx.save_for_backward(*saved)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x_RND, weight_DcK = ctx.saved_tensors
+        rows, tokens, width = x_RND.shape
+        groups, each, kernel = ctx.groups, width // ctx.groups, weight_DcK.shape[2]
+        turned = weight_DcK.view(groups, each, each, kernel).transpose(1, 2).flip(3).reshape(weight_DcK.shape)
+        grad_x = in_blocks(grads[0], turned, groups, (kernel - 1) // 2)
+
+        blocks, window = -(-tokens // BLOCK), kernel + BLOCK - 1
+        y = F.pad(grads[0], (0, 0, 0, blocks * BLOCK - tokens)).view(rows * blocks, BLOCK, groups, each)
+        y = y.permute(2, 0, 1, 3).reshape(groups, rows * blocks, BLOCK * each)
+        band = torch.bmm(patches(x_RND, kernel, groups, kernel // 2).transpose(1, 2), y)  # [G, window * c in, BLOCK * c out]
+        step = each * BLOCK * each  # of the window
+        taps = band.as_strided(
+            (groups, each, each, kernel, BLOCK), (window * step, 1, BLOCK * each, step, step + each)
+        )  # [G, c out, c in, K, BLOCK]: output b looks at input b + k
+        grad_weight = taps.sum(-1, dtype=exactly(taps[:0]).dtype).to(weight_DcK.dtype)
+        return grad_x, grad_weight.view_as(weight_DcK), None
+
+
+def in_blocks(x_RND: Tensor, weight_DcK: Tensor, groups: int, left: int) -> Tensor:
+    """BLOCK outputs at a time; output n looks at the inputs from n - left on."""
     rows, tokens, width = x_RND.shape
     kernel, each, blocks = weight_DcK.shape[2], width // groups, -(-tokens // BLOCK)
-    window = kernel + BLOCK - 1
-    right = (kernel - 1) // 2 + blocks * BLOCK - tokens
-    x_RTGc = F.pad(x_RND, (0, 0, kernel // 2, right)).view(rows, -1, groups, each)
-    patches = x_RTGc.unfold(1, window, BLOCK).permute(2, 0, 1, 4, 3).reshape(groups, rows * blocks, window * each)
     taps_Goik = F.pad(weight_DcK.view(groups, each, each, kernel), (BLOCK - 1, BLOCK - 1))
     band = taps_Goik.unfold(3, BLOCK, 1).flip(4).permute(0, 3, 2, 4, 1)  # [G, window, c in, BLOCK, c out]
-    y = torch.bmm(patches, band.reshape(groups, window * each, BLOCK * each)).view(groups, rows, blocks * BLOCK, each)
-    return y[:, :, :tokens].permute(1, 2, 0, 3).reshape(rows, tokens, width)
+    y = torch.bmm(patches(x_RND, kernel, groups, left), band.reshape(groups, -1, BLOCK * each))
+    return y.view(groups, rows, blocks * BLOCK, each)[:, :, :tokens].permute(1, 2, 0, 3).reshape(rows, tokens, width)
+
+
+def patches(x_RND: Tensor, kernel: int, groups: int, left: int) -> Tensor:
+    """What each block looks at: [G, R * blocks, window * c in]."""
+    rows, tokens, width = x_RND.shape
+    blocks, window = -(-tokens // BLOCK), kernel + BLOCK - 1
+    x_RTGc = F.pad(x_RND, (0, 0, left, blocks * BLOCK - tokens + kernel - 1 - left)).view(rows, -1, groups, width // groups)
+    return x_RTGc.unfold(1, window, BLOCK).permute(2, 0, 1, 4, 3).reshape(groups, rows * blocks, -1)
 
 
 def by_dft(x_RND: Tensor, weight_DcK: Tensor, groups: int) -> Tensor:

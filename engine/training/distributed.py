@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from data_tools.usage import show
+from engine.model.position import exact_float32
 from engine.pipelines.leads import ConfigError
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -60,6 +61,7 @@ def start(timeout_s: float, deterministic: bool = False) -> Ranks:
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
+    exact_float32()
     if cuda:
         if local >= torch.cuda.device_count():
             raise ConfigError(f"LOCAL_RANK={local}: this machine has {torch.cuda.device_count()} GPUs: start one rank for each")

@@ -47,6 +47,7 @@ def compile_model(model: Any, how: str, **options: Any) -> None:
     operations. `step`: forward and loss as one graph."""
     options = options or {"options": AGAIN}
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch._inductor")  # about itself
+    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # float32 is meant to be float32
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # dynamo looks, not we
     if how == "step":
         model.compile(**options)

@@ -40,6 +40,7 @@ SMALL = {
     "codes": 8,
     "code_width": 8,
     "projection": 16,
+    "position": "blocks",  # as CUDA has it by default; the name of this device is another
 }
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Step = tuple[str, str, str]  # what, of what, in which precision

@@ -234,7 +234,8 @@ def test_initial_weights_follow_the_generator_alone() -> None:
 @pytest.mark.parametrize("how", ["layers", "step"])
 def test_nothing_in_a_step_breaks_the_graph(how: str) -> None:
     """One graph, or one of each part, whatever the draws: traced, not compiled, which would take minutes here."""
-    model = seeded(ModelConfig(**{**dataclasses.asdict(SMALL), "layers": 1, **STILL}))
+    position = {"layers": "blocks", "step": "dft"}[how]  # a GPU's way and a CPU's
+    model = seeded(ModelConfig(**{**dataclasses.asdict(SMALL), "layers": 1, "position": position, **STILL}))
     compiled = copy.deepcopy(model)
     compile_model(compiled, how, backend="aot_eager", fullgraph=True, dynamic=False)
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -253,12 +254,13 @@ def test_nothing_in_a_step_breaks_the_graph(how: str) -> None:
 @pytest.mark.parametrize(
     "how",
     [
-        *("conv sdpa eager", "blocks manual eager", "dft efficient eager", "auto auto layers", "auto auto step"),
-        *("auto efficient layers", "auto manual layers"),
+        *("conv sdpa eager", "blocks manual eager", "dft efficient eager"),
+        *("auto efficient layers", "auto manual step"),  # each takes half a minute to compile
     ],
 )
-def test_a_gpu_computes_what_a_cpu_does(how: str) -> None:
+def test_a_gpu_computes_what_a_cpu_does(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     position, attention, compiled = how.split()
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     config = dataclasses.replace(SMALL, **STILL, position=position, attention=attention)  # type: ignore[arg-type]
     losses, grads = [], []
     for device in (torch.device("cpu"), torch.device("cuda", 0)):

@@ -67,7 +67,8 @@ def test_an_encoder_with_it(how: str) -> None:
         encoder = Encoder(config)
         initialise(encoder, torch.Generator().manual_seed(0))
         encoder = encoder.cuda().to(dtype)
-        compile_model(torch.nn.ModuleDict({"encoder": encoder}), how) if how != "eager" else None
+        if dtype == torch.bfloat16:
+            compile_model(torch.nn.ModuleDict({"encoder": encoder}), how)
         c = encoder(x.to(dtype))
         c.float().square().sum().backward()
         qkv = encoder.layers[0].attention.qkv
