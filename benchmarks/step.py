@@ -226,7 +226,7 @@ def ours(run: Run) -> Callable[[], None]:
 
 
 def theirs(run: Run) -> Callable[[], None]:
-    torch.backends.cudnn.allow_tf32 = True  # torch's default, which they leave as it is and engine.model turns off
+    torch.backends.cudnn.allow_tf32 = True  # torch's default, which they leave as it is and our programs turn off
     config = run.config
     model = AuthorsStep(config, THEIR_OBJECTIVE)
     model.load_state_dict(fairseq.theirs(Pretrainer(config, THEIR_OBJECTIVE).state_dict(), config))

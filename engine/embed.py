@@ -45,6 +45,7 @@ from tqdm import tqdm
 from data_tools.dataset import META, Dataset
 from data_tools.memory import keep_freed_memory
 from data_tools.sources import DataError, Prepared, ReadError, Source, open_sources, prepared
+from engine.model.position import exact_float32
 from engine.model.trained import Trained, load
 from engine.pipelines.gather import Gather
 from engine.pipelines.lacking import unseen
@@ -103,7 +104,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--batch", type=int, metavar="N", help="crops encoded at a time; 16, on a GPU 256")
     add("--workers", type=int, metavar="N", help="threads that read; a quarter of the cores, beside a GPU all of them")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--precision", choices=("fp32", "bf16"), default="fp32", help="of the encoder; embeddings are float32")
+    add(
+        "--precision",
+        choices=("auto", "fp32", "bf16"),
+        default="auto",
+        help="of the encoder; auto: bf16 on a GPU for a model trained in it, else fp32. Embeddings are float32",
+    )
     add(
         "--on-corrupt",
         choices=("stop", "skip"),
@@ -145,7 +151,7 @@ def run(args: argparse.Namespace) -> None:
         make = partial(record_stream, args, wanted, records)
     with Parts(args.out, job) as parts:
         rows = parts.rows if parts.finished else write(args, make(), parts, model, wanted)
-    print(f"{args.out}: {rows:,} embeddings of {model.encoder.width}")
+    print(f"{args.out}: {rows:,} embeddings of {model.encoder.width}, computed in {args.precision}")
 
 
 def check(args: argparse.Namespace) -> None:
@@ -173,9 +179,17 @@ def prepare_model(args: argparse.Namespace) -> tuple[Trained, Input]:
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     keep_freed_memory()
+    exact_float32()
     model = load(args.model)
+    args.precision = precision_of(args.precision, device, model)
     model.to(device, torch.bfloat16 if args.precision == "bf16" else torch.float32)
     return model, model.input.limited_to(args.leads) if args.leads else model.input
+
+
+def precision_of(asked: str, device: torch.device, model: Trained) -> str:
+    if asked != "auto":
+        return asked
+    return "bf16" if device.type == "cuda" and model.history.get("precision") == "bf16" else "fp32"
 
 
 def is_dataset(url: str) -> bool:
@@ -355,7 +369,7 @@ def score(args: argparse.Namespace, model: Trained, wanted: Input) -> None:
     stream = dataset_stream(args, dataset, wanted, rows)
     with tqdm(total=len(stream.rows), unit=" crops", desc="embed", disable=None) as bar:
         found = [table for _, table in tables(stream, encoder(model, wanted), range(stream.parts), "half", bar.update)]
-    scores = probe(dataset, pa.concat_tables(found))
+    scores = probe(dataset, pa.concat_tables(found)) | {"precision": args.precision}
     print(report(scores))
     if args.json:
         with writing(args.json, "--json"):

@@ -29,6 +29,7 @@ import torch
 
 import engine
 from data_tools.dataset import DataError, Dataset
+from engine.model.position import exact_float32
 from engine.pipelines.leads import ConfigError
 from engine.scoring import evaluation
 from engine.scoring.heldout import Setting, diagnoses, identities, task_of
@@ -103,6 +104,7 @@ def _device(name: str) -> torch.device:
     there = torch.cuda.is_available()
     if name == "cuda" and not there:
         raise ConfigError("--device cuda: torch sees no GPU here: use --device cpu")
+    exact_float32()
     return torch.device("cuda" if there and name != "cpu" else "cpu")
 
 

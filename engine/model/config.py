@@ -142,6 +142,12 @@ def flops_per_crop(config: ModelConfig, samples: int = 2500, segments: int = 2, 
     return segments * flops_per_segment(config, samples, local=local)
 
 
+def kept_per_crop(config: ModelConfig, samples: int = 2500, segments: int = 2) -> int:
+    """Numbers that a training step holds of a crop for its gradients, at most: for each token, in each layer, 20 times the
+    encoder's width (of which the feed-forward has 10), and as much as in two layers for what stands before them."""
+    return 20 * segments * config.tokens(samples) * config.width * (config.layers + 2)
+
+
 def masked_share(config: ModelConfig, tokens: int) -> float:
     """Expected share of masked tokens: each is spared if none of its possible starts is among those drawn."""
     starts = tokens - config.mask_span

@@ -3,7 +3,7 @@
     conv    the library's grouped convolution
     blocks  a matrix product a group: BLOCK outputs at a time from the inputs they look at, the weight written into a band
     dft     input and weight as sums of cosines and sines, multiplied frequency by frequency: a tenth of the arithmetic
-    auto    blocks on a GPU; on a CPU dft while training, since libraries are slow at a grouped convolution's gradients, else conv
+    auto    blocks on a GPU; on a CPU dft while training, libraries being slow at a grouped convolution's gradients, else conv
 
 Source: fairseq-signals modules/conv_positional_encoding.py:15-28. Shapes: engine.model.config; Q frequencies, c channels of a
 group.
@@ -22,9 +22,9 @@ BLOCK = 26  # 156 tokens are six blocks
 
 
 def exact_float32() -> None:
-    """On a GPU, convolutions in float32 too: torch's default rounds their inputs to TensorFloat32, those of matrix products not.
+    """No TensorFloat32 on a GPU, which is torch's default in convolutions, though not in matrix products.
 
-    It holds for the whole process, so programs call it when they start; importing the engine changes nothing."""
+    It holds for the whole process: programs call it when they start, and importing the engine changes nothing."""
     torch.backends.cudnn.allow_tf32 = False
 
 
@@ -50,9 +50,7 @@ class PositionalConvolution(nn.Module):
         if form == "dft":
             return gelu(by_dft(x_RND, self.weight(), self.groups) + self.bias)
         if form == "blocks":
-            device = x_RND.device.type
-            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_RND.dtype
-            y_RND: Tensor = Blocks.apply(x_RND.to(dtype), self.weight().to(dtype), self.groups)
+            y_RND: Tensor = Blocks.apply(x_RND, self.weight(), self.groups)
             return gelu(y_RND + self.bias)
         left, right = self.kernel // 2, (self.kernel - 1) // 2  # the authors pad both sides alike and drop the last step
         x_RDN = F.pad(x_RND.transpose(1, 2), (left, right))
@@ -75,22 +73,22 @@ class Blocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        x_RND, weight_DcK = ctx.saved_tensors
+        x_RND, weight_DcK = (saved.to(grads[0].dtype) for saved in ctx.saved_tensors)  # in autocast they are wider
         rows, tokens, width = x_RND.shape
         groups, each, kernel = ctx.groups, width // ctx.groups, weight_DcK.shape[2]
         turned = weight_DcK.view(groups, each, each, kernel).transpose(1, 2).flip(3).reshape(weight_DcK.shape)
         grad_x = in_blocks(grads[0], turned, groups, (kernel - 1) // 2)
 
         blocks, window = -(-tokens // BLOCK), kernel + BLOCK - 1
-        y = F.pad(grads[0], (0, 0, 0, blocks * BLOCK - tokens)).view(rows * blocks, BLOCK, groups, each)
+        y = F.pad(grads[0], (0, 0, 0, blocks * BLOCK - tokens)).reshape(rows * blocks, BLOCK, groups, each)
         y = y.permute(2, 0, 1, 3).reshape(groups, rows * blocks, BLOCK * each)
         band = torch.bmm(patches(x_RND, kernel, groups, kernel // 2).transpose(1, 2), y)  # [G, window * c in, BLOCK * c out]
         step = each * BLOCK * each  # of the window
-        taps = band.as_strided(
-            (groups, each, each, kernel, BLOCK), (window * step, 1, BLOCK * each, step, step + each)
-        )  # [G, c out, c in, K, BLOCK]: output b looks at input b + k
-        grad_weight = taps.sum(-1, dtype=exactly(taps[:0]).dtype).to(weight_DcK.dtype)
-        return grad_x, grad_weight.view_as(weight_DcK), None
+        sizes, strides = (groups, each, each, kernel, BLOCK), (window * step, 1, BLOCK * each, step, step + each)
+        taps = band.as_strided(sizes, strides)  # [G, c out, c in, K, BLOCK]: tap k is where output b meets input b + k
+        grad_weight = taps.sum(-1, dtype=torch.promote_types(taps.dtype, torch.float32)).view_as(weight_DcK)
+        x_dtype, weight_dtype = (saved.dtype for saved in ctx.saved_tensors)
+        return grad_x.to(x_dtype), grad_weight.to(weight_dtype), None
 
 
 def in_blocks(x_RND: Tensor, weight_DcK: Tensor, groups: int, left: int) -> Tensor:
@@ -107,7 +105,7 @@ def patches(x_RND: Tensor, kernel: int, groups: int, left: int) -> Tensor:
     """What each block looks at: [G, R * blocks, window * c in]."""
     rows, tokens, width = x_RND.shape
     blocks, window = -(-tokens // BLOCK), kernel + BLOCK - 1
-    x_RTGc = F.pad(x_RND, (0, 0, left, blocks * BLOCK - tokens + kernel - 1 - left)).view(rows, -1, groups, width // groups)
+    x_RTGc = F.pad(x_RND, (0, 0, left, blocks * BLOCK - tokens + kernel - 1 - left)).reshape(rows, -1, groups, width // groups)
     return x_RTGc.unfold(1, window, BLOCK).permute(2, 0, 1, 4, 3).reshape(groups, rows * blocks, -1)
 
 

@@ -101,10 +101,13 @@ class Pipeline:
         self.given.append([stamp, crops, *(_fed(name, p[name]) for name in self.names)])
         return self.given[-1]
 
-    def run(self) -> tuple[int, torch.Tensor]:
-        """-> (position of the batch, x_BSLT), shared with DALI's memory, not copied."""
+    def release(self) -> None:
+        """Before `run`: waits if the GPU is behind with too many of the batches given so far."""
         if self.taken:
             self.taken.release()
+
+    def run(self) -> tuple[int, torch.Tensor]:
+        """-> (position of the batch, x_BSLT), shared with DALI's memory, not copied."""
         stamp, x = self.pipeline.run()
         tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(x.as_tensor())
         if self.taken:

@@ -39,6 +39,7 @@ from engine.pipelines.order import Order, Places, Rows, shards_needed
 from engine.pipelines.resident import Plan, Resident
 from engine.pipelines.staging import Staging
 from engine.pipelines.state import LoaderError, State, resumed_step
+from engine.pipelines.transfer import Upload
 
 BACKENDS = ("auto", "dali", "torch", "resident")
 PLANNED_CROPS = 1024
@@ -114,26 +115,6 @@ def resolve(backend: str, device: torch.device) -> str:
     return chosen
 
 
-class Upload:
-    """To a GPU beside what it computes: a copy on the training's own stream would begin after the step that is under way, and
-    who waits for the copy would wait for that step."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.stream, self.copied = device, torch.cuda.Stream(device), torch.cuda.Event()
-
-    def __call__(self, pinned: torch.Tensor) -> torch.Tensor:
-        with torch.cuda.stream(self.stream):
-            there = pinned.to(self.device, non_blocking=True)
-            self.copied.record()
-        using = torch.cuda.current_stream(self.device)
-        using.wait_event(self.copied)
-        there.record_stream(using)  # its memory is not given to the next copy while it is read
-        return there
-
-    def wait(self) -> None:
-        self.copied.synchronize()
-
-
 class Loader:
     """One rank's share of every global batch."""
 
@@ -146,10 +127,12 @@ class Loader:
         world: int = 1,
         state: State | None = None,
         step: int = 0,
+        spare_bytes: float = 0,
         **roles: Any,
     ) -> None:
-        """`step`: where to begin without a `state`. `roles`: which crops take part, as Rows.of has it."""
-        self.config, self.device, self.rank, self.world = config, device, rank, world
+        """`step`: where to begin without a `state`. `spare_bytes`: memory that `resident` leaves free on a GPU. `roles`: which
+        crops take part, as Rows.of has it."""
+        self.config, self.device, self.rank, self.world, self.spare_bytes = config, device, rank, world, spare_bytes
         self.backend = resolve(config.backend, device)
         rows = tuple(Rows.of(dataset, **roles) for dataset in datasets)
         self.order = Order(rows, config.batch_crops, config.seed, config.weights, config.block_shards)
@@ -181,7 +164,7 @@ class Loader:
     def __iter__(self) -> Iterator[tuple[Batch, State]]:
         batches = {"torch": self._torch, "dali": self._dali, "resident": self._resident}[self.backend]()
         while True:
-            with self.meter.timed("wait"):
+            with self.meter.timed("wait", without="gpu_wait"):
                 batch, blob = next(batches)
             self.meter.done(len(batch.places))
             self.step += 1
@@ -297,7 +280,7 @@ class Loader:
         return [torch.empty(shape) for _ in range(count)]
 
     def _resident(self) -> Iterator[tuple[Batch, None]]:
-        resident = Resident(self.order, self.gather, self.augmenter)
+        resident = Resident(self.order, self.gather, self.augmenter, self.spare_bytes)
 
         def plan(planned: Planned, _: Any = None) -> tuple[Plan, Places, Report]:
             if self.device.type == "cuda":
@@ -348,6 +331,8 @@ class Loader:
         )
         try:
             while True:
+                with self.meter.timed("gpu_wait"):
+                    pipeline.release()
                 with self.meter.timed("augment", without="read_wait"):
                     step, x = pipeline.run()
                 places, skipped = ahead.pop(step)

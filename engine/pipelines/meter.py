@@ -5,6 +5,7 @@
     read_wait   waiting for the thread that does both ahead
     augment     out of them what the model is given
     wait        the training, for its batches
+    gpu_wait    the loader, for the GPU, which still reads batches given before (DALI): not part of `wait`
 
 Stages beside each other add up to more than 100, and so does `augment` of several threads that read.
 """
@@ -29,11 +30,11 @@ class Meter:
     @contextmanager
     def timed(self, stage: str, without: str = "") -> Iterator[None]:
         """`without`: another within it, in the same thread, that is counted by itself."""
-        other, began = self._busy_s[without], time.perf_counter()
+        other, began = self._busy_s.get(without, 0.0), time.perf_counter()
         try:
             yield
         finally:
-            self.add(stage, time.perf_counter() - began - (self._busy_s[without] - other))
+            self.add(stage, time.perf_counter() - began - (self._busy_s.get(without, 0.0) - other))
 
     def add(self, stage: str, seconds: float) -> None:
         with self._lock:
@@ -45,6 +46,6 @@ class Meter:
     def snapshot(self) -> dict[str, float]:
         with self._lock:
             seconds, crops = max(time.perf_counter() - self._since, 1e-9), self._crops
-            shares = {f"data_{stage}_pct": 100 * busy / seconds for stage, busy in sorted(self._busy_s.items()) if stage}
+            shares = {f"data_{stage}_pct": 100 * busy / seconds for stage, busy in sorted(self._busy_s.items())}
             self._begin()
         return {"crops_per_s": crops / seconds, "data_bytes_per_s": crops * CROP_BYTES / seconds, "data_wait_pct": 0.0} | shares

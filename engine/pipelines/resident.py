@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from data_tools.dataset import CROP_SHAPE
+from data_tools.dataset import CROP_BYTES, CROP_SHAPE
 from engine.pipelines.augment_draws import Params
 from engine.pipelines.batched import Augmenter
 from engine.pipelines.gather import Bad, Gather, Report
@@ -26,15 +26,17 @@ class ResidentError(Exception):
 class Resident:
     """All rows that an order may ask for, each read and checked once."""
 
-    def __init__(self, order: Order, gather: Gather, augmenter: Augmenter) -> None:
+    def __init__(self, order: Order, gather: Gather, augmenter: Augmenter, spare_bytes: float = 0) -> None:
+        """`spare_bytes`: what the training needs beside the crops."""
         self.order, self.augmenter = order, augmenter
         self.numbers = [rows.row(np.arange(len(rows))) for rows in order.rows]
         self.offset = np.cumsum([0, *map(len, self.numbers)])
-        needed = int(self.offset[-1]) * 2 * int(np.prod(CROP_SHAPE))
+        needed = int(self.offset[-1]) * CROP_BYTES
         free = torch.cuda.mem_get_info(augmenter.device)[0] if augmenter.device.type == "cuda" else None
-        if free is not None and needed > free:
+        if free is not None and needed + spare_bytes > free:
             raise ResidentError(
-                f"pipeline.backend=resident: {needed / 1e9:.1f} GB do not fit into {free / 1e9:.1f} GB: use dali"
+                f"pipeline.backend=resident: {needed / 1e9:.1f} GB of crops and about {spare_bytes / 1e9:.1f} GB for a step "
+                f"are more than the GPU's free {free / 1e9:.1f} GB: use pipeline.backend=dali, or lower train.micro_batch"
             )
         self.crops = torch.empty((int(self.offset[-1]), *CROP_SHAPE), dtype=torch.int16, device=augmenter.device)
         self.reasons: dict[tuple[int, int], str] = {}  # of crops that could not be read

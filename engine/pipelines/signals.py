@@ -81,25 +81,33 @@ class Input:
 
     def __call__(self, uv_NLT: Tensor) -> Tensor:
         """uv_NLT: twelve leads in order, zeros where nothing was measured; statistics, if any, are over all of T."""
-        picked = uv_NLT if self.leads == ALL else uv_NLT[:, list(self.leads)]
+        picked = uv_NLT if self.leads == ALL else torch.stack([uv_NLT[:, lead] for lead in self.leads], 1)
         x: Tensor = picked.float() * MV_PER_UV
         if self.scale == "zscore":
             wide = x.double() - x.mean(-1, keepdim=True, dtype=torch.float64)
             x = (wide / wide.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-6)).float()
-        hidden = [channel for channel, lead in enumerate(self.leads) if lead not in self.seen]
-        if hidden:
-            x[:, hidden] = 0.0
+        for channel, lead in enumerate(self.leads):
+            if lead not in self.seen:
+                x[:, channel] = 0.0  # one by one: a GPU would wait for a list of them
         return x
 
     def halves(self, uv_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
         """x_RLT of crops [B, 12, 5000]: their halves of 5 s, crop by crop, of which the second may not be there."""
         x_BLT = self(uv_BLT)
-        short = np.flatnonzero(halves_B == 1)
-        if len(short) and self.scale == "zscore":  # statistics of what is there
+        if (halves_B == 2).all():
+            return _halved(x_BLT)
+        short, there = (
+            torch.from_numpy(np.flatnonzero(which)).to(x_BLT.device, non_blocking=True)
+            for which in (halves_B == 1, np.arange(2) < halves_B[:, None])
+        )
+        if self.scale == "zscore":  # statistics of what is there
             x_BLT[short, :, :HALF] = self(uv_BLT[short, :, :HALF])
-        x_RLT: Tensor = x_BLT.unflatten(2, (2, HALF)).transpose(1, 2).flatten(0, 1)
-        there = np.flatnonzero(np.arange(2) < halves_B[:, None])
-        return x_RLT[torch.from_numpy(there).to(x_RLT.device)] if len(short) else x_RLT
+        return _halved(x_BLT)[there]
+
+
+def _halved(x_BLT: Tensor) -> Tensor:
+    x_RLT: Tensor = x_BLT.unflatten(2, (2, HALF)).transpose(1, 2).flatten(0, 1)
+    return x_RLT
 
 
 class Crops(NamedTuple):

@@ -20,7 +20,6 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 import numpy as np
 import pyarrow as pa
 import torch
-from torch import Tensor
 
 from data_tools.dataset import CROP_SHAPE, Dataset
 from engine.model.trained import NOT_FINITE, Trained
@@ -29,11 +28,13 @@ from engine.pipelines.batched import FS_HZ, HALF
 from engine.pipelines.gather import Gather
 from engine.pipelines.leads import ConfigError
 from engine.pipelines.signals import Input
+from engine.pipelines.transfer import Upload, download
 
 Per = Literal["crop", "record", "half"]
 PART_BATCHES = 16
 TEXTS = ("source", "record", "patient")
 COLUMNS = [*((name, pa.string()) for name in TEXTS), ("row", pa.int64()), ("start_s", pa.float64())]
+Encoded = Callable[[], np.ndarray]  # waits for c_HD of the halves that are there, crop by crop, float32
 T = TypeVar("T")
 
 
@@ -210,30 +211,35 @@ def ahead(pool: ThreadPoolExecutor, call: Callable[[int], T], numbers: Iterable[
             future.cancel()
 
 
-def encoder(model: Trained, wanted: Input) -> Callable[[Crops], Tensor]:
-    """c_HD of the halves that are there, crop by crop; float32, left on the device."""
+def encoder(model: Trained, wanted: Input) -> Callable[[Crops], Encoded]:
+    """Launches the encoder; the crops' memory may then be used again."""
+    upload = Upload(model.device) if model.device.type == "cuda" else None
 
     @torch.inference_mode()
-    def encode(crops: Crops) -> Tensor:
+    def encode(crops: Crops) -> Encoded:
         if not len(crops.halves_B):
-            return torch.zeros(0, model.encoder.width)
-        uv_BLT = torch.from_numpy(crops.uv_BLT).to(model.device)
-        return model.pooled(wanted.halves(uv_BLT, crops.halves_B))
+            return torch.zeros(0, model.encoder.width).numpy
+        uv_BLT = torch.from_numpy(crops.uv_BLT)
+        there = upload(uv_BLT) if upload else uv_BLT.to(model.device)
+        encoded = download(model.pooled(wanted.halves(there, crops.halves_B)))
+        if upload:
+            upload.wait()
+        return encoded
 
     return encode
 
 
 def tables(
-    stream: Stream, encode: Callable[[Crops], Tensor], parts: Sequence[int], per: Per, told: Callable[[int], Any] = int
+    stream: Stream, encode: Callable[[Crops], Encoded], parts: Sequence[int], per: Per, told: Callable[[int], Any] = int
 ) -> Iterator[tuple[int, pa.Table]]:
     """(part, its table); `told` hears of every batch. The next batch is launched before the last one's result is waited for."""
     done: list[tuple[Crops, np.ndarray]] = []
-    waiting: tuple[Crops, Tensor] | None = None
+    waiting: tuple[Crops, Encoded] | None = None
     with closing(stream(parts)) as batches:
         for crops in chain(batches, [None]):
             launched = (crops._replace(uv_BLT=np.empty(0, np.int16)), encode(crops)) if crops else None
             if waiting:
-                done.append((waiting[0], waiting[1].cpu().numpy()))
+                done.append((waiting[0], waiting[1]()))
                 told(waiting[0].units)
                 if waiting[0].last:
                     yield waiting[0].part, _table(done, per)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from data_tools.dataset import META, DataError, Dataset
 from data_tools.usage import is_memory, say, show
-from engine.config import Settings, build, check, deepspeed_json, load, schema, zero_stage
+from engine.config import Settings, build, check, deepspeed_json, load, micro_batch, schema, zero_stage
 from engine.pipelines.dali import DaliError
 from engine.pipelines.leads import ConfigError
 from engine.pipelines.loader import Loader
@@ -274,7 +274,8 @@ def differences(before: dict[str, Any], now: dict[str, Any], allowed: set[str], 
 def make_loader(
     config: Settings, datasets: Sequence[Dataset], ranks: Ranks, task: Task, state: dict[str, Any] | None
 ) -> Loader:
-    return Loader(config.loader, datasets, ranks.device, ranks.rank, ranks.world, state, **task.roles)
+    spare = micro_batch(config, ranks.world)[0] * task.kept_per_crop * (2 if config.train.precision == "bf16" else 4)
+    return Loader(config.loader, datasets, ranks.device, ranks.rank, ranks.world, state, spare_bytes=spare, **task.roles)
 
 
 def make_engine(config: Settings, ranks: Ranks, task: Task, universal: bool) -> tuple[Any, GuardedAdamW]:

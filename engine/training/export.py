@@ -24,6 +24,7 @@ def export(run: Path, path: Path, config: Settings, task: Task | type[Task]) -> 
     signal = {"fs_hz": 500, "leads": leads, "segment_s": 5.0, "scale": "millivolt", "meaning": SCALES["millivolt"]}
     signal |= {"seen": seen} if seen != leads else {}
     trained = {name: state[name] for name in ("step", "crops_seen", "datasets", "preprocessing_sha256")}
+    trained["precision"] = config.train.precision
     trained["splits"] = [*state.get("splits", ()), *state.get("splits_before", ())]
     about = card(config, state, task, sum(w.numel() for w in weights.values()), leads)
     document, signal["sha256"] = task.described(config, state) | {"trained": trained}, state["preprocessing_sha256"]

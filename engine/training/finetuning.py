@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from data_tools.dataset import CLASSES, Dataset
 from engine.config import Config, FinetuneConfig, load
 from engine.model import trained
-from engine.model.config import flops_per_crop
+from engine.model.config import flops_per_crop, kept_per_crop
 from engine.model.encoder import Encoder
 from engine.model.initial import initialise
 from engine.model.tuned import Tuned
@@ -82,6 +82,7 @@ class Finetuning(Task):
         if not self.held:
             self.remarks.append(f"no crop with {role}=valid: the newest model will count as the best")
         self.flops_per_crop = flops_per_crop(self.architecture, HALF, local=False)
+        self.kept_per_crop = kept_per_crop(self.architecture, HALF)
 
     def facts(self) -> dict[str, Any]:
         """A resumed run must not begin from elsewhere, and its export must know its architecture."""

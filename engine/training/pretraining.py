@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from data_tools.dataset import Dataset
 from engine.config import Config, candidates, micro_batch
-from engine.model.config import flops_per_crop, masked_share
+from engine.model.config import flops_per_crop, kept_per_crop, masked_share
 from engine.model.pretrainer import Pretrainer
 from engine.model.quantizer import temperature
 from engine.pipelines.batched import HALF
@@ -46,6 +46,7 @@ class Pretraining(Task):
         elif not config.data.hold_out and (seen := self.held_out.taught()):
             self.remarks = [f"validates on {seen} crops that it is trained on (data.train, data.valid): no held-out loss"]
         self.flops_per_crop = flops_per_crop(config.model, HALF, local=config.objective.local > 0)
+        self.kept_per_crop = kept_per_crop(config.model, HALF)
         self.low_logs = 0
 
     def facts(self) -> dict[str, Any]:

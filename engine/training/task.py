@@ -34,6 +34,7 @@ class Task(ABC):
     exports_best: ClassVar[bool]  # or the newest
     roles: dict[str, Any]  # of the crops trained on, as engine.pipelines.order.Rows.of has them
     flops_per_crop: float
+    kept_per_crop: float  # numbers that a step holds of a crop
     remarks: Sequence[str] = ()  # said at the start
 
     @abstractmethod

@@ -222,7 +222,7 @@ def test_a_gpus_memory_is_the_most_of_all_repeats() -> None:
 
 
 def test_the_recreation_has_torchs_own_convolutions(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TF32 on a GPU, which engine.model turns off for the whole process."""
+    """TF32 on a GPU, which our programs turn off for the whole process."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     step.ours(replace(BASE, batch=2, model=tiny))
     assert not torch.backends.cudnn.allow_tf32

@@ -40,6 +40,13 @@ def test_the_methods_of_the_paper_are_all_there_and_differ() -> None:
     assert load(CONFIGS / "pretrain" / "w2v.yaml").train.epochs == 200  # from its base
 
 
+def test_small_runs_are_not_compiled_on_a_gpu() -> None:
+    """They would be over before."""
+    chosen = {path.stem: load(path).train.compile for path in SHIPPED if path.parent.name == "pretrain"}
+    assert {name for name, how in chosen.items() if how == "eager"} == {"quickstart", "small"}
+    assert {how for how in chosen.values() if how != "eager"} == {None}
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -21,7 +22,9 @@ from data_tools.dataset import Dataset
 from data_tools.sources import open_sources, prepared
 from engine import embed
 from engine.pipelines.leads import LEADS
+from engine.pipelines.signals import Input
 from engine.scoring import parts as parts_of
+from engine.scoring.embedding import COLUMNS, Crops, encoder, tables
 from tests.forks import started
 from tests.waiting import until
 
@@ -114,6 +117,85 @@ def test_fewer_leads_and_half_precision(dataset: Dataset, embedded: Callable[...
     rough = vectors(embedded(dataset.root.url, to="b", leads="II,V1", precision="bf16"))
     difference = np.abs(rough - vectors(few)).max()
     assert 0 < difference < 0.1
+
+
+def test_a_gpu_embeds_in_the_precision_of_the_training(
+    dataset: Dataset, embedded: Callable[..., pa.Table], model: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {}
+    for precision in ("bf16", "fp32", None):
+        model.config["trained"] = {"precision": precision} if precision else {}
+        for asked in ("auto", "fp32", "bf16"):
+            found[precision, asked] = [embed.precision_of(asked, torch.device(device), model) for device in ("cuda:1", "cpu")]
+    assert found.pop(("bf16", "auto")) == ["bf16", "fp32"]
+    assert all(told == ["fp32" if asked == "auto" else asked] * 2 for (_, asked), told in found.items())
+    table = embedded(dataset.root.url)
+    assert capsys.readouterr().out.endswith("computed in fp32\n")
+    assert json.loads(table.schema.metadata[parts_of.KEY])["precision"] == "fp32"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision, within", [("fp32", 1e-4), ("bf16", 0.1)])
+def test_a_gpu_s_embeddings_are_a_cpu_s(
+    precision: str, within: float, dataset: Dataset, embedded: Callable[..., pa.Table]
+) -> None:
+    """Several parts, a batch that is not full, crops of one half."""
+    there, here = (
+        embedded(dataset.root.url, to=device, device=device, precision=precision, batch=5) for device in ("cuda", "cpu")
+    )
+    assert there["row"].to_pylist() == here["row"].to_pylist()
+    np.testing.assert_allclose(vectors(there), vectors(here), atol=within)
+
+
+def test_a_batch_is_on_its_way_before_the_last_one_s_result_is_waited_for() -> None:
+    events: list[str] = []
+    batches = [Crops(0, n == 2, 1, np.zeros((1, 12, 5000), np.int16), np.ones(1), np.array([n]), ABOUT) for n in range(3)]
+
+    def encode(crops: Crops) -> Callable[[], np.ndarray]:
+        number = crops.record_B[0]
+        events.append(f"launch {number}")
+
+        def wait() -> np.ndarray:
+            events.append(f"wait {number}")
+            return np.full((1, 4), number, np.float32)
+
+        return wait
+
+    stream: Any = lambda parts: (crops for crops in batches)  # noqa: E731
+    [(part, table)] = tables(stream, encode, [0], "crop")
+    assert events == ["launch 0", "launch 1", "wait 0", "launch 2", "wait 1", "wait 2"]
+    assert part == 0 and vectors(table)[:, 0].tolist() == [0, 1, 2]
+
+
+ABOUT = pa.Table.from_pylist([dict.fromkeys(name for name, _ in COLUMNS)], pa.schema(COLUMNS))
+
+
+def test_a_gpu_s_copies_do_not_wait_for_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The crops go up beside the last batch's work; their memory is given back when they are there, not when they are used."""
+    events: list[str] = []
+
+    class Upload:
+        def __init__(self, device: torch.device) -> None:
+            events.append(device.type)
+
+        def __call__(self, host: torch.Tensor) -> torch.Tensor:
+            events.append("up")
+            return host
+
+        def wait(self) -> None:
+            events.append("wait")
+
+    def pooled(x_RLT: torch.Tensor) -> torch.Tensor:
+        events.append("compute")
+        return x_RLT[:, 0, :4]
+
+    monkeypatch.setattr("engine.scoring.embedding.Upload", Upload)
+    monkeypatch.setattr("engine.scoring.embedding.download", lambda x: events.append("down") or x.numpy)
+    model: Any = SimpleNamespace(device=torch.device("cuda", 0), pooled=pooled)
+    encode = encoder(model, Input(tuple(range(12)), tuple(range(12))))
+    crops = Crops(0, True, 1, np.ones((2, 12, 5000), np.int16), np.array([2, 1]), np.arange(2), ABOUT)
+    assert encode(crops)().shape == (3, 4)
+    assert events == ["cuda", "up", "compute", "down", "wait"]
 
 
 @pytest.mark.parametrize("per", ["crop", "record"])

@@ -3,7 +3,10 @@
 import copy
 import dataclasses
 import re
+import runpy
+import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,8 @@ from tiny import SMALL
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.model.config import ModelConfig, flops_per_crop, flops_per_segment, masked_share
+from engine.model import position
+from engine.model.config import ModelConfig, flops_per_crop, flops_per_segment, kept_per_crop, masked_share
 from engine.model.dropout import chosen, dropout
 from engine.model.encoder import Encoder, Linear, manual_attention
 from engine.model.features import ConvStack, NormGelu
@@ -42,6 +46,37 @@ def test_flops_are_those_counted_by_hand() -> None:
     per_token = 768 * 256 + 256 * 640 + 256 * 256 + 640 * 128 + 101 * 256
     assert heads == pytest.approx(6 * per_token * 156 * masked_share(ModelConfig(), 156))
     assert round(flops_per_crop(ModelConfig()) / 1e9, 1) == 175.9
+
+
+def test_what_a_step_holds_is_what_autograd_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the paper's encoder, eager, with a fused attention; by tensors that have shapes and no numbers."""
+    fused = torch.ops.aten._scaled_dot_product_flash_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, dropout_p: fused(q, k, v, dropout_p)[0])
+    config, saved = dataclasses.replace(ModelConfig(), position="blocks"), []
+    with torch.device("meta"), torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        encoder = Encoder(config).bfloat16()
+        encoder(torch.empty(2 * 64, 12, 2500))
+    weights = {p.untyped_storage()._cdata for p in encoder.parameters()}
+    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}
+    bytes_saved = sum(size for storage, size in sizes.items() if storage not in weights)
+    assert 0.8 < bytes_saved / (64 * 2 * kept_per_crop(config)) < 1
+
+
+def test_float32_is_made_exact_by_programs_and_not_by_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    found = runpy.run_path(position.__file__)
+    assert torch.backends.cudnn.allow_tf32
+    found["exact_float32"]()
+    assert not torch.backends.cudnn.allow_tf32
+
+
+def test_torch_s_compiler_may_say_that_float32_is_exact() -> None:
+    """On a GPU it warns in these words, and these tests make errors of other warnings."""
+    words = "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled"
+    assert torch.__file__ and words in (Path(torch.__file__).parent / "_inductor" / "compile_fx.py").read_text()
+    warnings.warn(words, stacklevel=1)
+    with pytest.raises(UserWarning):
+        warnings.warn("another", stacklevel=1)
 
 
 @pytest.mark.parametrize("samples", [2500, 799])

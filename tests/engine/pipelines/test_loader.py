@@ -8,6 +8,7 @@ import os
 import time
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from engine.pipelines.batched import alone, parameters
 from engine.pipelines.dali import DaliError, InFlight
 from engine.pipelines.loader import Loader, LoaderConfig, LoaderError
 from engine.pipelines.meter import Meter
-from engine.pipelines.resident import Resident
+from engine.pipelines.resident import Resident, ResidentError
 from tests.forks import started
 from tests.waiting import until
 
@@ -252,7 +253,7 @@ def test_the_meter_says_where_time_went(backend: str, leads: str, dataset: Datas
     source = loader(dataset, backend, augment=AugmentConfig(rlm=0.5, noise="emg", leads=leads))
     some(source, 3)
     facts = source.meter.snapshot()
-    stages = ("plan", "read", "read_wait", "augment", "wait")
+    stages = {"plan", "read", "read_wait", "augment", "wait"} | ({"gpu_wait"} if backend == "dali" else set())
     assert set(facts) == {"crops_per_s", "data_bytes_per_s", *(f"data_{stage}_pct" for stage in stages)}
     assert all(value > 0 for value in facts.values())
     assert facts["data_read_wait_pct"] <= facts["data_wait_pct"] <= 100
@@ -323,6 +324,54 @@ def test_a_batch_stays_while_a_gpu_may_read_it() -> None:
     flight.hold("d")
     flight.release()
     assert [batch for _, batch in flight.queued] == ["c", "d"]
+
+
+def test_what_the_gpu_keeps_waiting_is_no_wait_for_data(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only DALI's stand-in moves: 6 s until the GPU has let go of a batch, 1 s to make the next one."""
+    clock = [0.0]
+
+    class Pipeline:
+        def __init__(self, *arguments: Any) -> None:
+            self.feed = arguments[3]
+
+        def release(self) -> None:
+            clock[0] += 6
+
+        def run(self) -> tuple[int, torch.Tensor]:
+            clock[0] += 1
+            step, crops, _ = next(self.feed)
+            return step, torch.from_numpy(crops)
+
+        def checkpoint(self) -> str:
+            return ""
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr("engine.pipelines.dali.Pipeline", Pipeline)
+    monkeypatch.setattr("engine.pipelines.meter.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    source = loader(dataset, "dali")
+    some(source, 3)
+    clock[0] += 9  # steps of the training
+    facts = source.meter.snapshot()
+    wanted = {"data_gpu_wait_pct": 18 / 30, "data_wait_pct": 3 / 30, "data_augment_pct": 3 / 30}
+    assert {name: facts[name] for name in wanted} == pytest.approx({name: 100 * share for name, share in wanted.items()})
+
+
+def test_resident_leaves_room_for_the_step(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked before anything is read or taken. A crop is 120,000 bytes."""
+    source = loader(dataset, "resident")
+    augmenter: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    free, spare = sum(map(len, source.order.rows)) * 120_000 + 10**9, 10**9 + 1
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
+    monkeypatch.setattr(source.gather, "read", lambda *_: pytest.fail("it was read"))
+    with pytest.raises(ResidentError, match=r"1\.0 GB for a step .* pipeline\.backend=dali"):
+        Resident(source.order, source.gather, augmenter, spare)
+    monkeypatch.setattr(torch, "empty", lambda *_, **how: (_ for _ in ()).throw(Begun(how["device"])))
+    with pytest.raises(Begun, match="cuda"):
+        Resident(source.order, source.gather, augmenter, spare - 1)
+
+
+class Begun(Exception): ...
 
 
 def test_memory_is_flat_over_ten_thousand_batches(dataset: Dataset) -> None:
