@@ -58,7 +58,7 @@ def finish(
         table = table.set_column(0, COLUMNS[0], gone.cast(pa.int32())).set_column(1, COLUMNS[1], gone)
     _remove_strays(out, shards, settings.format)
     samples, refused = _parquet(table), as_csv([("source", "record", "reason", "detail"), *sorted(set(rejects))]).encode()
-    meta = {
+    meta: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "fs_hz": SPEC["fs_hz"],
         "leads": SPEC["leads"],
