@@ -79,4 +79,6 @@ def is_memory(error: BaseException | None) -> bool:
     """Whether this, or what led to it, is a lack of memory."""
     if error is None:
         return False
+    if isinstance(error, BlockingIOError):  # a lock that another has says the words of a thread that cannot be started
+        return False
     return isinstance(error, MemoryError) or any(words in str(error) for words in MEMORY) or is_memory(error.__context__)
