@@ -68,7 +68,7 @@ def finish(
         "preprocessing_sha256": SPEC_HASH,
         "seed": settings.seed,
         "plan": settings.plan,
-        **{key: recipe[key] for key in ("id_share", "role_sources") if key in recipe},
+        **{str(key): recipe[key] for key in ("id_share", "role_sources") if key in recipe},
         "recipe": recipe_hash(recipe),
         "pseudonyms": recipe["pseudonyms"],
         "crops": len(table),

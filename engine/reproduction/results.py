@@ -26,7 +26,7 @@ MARKS: dict[State, str] = {
 }
 PAPER_DATA = {"pretrain": "about 85,000", "dx": "32,640 / 4,079 / 4,079 halves", "id": "2,127"}
 # Settings of a run that its result does not hang on.
-SILENT = {f"train.{name}" for name in ("log_every", "save_every_minutes", "keep", "zero_stage", "deepspeed")}
+SILENT = {f"train.{name}" for name in ("log_every", "save_every_minutes", "keep", "zero_stage", "deepspeed", "best")}
 
 
 @dataclass(frozen=True)
@@ -170,6 +170,8 @@ def protocol(scale: Scale, data: Data, seeds: int) -> str:
         + (", ± half of the 95 % interval (Student's t)" if seeds > 1 else "")
         + "; Dx. is the CinC score, AUROC the mean over the classes of the same outputs, Id. the accuracy of identification."
     )
+    best = flat(scale.sets["diagnosis"]).get("train.best", "auroc")
+    parts.append(f"Dx. keeps the step with the best {'CinC score' if best == 'challenge' else best.upper()} of validation.")
     changed = list(_changes(scale))
     parts.append(
         f"Otherwise than in the configurations of the paper: {'; '.join(changed)}."

@@ -260,7 +260,7 @@ def test_slurm_and_dry_run_and_collect(
         (["--table", "1", "--data", "{data}", "--scale", "{tmp}/tuned.yaml", "--dry-run"], "train.stps: no such key: did you"),
         (
             ["--table", "1", "--data", "{data}", "--scale", "{tmp}/both.yaml", "--dry-run"],
-            "train.epochs=2.0: give one of the two",
+            "train.steps=6, train.epochs=2.0",
         ),
         (["--table", "1", "--data", "{data}", "--scale", "{tmp}/three.yaml"], "three.yaml: 3: a stage is a table of keys and"),
         (["--table", "1", "--out", "{used}", "--collect-only"], "settings/data.json: is not as it was written"),

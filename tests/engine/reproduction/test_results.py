@@ -86,6 +86,8 @@ def test_a_score_counts_if_it_can_be_read_and_is_the_job_s(tmp_path: Path) -> No
 def test_the_protocol_of_the_papers_scale_names_no_difference_and_a_leak_is_said() -> None:
     paper = Scale.read("paper")
     assert "those of the paper's configurations" in results.protocol(paper, DATA, 3)
+    assert "the best CinC score of validation" in results.protocol(paper, DATA, 3)
+    assert "the best AUROC of validation" in results.protocol(Scale.read("small"), DATA, 3)
     assert "both sides" not in results.protocol(paper, DATA, 3)
     assert "crops of one ECG lie on both sides" in results.protocol(paper, replace(DATA, split="paper-split"), 3)
     assert "1 seed of fine-tuning" in results.protocol(paper, DATA, 1)
