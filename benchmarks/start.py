@@ -80,6 +80,8 @@ def started(command: Sequence[str], run: Path, dataset: str, steps: int) -> dict
                     raise CaseError(OVER)
                 time.sleep(0.02)
             ended = time.perf_counter() - began
+            if not first and metrics.exists():  # between two looks
+                first, first_cpu = ended, children_s() - before
         finally:  # of a session of its own, nobody else's Ctrl-C reaches it
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)

@@ -5,6 +5,7 @@ It starts with the first of them, and a process of the tests has but one: whatev
 
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -38,6 +39,7 @@ def started(call: Callable[..., Any], *arguments: Any, out: Path | str, env: Map
 
 
 def _run(call: Callable[..., Any], arguments: tuple[Any, ...], out: str, env: dict[str, str]) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which the server may have begun with
     os.environ.update(env)
     file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):

@@ -441,7 +441,7 @@ def test_the_probes_in_one_command(dataset: Dataset, saved_model: Saved, tmp_pat
     asked = ["--model", str(saved_model()), "--data", dataset.root.url, "--probe", "--json", str(tmp_path / "scores.json")]
     assert embed.main(asked) == 0
     scores, shown = json.loads((tmp_path / "scores.json").read_text()), capsys.readouterr().out
-    assert {"linear", "nearest", "identification", "records"} == set(scores)
+    assert {"linear", "nearest", "identification", "records", "precision"} == set(scores)
     for probe in ("linear", "nearest"):
         assert f"{scores[probe]['challenge']:.4f}" in shown and f"{scores[probe]['auroc']:.4f}" in shown
     patients = dataset.table(["patient"]).take(dataset.select(identity="probe"))["patient"]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tests.forks import started
+from tests.waiting import HANG_S
 
 TINY = """
 model: {conv: [[8, 4], [8, 4], [8, 1]], width: 16, layers: 2, heads: 2, ffn: 32, position_kernel: 8, position_groups: 2,
@@ -57,6 +58,9 @@ def start(
 
 def wait(tmp: Path, processes: list[Any]) -> Ended:
     for process in processes:
+        process.join(HANG_S)
+    for process in processes:  # one that hangs does not outlive its test
+        process.kill()
         process.join()
     output = (tmp / "out.txt").read_text() if (tmp / "out.txt").exists() else ""
     return Ended([process.exitcode for process in processes], output)
