@@ -7,10 +7,12 @@ if is_memory(error): ...                  # whoever ran out of it
 
 import argparse
 import atexit
+import errno
 import io
 import os
 import sys
 from functools import cache
+from types import TracebackType
 from typing import Any, NoReturn
 
 # "out of memory", in the words of torch, C++, Python's threads, the system and its loader of libraries
@@ -40,7 +42,18 @@ def guard_streams() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    sys.excepthook = _unhandled
     atexit.register(_flush)
+
+
+def _unhandled(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Nobody reads standard output any more, or it cannot be written: no traceback."""
+    if isinstance(error, OSError) and error.filename is None and error.errno in (errno.EPIPE, errno.ENOSPC, errno.EBADF):
+        drop_output()
+        if error.errno != errno.EPIPE:
+            print(f"standard output: {error.strerror}: choose another place", file=sys.stderr, flush=True)
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 def _flush() -> None:

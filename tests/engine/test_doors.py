@@ -46,9 +46,14 @@ def test_wrong_arguments_are_one_line(
     assert (ended.value.code, out, err.count("\n")) == (2, "", 1) and err.endswith("(--help shows all)\n")
 
 
+UNBUFFERED = '-u -c "from data_tools.usage import Parser; Parser(); [print(n) for n in range(10**5)]"'
+
+
 @pytest.mark.parametrize(
     ("command", "output", "code", "lines"),
     [
+        (UNBUFFERED, "| true", 1, 0),
+        (UNBUFFERED, "> /dev/full", 1, 1),
         ("-m data_tools --help", "> /dev/full", 1, 1),
         ("-m data_tools --help", ">&-", 0, 0),
         ("-m data_tools --help", "| true", 0, 0),
