@@ -35,7 +35,7 @@ CROP_MB = 0.12 + 0.06 + 0.48  # in tar, in zarr and as two .mat files of float64
 BACKENDS = {"torch": "torch", "resident": "resident", "dali": "dali on the CPU"}
 BATCHES, THREADS = (64, 256, 1024), (1, 2)
 FILLED = 4  # batches that lie ready between the stages
-WARM_S = 15.0  # at most, to get to the second epoch: a case that takes longer spends less than 1 % of its time on checks
+WARM_S = 6.0  # at most, to get to the second epoch: a case that takes longer spends little of its time on checks
 
 
 def prepare(work: Path, records: int) -> Path:

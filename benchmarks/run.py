@@ -176,7 +176,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         command.add_argument("--repeats", type=positive, **turns)  # type: ignore[arg-type]
     for name in ("ingest", "loader", "e2e", "embed", "start", "suite"):
         made[name].add_argument("--only", type=regex, metavar="REGEX", default="", help="cases whose name matches")
-    for name, records in {"ingest": 2000, "loader": 25_000, "e2e": 600, "embed": 600, "suite": None}.items():
+    for name, records in {"ingest": 2000, "loader": 20_000, "e2e": 600, "embed": 600, "suite": None}.items():
         least = 1 if name in ("e2e", "embed") else 100  # with fewer there is not every database, nor a peer's batch
         size = "size of the synthetic archive" + (" (default: 1000 on a CPU, 24000 on a GPU)" if records is None else "")
         made[name].add_argument("--records", type=at_least(least), default=records, help=size)
