@@ -54,7 +54,7 @@ def loader(part: Part) -> Iterator[str]:
         yield (
             "White noise is cut at random places out of a bank of normal numbers, also in `authors_physio3`, which follows the "
             "authors' formulas; the re-creation draws it anew. Only our loader checks crc32c, once a crop, in the first epoch. "
-            "The re-creation's files are four times as large; where caches hold them all, it is twice as fast and the ratios are "
+            "The re-creation's files are four times as large; where caches hold all, it is twice as fast and the ratios are "
             "half of these (LOG.md)."
         )
 
