@@ -34,7 +34,7 @@ from data_tools.synth import synthesise
 from data_tools.verify import verify
 from tests.waiting import until
 
-KILLS, SEED = 50, 20240229
+KILLS, SEED = 100, 20240229
 LAST_CALLS = 12
 ROOT = Path(__file__).parents[2]
 Status = tuple[int, float]  # exit code or -signal, CPU seconds

@@ -293,7 +293,7 @@ def headers(draw: st.DrawFn) -> tuple[Text, WfdbHeader]:
     return text, WfdbHeader(name, float(fs_hz), samples, *zip(*rows, strict=True), age, sex, dx)
 
 
-@settings(max_examples=30, derandomize=True)
+@settings(max_examples=80, derandomize=True)
 @given(headers(), st.sampled_from(["\n", "\r\n"]))
 def test_a_valid_header_says_exactly_its_fields(made: tuple[Text, WfdbHeader], line_end: str) -> None:
     text, meant = made
@@ -385,7 +385,7 @@ def damaged(draw: st.DrawFn) -> bytes:
 A_CHANNEL = b"E 1 500 5000\nE.mat 16x1+24 \x001000.0(0)/mV 1 16 0 -68 1250 0 aVL\n"  # called "0 aVL"
 
 
-@settings(max_examples=500, derandomize=True)
+@settings(max_examples=1500, derandomize=True)
 @given(damaged())
 @example(A_CHANNEL)
 def test_a_damaged_header_is_refused_or_says_what_it_now_says(data: bytes) -> None:
@@ -398,7 +398,7 @@ def test_a_damaged_header_is_refused_or_says_what_it_now_says(data: bytes) -> No
         assert found.dx == "" or any(line.rstrip().endswith(found.dx) for line in data.decode("utf-8", "replace").splitlines())
 
 
-@settings(max_examples=100, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 @given(st.binary(max_size=3000) | st.text(max_size=1000).map(str.encode))
 def test_arbitrary_bytes_are_refused(data: bytes) -> None:
     assert isinstance(parse(data), str)
