@@ -32,7 +32,7 @@ demo: .venv/installed
 	$(RUN) -m data_tools verify demo/dataset --source demo/archive
 	$(RUN) -m data_tools show demo/dataset --png demo/summary.png > demo/summary.txt
 	$(RUN) -m data_tools show demo/dataset --crop 0 --png demo/ecg.png
-	$(BIN)/python -m engine.pipelines.picture demo/augmentations.png --data demo/dataset
+	$(BIN)/python -m engine.data.picture demo/augmentations.png --data demo/dataset
 	$(RUN) -m engine.reproduce --table 1 --rows "Random Init." W2V+CMSC+RLM --leads 12 1 --seeds 1 --jobs 2 --scale demo \
 	    --data demo/dataset --out demo/tables
 	@echo "look at demo/summary.png, demo/ecg.png, demo/augmentations.png, demo/tables/pretrain/w2v_cmsc_rlm-12/report.html"

@@ -26,7 +26,7 @@ from data_tools.sources import open_sources
 
 ROOT = Path(__file__).parents[1]
 NEEDED = ("torch", "numpy", "scipy", "pyarrow", "pydantic", "psutil", "wfdb", "google_crc32c", "safetensors", "tensorboard")
-NEEDED += ("deepspeed", "engine.pretrain", "engine.embed", "engine.model.short", "benchmarks.stages")
+NEEDED += ("deepspeed", "engine.pretrain", "engine.embed", "engine.model.kernels.short", "benchmarks.stages")
 OPTIONAL = ("triton", "nvidia.dali", "zarr", "soundfile", "webdataset", "s3fs", "moto", "distributed", "pytest")
 KERNELS = 25  # of a profile
 Found = dict[str, Any]

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.run import environment, refuse, save
-from engine.pipelines.usage import Parser
+from engine.common import Parser
+from engine.evaluation.metrics import over_seeds
 from engine.reproduction.paper import TASKS, tables
-from engine.scoring.metrics import over_seeds
 
 METRICS = {"Dx": ("challenge", "auroc", "auprc"), "Id": ("accuracy", "top5", "chance")}
 

@@ -87,10 +87,10 @@ def untrained(folder: Path, model: str) -> None:
     import torch
 
     from benchmarks.step import config_file
+    from engine.common import LEADS
     from engine.config import load
     from engine.model.folder import write
     from engine.model.pretrainer import Pretrainer
-    from engine.pipelines.leads import LEADS
 
     config = load(config_file(model))
     seeded = torch.Generator().manual_seed(0)

@@ -42,8 +42,8 @@ def alone(name: str, case: Case, dataset: Path, threads: int, repeats: int) -> d
 def feed(dataset: Path, device: str, backend: str, stage: str, batch: int, threads: int) -> Generator[float, bool, None]:
     import torch
 
-    from engine.pipelines.augment import AugmentConfig
-    from engine.pipelines.loader import Loader, LoaderConfig
+    from engine.data.augment import AugmentConfig
+    from engine.data.loader import Loader, LoaderConfig
 
     torch.set_num_threads(1)
     noise, rlm = STAGES[stage]

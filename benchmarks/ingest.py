@@ -19,7 +19,7 @@ from benchmarks.measure import Case
 from data_tools import synth
 from data_tools.build import Settings, shard
 from data_tools.dataset import Dataset
-from data_tools.memory import keep_freed_memory
+from data_tools.malloc import keep_freed_memory
 from data_tools.plan import make_plan
 from data_tools.sources import open_sources
 from data_tools.sources.physionet2021 import PhysioNet2021

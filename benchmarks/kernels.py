@@ -25,7 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.run import MODEL, positive, regex
-from engine.pipelines.usage import Parser
+from engine.common import Parser
 
 TB_PER_S = 4.3  # of an H200's memory, read and written
 H200 = {
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     warnings.filterwarnings("ignore", module="torch")
     pretend()
-    from engine.pipelines.leads import ConfigError
+    from engine.common import ConfigError
 
     try:
         found = graphs(options.model, options.batch, options.compile, options.only)

@@ -19,7 +19,7 @@ from benchmarks.measure import Case
 from data_tools import synth
 from data_tools.build import Settings, shard
 from data_tools.dataset import Dataset
-from data_tools.memory import keep_freed_memory
+from data_tools.malloc import keep_freed_memory
 from data_tools.sources import open_sources
 
 HAS_MOSAIC = find_spec("streaming") is not None  # mosaicml-streaming pins versions of its own: install it beside, or do without
@@ -129,9 +129,9 @@ def settle() -> None:
 
 def gather(dataset: Path, source: str, check: str, batch: int, threads: int, seconds: float, first: bool = False) -> Stream:
     from data_tools.dataset import CROP_SHAPE
-    from engine.pipelines.ahead import read_ahead
-    from engine.pipelines.gather import Gather
-    from engine.pipelines.order import Order, Rows
+    from engine.data.order import Order, Rows
+    from engine.data.prefetch import read_ahead
+    from engine.data.reader import Gather
 
     opened = Dataset.open(str(dataset))
     order = Order((Rows.of(opened),), batch)
@@ -144,8 +144,8 @@ def gather(dataset: Path, source: str, check: str, batch: int, threads: int, sec
 def ours(dataset: Path, backend: str, stage: str, batch: int, seconds: float, threads: int, first: bool = False) -> Stream:
     import torch
 
-    from engine.pipelines.augment import AugmentConfig
-    from engine.pipelines.loader import Loader, LoaderConfig
+    from engine.data.augment import AugmentConfig
+    from engine.data.loader import Loader, LoaderConfig
 
     settle()
     noise, rlm = STAGES[stage]

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks import bars, fleet, plots, tables
 from benchmarks.fleet import TEN_MILLION
 from benchmarks.tables import Part
-from engine.pipelines.usage import Parser
+from engine.common import Parser
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from benchmarks.measure import in_fresh_process, run_cases, summary
-from engine.pipelines.usage import Parser
+from engine.common import Parser
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = (
@@ -80,7 +80,7 @@ def recorded(options: argparse.Namespace) -> int:
 
 def save(record: Part, out: Path | None) -> int:
     """Whole. A file is written over only if --out names it. One that cannot be written is written elsewhere, and exit is 1."""
-    from engine.scoring.rundir import write_whole
+    from engine.common import write_whole
 
     wanted = out or free(RESULTS / file_name(record))
     took = f" in {record['took_s']} s" if "took_s" in record else ""
@@ -114,8 +114,10 @@ def measured(work: Path, options: argparse.Namespace) -> Part:
 
 def check_out(out: Path) -> None:
     """Before the work, not after it."""
-    from engine.pipelines.leads import ConfigError  # here: a case's process, whose memory counts, imports this module
-    from engine.scoring.rundir import writable
+    from engine.common import (
+        ConfigError,  # here: a case's process, whose memory counts, imports this module
+        writable,
+    )
 
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -128,7 +130,7 @@ def check_out(out: Path) -> None:
 
 def check_model(name: str) -> None:
     from benchmarks.step import config_file, model_of
-    from engine.pipelines.leads import ConfigError
+    from engine.common import ConfigError
 
     try:
         config_file(name)

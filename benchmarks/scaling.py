@@ -135,7 +135,7 @@ def first_batch(dataset: Path) -> float:
     """Units are starts: per_s is 1 / the seconds from nothing to a batch."""
     import torch
 
-    from engine.pipelines.loader import Loader, LoaderConfig
+    from engine.data.loader import Loader, LoaderConfig
 
     torch.set_num_threads(1)
     opened = Dataset.open(str(dataset))
@@ -146,7 +146,7 @@ def first_batch(dataset: Path) -> float:
 
 
 def shuffle_quality(dataset: Path) -> dict[str, dict[str, float]]:
-    from engine.pipelines.order import Order, Rows, quality
+    from engine.data.order import Order, Rows, quality
 
     taken = Rows.of(Dataset.open(str(dataset)), pretrain=True)
     return {f"block_shards {blocks}": quality(Order((taken,), 512, block_shards=blocks)) for blocks in (0, 1, 8, 32, 128)}

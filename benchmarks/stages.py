@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from benchmarks import cost, step
 from benchmarks.measure import Progress, call_fresh, spread
 from benchmarks.step import OURS, Run
-from data_tools.memory import keep_freed_memory
+from data_tools.malloc import keep_freed_memory
 from engine.model.config import ModelConfig
 from engine.model.draws import draw
-from engine.model.dropout import dropout
-from engine.model.gelu import gelu
 from engine.model.heads import pool, take
+from engine.model.kernels.dropout import dropout
+from engine.model.kernels.gelu import gelu
 from engine.model.pretrainer import Pretrainer
 from engine.objectives.cmsc import cmsc_loss
 from engine.objectives.config import ObjectiveConfig

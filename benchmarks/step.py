@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from benchmarks import bars
 from benchmarks.authors_step import AuthorsStep, draw
 from benchmarks.measure import Case, in_fresh_process, run_cases, timed
-from data_tools.memory import keep_freed_memory
+from data_tools.malloc import keep_freed_memory
+from engine.common import ConfigError
 from engine.config import CONFIGS, load
 from engine.model import fairseq
 from engine.model.config import ModelConfig, flops_per_crop
@@ -40,7 +41,6 @@ from engine.model.quantizer import temperature
 from engine.model.reference import Adam, draws_of
 from engine.objectives.config import ObjectiveConfig
 from engine.parity import authors_adam
-from engine.pipelines.leads import ConfigError
 from engine.training.throughput import compile_model
 from engine.training.validation import to_device
 

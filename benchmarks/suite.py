@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from benchmarks import measure as measuring
 from benchmarks import run
 from benchmarks.measure import OVER, CaseError, call_fresh, kill
-from engine.scoring.rundir import write_whole
+from engine.common import write_whole
 
 Part = dict[str, Any]
 NO_TIME = "no time was left"

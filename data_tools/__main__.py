@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from data_tools.cli import Parser, drop_output, is_memory
 from data_tools.errors import DataError, printable
-from data_tools.usage import Parser, drop_output, is_memory
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -240,7 +240,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from data_tools import plot
+    from data_tools import plots
     from data_tools.dataset import Dataset
     from data_tools.summary import describe, figure
 
@@ -249,7 +249,7 @@ def _show(options: argparse.Namespace) -> int:
     if options.png and Path(options.png).exists() and not Path(options.png).is_file():
         raise DataError(f"--png {options.png}: no regular file, and would be replaced: choose another place")
     if options.png:
-        plot.kind_of(Path(options.png))
+        plots.kind_of(Path(options.png))
     if options.what.endswith(".hea"):
         if options.crop is not None:
             raise DataError(f"--crop {options.crop}: {options.what} is a record, and only datasets have crops: leave it out")
@@ -262,13 +262,13 @@ def _show(options: argparse.Namespace) -> int:
         else:
             drawn = _crop_figure(dataset, options.crop)
     if options.png:
-        plot.save(drawn, options.png)
+        plots.save(drawn, options.png)
         print(f"drawn: {options.png}")
     return 0
 
 
 def _crop_figure(dataset: Any, row: int) -> Any:
-    from data_tools.plot import ecg_figure
+    from data_tools.plots import ecg_figure
     from data_tools.prepare import FS_HZ, HALF
 
     if row >= len(dataset):
@@ -287,7 +287,7 @@ def _record_figure(path: str) -> Any:
 
     from data_tools.dataset import CROP_SHAPE
     from data_tools.errors import ReadError
-    from data_tools.plot import ecg_figure
+    from data_tools.plots import ecg_figure
     from data_tools.prepare import FS_HZ, HALF, crop_count, prepare_crop
     from data_tools.sources.wfdb_folder import WfdbFolder
     from data_tools.storage import folder

@@ -27,14 +27,14 @@ from data_tools.dataset import COLUMNS, CROP_SHAPE, META, Dataset, waveform
 from data_tools.errors import DataError, DatasetError, ReadError, StorageError
 from data_tools.finish import finish, recipe_hash
 from data_tools.labels import class_row
-from data_tools.memory import keep_freed_memory
+from data_tools.malloc import keep_freed_memory
 from data_tools.plan import Plan, Reject, make_plan
 from data_tools.prepare import Crop, prepare_crop
 from data_tools.record import EcgRecord
-from data_tools.shards import MAX_INDEX, TarWriter, index_name, part_name, shard_name
 from data_tools.sources.base import Source, carefully, located, record_stem
 from data_tools.splits import PAPERS, RoleSources
 from data_tools.storage import Folder, ahead, folder_of_dataset
+from data_tools.tar import MAX_INDEX, TarWriter, index_name, part_name, shard_name
 
 FORMATS = ("tar", "zarr", "both")
 TOLD = ("seed", "plan", "format", "id_share", "role_sources", "pseudonyms")  # of the recipe, what dataset.json says in words

@@ -213,7 +213,7 @@ class Dataset:
     @cached_property
     def chunks(self) -> Any:
         """The zarr twin, crop by crop: `chunks.read(row, out)`."""
-        from data_tools.chunks import Chunks
+        from data_tools.zarr_reader import Chunks
 
         return Chunks(self.root, len(self))
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from data_tools import pseudonyms, splits, store
+from data_tools import pseudonyms, splits, zarr_writer
 from data_tools.dataset import COLUMNS, FORMAT_VERSION, META, REJECTS, SAMPLES, STORE, Dataset, fingerprint
 from data_tools.errors import DatasetError, ReadError, StorageError, one_line
 from data_tools.plan import Plan, Reject
@@ -50,7 +50,7 @@ def finish(
         raise StorageError(f"no usable crop in any record ({', '.join(reasons)[:200]}): nothing to write")
     table = assign_roles(table, settings.plan, settings.seed, settings.role_sources)
     if settings.format != "tar":
-        store.write(table, shards, out, settings.workers, settings.cluster, settings.quiet)
+        zarr_writer.write(table, shards, out, settings.workers, settings.cluster, settings.quiet)
     if settings.format == "zarr":
         out.remove("shards")
         shards = []

@@ -20,9 +20,9 @@ from data_tools import cluster, pseudonyms
 from data_tools.dataset import FORMAT_VERSION, SHARD_CROPS
 from data_tools.errors import ReadError, StorageError, printable
 from data_tools.prepare import SPEC_HASH, crop_count, dropped_s
-from data_tools.shards import MAX_NAME
 from data_tools.sources.base import Source, carefully, located, record_stem
 from data_tools.storage import ahead, links_in
+from data_tools.tar import MAX_NAME
 
 Reject = tuple[str, str, str, str]  # source, record, reason, detail
 SCAN_CHUNK = 2048

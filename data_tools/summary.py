@@ -133,7 +133,7 @@ def _shared(dataset: Dataset) -> int:
 
 
 def figure(dataset: Dataset) -> Any:
-    from data_tools.plot import summary_figure
+    from data_tools.plots import summary_figure
 
     table = dataset.table(["source", "pretrain", "dx_role", "id_role", "labels"])
     roles = [_role(*row) for row in zip(*(table[name].to_pylist() for name in ("pretrain", "dx_role", "id_role")), strict=True)]

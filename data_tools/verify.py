@@ -22,7 +22,6 @@ from tqdm import tqdm
 
 from data_tools import cluster, pseudonyms
 from data_tools.build import row_of
-from data_tools.chunks import decode, index_bytes
 from data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, META, REJECTS, SAMPLES, STORE, Dataset, waveform
 from data_tools.errors import ChunkError, DatasetError, ReadError, one_line
 from data_tools.finish import assign_roles, read_rejects, recipe_hash, role_counts
@@ -30,9 +29,10 @@ from data_tools.labels import class_row
 from data_tools.plan import Reject
 from data_tools.prepare import CROP, FS_HZ, HALF, MAX_UV, SPEC, crop_count, prepare_crop
 from data_tools.record import LEADS, EcgRecord
-from data_tools.shards import BLOCK, MAX_INDEX, index_name, index_of, member, member_header
 from data_tools.sources.base import Source, carefully
 from data_tools.splits import RoleSources
+from data_tools.tar import BLOCK, MAX_INDEX, index_name, index_of, member, member_header
+from data_tools.zarr_reader import decode, index_bytes
 
 MOST = 20  # findings of one shard; a broken disk has thousands
 ROLES = ("pretrain", "dx_role", "id_role")

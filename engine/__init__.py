@@ -9,11 +9,11 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from engine.model.trained import Trained
+    from engine.model.inference import Trained
 
 
 def load(path: str | os.PathLike[str]) -> "Trained":
     """A model that was trained here or converted, in eval mode. torch is imported now and not with the package."""
-    from engine.model.trained import load
+    from engine.model.inference import load
 
     return load(path)

@@ -20,14 +20,14 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from engine.common import ConfigError
+from engine.data.augment import AugmentConfig
+from engine.data.augmenter import HALF
+from engine.data.loader import LoaderConfig
+from engine.model.classifier import HeadConfig
 from engine.model.config import ModelConfig
 from engine.model.draws import max_masked
-from engine.model.tuned import HeadConfig
 from engine.objectives.config import ObjectiveConfig
-from engine.pipelines.augment import AugmentConfig
-from engine.pipelines.batched import HALF
-from engine.pipelines.leads import ConfigError
-from engine.pipelines.loader import LoaderConfig
 from engine.yaml_files import over, parse, read
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"

@@ -2,11 +2,11 @@
 
     python -m engine.convert from-fairseq CKPT.pt OUT [--input auto|millivolt|zscore]
     python -m engine.convert to-fairseq   RUN OUT.pt
-    python -m engine.convert to-onnx      RUN OUT.onnx                      for use without PyTorch (engine.model.portable)
+    python -m engine.convert to-onnx      RUN OUT.onnx                      for use without PyTorch (engine.model.onnx)
 
 OUT/ gets model.safetensors, config.json, preprocessing.json and README.md, a model card. Every number keeps its bits and its
 type; the optimiser's state stays behind. Weights that are missing, unexpected or of another shape are an error that lists
-them. A stranger's file is read without running any code in it (engine.model.stranger).
+them. A stranger's file is read without running any code in it (engine.model.safe_load).
 
 --input: what the weights were trained on. The paper's are signals in millivolts; ECG-FM's were scaled to mean 0 and deviation
 1 in each lead of each record (fairseq-signals scripts/preprocess/ecg). auto takes the checkpoint's settings at their word:
@@ -29,15 +29,14 @@ import safetensors
 import torch
 from safetensors.torch import load_file
 
+from engine.common import LEADS, ConfigError, Parser
+from engine.data.preprocess import SCALES
 from engine.model.config import ModelConfig
 from engine.model.fairseq import WeightsError, ours, settings, spelling, their_settings, theirs
 from engine.model.folder import CONFIG, PREPROCESSING, WEIGHTS, document_of, model_folder, write
-from engine.model.portable import to_onnx
-from engine.model.stranger import CheckpointError, read_checkpoint, tensors
-from engine.model.trained import config_of, load
-from engine.pipelines.leads import LEADS, ConfigError
-from engine.pipelines.signals import SCALES
-from engine.pipelines.usage import Parser
+from engine.model.inference import config_of, load
+from engine.model.onnx import to_onnx
+from engine.model.safe_load import CheckpointError, read_checkpoint, tensors
 
 
 def from_fairseq(checkpoint: Path, out: Path, scale: str = "auto") -> None:

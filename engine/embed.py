@@ -17,7 +17,7 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from engine.pipelines.usage import Parser, interruptible
+from engine.common import Parser, interruptible
 
 if __name__ == "__main__":
     interruptible("engine.embed")
@@ -43,20 +43,19 @@ import torch
 from tqdm import tqdm
 
 from data_tools.dataset import META, Dataset
-from data_tools.memory import keep_freed_memory
+from data_tools.malloc import keep_freed_memory
 from data_tools.sources import DataError, Prepared, ReadError, Source, open_sources, prepared
+from engine.common import LEADS, ConfigError, OutputError, describe_leads, leads_in_order, writable, write_whole, writing
+from engine.data.missing_leads import unseen
+from engine.data.npz import ArrayError, load_npz, npz_names, open_npy
+from engine.data.preprocess import Input, SignalError, crops
+from engine.data.reader import Gather
+from engine.data.staging import Staging
+from engine.evaluation.embedding import DatasetStream, Loaded, RecordStream, Stream, encoder, finite, schema, tables
+from engine.evaluation.probed import probe, report, roles
+from engine.evaluation.table_parts import Parts
+from engine.model.inference import Trained, load
 from engine.model.position import exact_float32
-from engine.model.trained import Trained, load
-from engine.pipelines.gather import Gather
-from engine.pipelines.lacking import unseen
-from engine.pipelines.leads import LEADS, ConfigError, describe, in_order
-from engine.pipelines.npz import ArrayError, load_npz, npz_names, open_npy
-from engine.pipelines.signals import Input, SignalError, crops
-from engine.pipelines.staging import Staging
-from engine.scoring.embedding import DatasetStream, Loaded, RecordStream, Stream, encoder, finite, schema, tables
-from engine.scoring.parts import Parts
-from engine.scoring.probed import probe, report, roles
-from engine.scoring.rundir import OutputError, writable, write_whole, writing
 
 CACHE_SHARDS = 8
 ARRAYS = (".npy", ".npz")
@@ -243,7 +242,7 @@ def measured(args: argparse.Namespace, dataset: Dataset, wanted: Input, rows: np
 
 
 def nothing_of(wanted: Input) -> str:
-    return f"no valid lead: nothing was measured of {describe(wanted.seen)}, at which the model looks"
+    return f"no valid lead: nothing was measured of {describe_leads(wanted.seen)}, at which the model looks"
 
 
 def leave_out(args: argparse.Namespace, name: str, why: object) -> None:
@@ -287,7 +286,7 @@ def opened(url: str) -> list[Source]:
 def arrays(args: argparse.Namespace, path: Path, wanted: Input) -> Iterator[Record]:
     if args.fs is None:
         raise ConfigError(f"--data {path}: say with --fs how many samples a second it holds")
-    leads = [LEADS[i] for i in in_order(args.leads or "12")]
+    leads = [LEADS[i] for i in leads_in_order(args.leads or "12")]
 
     def load_one(label: str, member: str | None, index: int | None) -> Loaded:
         try:

@@ -20,7 +20,7 @@ from typing import Any
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from engine.pipelines.usage import Parser, interruptible
+from engine.common import Parser, interruptible
 
 if __name__ == "__main__":
     interruptible("engine.evaluate")
@@ -29,13 +29,12 @@ import torch
 
 import engine
 from data_tools.dataset import DataError, Dataset
+from engine.common import ConfigError, OutputError, writable, write_whole, writing
+from engine.evaluation import evaluation_report
+from engine.evaluation.metrics import MetricError
+from engine.evaluation.predict import Setting, diagnoses, identities, task_of
+from engine.evaluation.results import Diagnoses, Identities
 from engine.model.position import exact_float32
-from engine.pipelines.leads import ConfigError
-from engine.scoring import evaluation
-from engine.scoring.heldout import Setting, diagnoses, identities, task_of
-from engine.scoring.metrics import MetricError
-from engine.scoring.results import Diagnoses, Identities
-from engine.scoring.rundir import OutputError, writable, write_whole, writing
 
 TASKS, ROLES, DEVICES = ("auto", "diagnosis", "identification"), ("test", "valid"), ("auto", "cpu", "cuda")
 
@@ -96,7 +95,7 @@ def evaluate(args: argparse.Namespace) -> None:
             write_whole(args.json, json.dumps(document, indent=1) + "\n")
     if args.report:
         with writing(args.report, "--report"):
-            evaluation.report(told, args.report)
+            evaluation_report.report(told, args.report)
         print(args.report)
 
 

@@ -19,15 +19,15 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from engine.pipelines.usage import interruptible
+from engine.common import interruptible
 
 if __name__ == "__main__":
     interruptible("engine/finetune.py")
 
 from engine.config import FinetuneConfig
-from engine.training.course import Door
 from engine.training.distributed import leave
 from engine.training.finetuning import Finetuning
+from engine.training.train import Door
 
 main = Door("engine/finetune.py", __doc__, FinetuneConfig, Finetuning).main
 

@@ -28,11 +28,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from engine.common import ConfigError, Parser
 from engine.model.fairseq import WeightsError, ours, spelling, theirs
 from engine.model.pretrainer import Pretrainer
 from engine.model.reference import INPUTS, Adam, Case, InputError, draws_of, read_cases
-from engine.pipelines.leads import ConfigError
-from engine.pipelines.usage import Parser
 
 LOSS, TENSOR, GRADIENT, PARAMETER = 1e-5, 2e-5, 1e-4, 1e-4  # limits
 CHANGE = 5e-4  # we are off by 2e-4, without weight decay by 1.2e-3

@@ -19,15 +19,15 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from engine.pipelines.usage import interruptible
+from engine.common import interruptible
 
 if __name__ == "__main__":
     interruptible("engine/pretrain.py")
 
 from engine.config import QUICKSTART, Config
-from engine.training.course import Door
 from engine.training.distributed import leave
 from engine.training.pretraining import Pretraining
+from engine.training.train import Door
 
 main = Door("engine/pretrain.py", __doc__, Config, Pretraining, QUICKSTART).main
 

@@ -21,13 +21,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from data_tools.dataset import META, DataError, Dataset
-from engine.pipelines.leads import ConfigError
-from engine.pipelines.usage import Parser
+from engine.common import ConfigError, Parser
 from engine.reproduction import claims, cost, launch, results
 from engine.reproduction.paper import LEADS, TABLES, TASKS, Scale, Table, tables
-from engine.reproduction.place import Place, begin, known
 from engine.reproduction.plan import KINDS, Choice, Data, Job, Plan, make
 from engine.reproduction.work import ROOT, Worker, spoken
+from engine.reproduction.workdir import Place, begin, known
 
 NEEDED = [("pretrain", ""), *(("dx", role) for role in ("train", "valid", "test"))]
 NEEDED += [("id", role) for role in ("train", "valid", "gallery", "probe")]

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from engine.pipelines.leads import ConfigError
+from engine.common import ConfigError
 
 MOST_BYTES, MOST_NODES, MOST_INTEGER = 2**20, 10_000, 2**63
 

@@ -76,11 +76,11 @@ def save_model(
     """A small untrained model as engine.training.export writes it. `preprocessing`: what differs; `model`: of ModelConfig."""
     import torch
 
+    from engine.common import LEADS
     from engine.model import folder as folders
     from engine.model.config import ModelConfig
     from engine.model.pretrainer import Pretrainer
     from engine.objectives.config import ObjectiveConfig
-    from engine.pipelines.leads import LEADS
 
     small = {
         "conv": ((16, 2),) * 4,

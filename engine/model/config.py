@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from engine.pipelines.leads import ConfigError
+from engine.common import ConfigError
 
 MAX_WIDTH, MAX_LAYERS = 65_536, 1_000  # a stranger's config must not ask for all memory
 
@@ -37,7 +37,7 @@ class ModelConfig:
     input_dropout: float = 0.1  # on the projected features
     feature_dropout: float = 0.1  # on the features that are quantised
     # auto: sdpa, torch's choice of a fused kernel; on a CPU with dropout manual, which is faster. Others: that kernel on a GPU;
-    # short: our own for up to 256 tokens in 16 bits (engine.model.short), else sdpa
+    # short: our own for up to 256 tokens in 16 bits (engine.model.kernels.short), else sdpa
     attention: Literal["auto", "sdpa", "flash", "efficient", "cudnn", "short", "manual"] = "auto"
     codebooks: int = 2
     codes: int = 320

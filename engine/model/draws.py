@@ -28,13 +28,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.common import ConfigError
+from engine.data.counter import Counter, bits
 from engine.model.config import ModelConfig
-from engine.pipelines.counter import Counter, bits
-from engine.pipelines.leads import ConfigError
 
 
 class ModelStream(IntEnum):
-    """Continues engine.pipelines.counter.Stream, which keeps below 100. Values are for ever: add, never renumber."""
+    """Continues engine.data.counter.Stream, which keeps below 100. Values are for ever: add, never renumber."""
 
     ROW = 100
     SPANS = 101
@@ -141,7 +141,7 @@ def draw_gumbel(keys_R: Tensor, shape: tuple[int, ...]) -> Tensor:
 def hashed(keys: Tensor, stream: ModelStream, counter: Tensor | int = 0) -> Tensor:
     """int64, all bits random: SplitMix64's generator started at key and stream, its output number `counter`.
 
-    The step and the finaliser are those of engine.pipelines.counter; int64 wraps as uint64 does, and a shift is made logical
+    The step and the finaliser are those of engine.data.counter; int64 wraps as uint64 does, and a shift is made logical
     by clearing the sign bits that it copies. The counter is added before the product, for which the key is divided: torch's
     compiler takes counter * _STEP for a place in memory, beyond 64 bits, and fails.
     """

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.model.config import ModelConfig
-from engine.model.dropout import dropout
 from engine.model.features import ConvStack
-from engine.model.gelu import gelu
+from engine.model.kernels.dropout import dropout
+from engine.model.kernels.gelu import gelu
 from engine.model.position import PositionalConvolution
 
 
@@ -57,7 +57,7 @@ class Attention(nn.Module):
         qkv = self.qkv(x_RND)
         dropout_p = self.dropout if self.training else 0.0
         if self.kind == "short" and qkv.is_cuda and qkv.dtype != torch.float32 and tokens <= 256:
-            from engine.model import short  # needs triton, which torch for a GPU brings
+            from engine.model.kernels import short  # needs triton, which torch for a GPU brings
 
             short_y: Tensor = self.out(short.attention(qkv, self.heads, dropout_p))
             return short_y

@@ -16,10 +16,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from engine.common import ConfigError
 from engine.model.config import ModelConfig
 from engine.model.pretrainer import Pretrainer
 from engine.objectives.config import ObjectiveConfig
-from engine.pipelines.leads import ConfigError
 
 Spelling = Literal["parametrizations", "weight_g"]
 _NORM_KEYS: dict[Spelling, tuple[str, str]] = {

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.model.config import ModelConfig
-from engine.model.gelu import gelu
+from engine.model.kernels.gelu import gelu
 
 
 class ScaleGradient(torch.autograd.Function):

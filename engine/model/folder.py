@@ -24,7 +24,7 @@ import fsspec
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.pipelines.leads import ConfigError
+from engine.common import ConfigError
 
 WEIGHTS, CONFIG, PREPROCESSING, CARD = "model.safetensors", "config.json", "preprocessing.json", "README.md"
 SHA256 = "sha256"  # in config.json

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from engine.model.config import ModelConfig
 from engine.model.draws import Draws
-from engine.model.dropout import dropout
+from engine.model.kernels.dropout import dropout
 from engine.model.quantizer import Quantized, Quantizer
 
 

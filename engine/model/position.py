@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.model.gelu import gelu
+from engine.model.kernels.gelu import gelu
 
 BLOCK = 26  # 156 tokens are six blocks
 

@@ -17,18 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.common import ConfigError
 from engine.model.config import ModelConfig
 from engine.model.draws import Draws, draw
 from engine.model.encoder import Encoder, MaskedEncoder
 from engine.model.heads import LocalHead, pool
-from engine.model.initial import initialise
+from engine.model.init_weights import initialise
 from engine.model.quantizer import Quantized
 from engine.objectives.cmsc import authors_cmsc_loss, cmsc_loss
 from engine.objectives.config import ObjectiveConfig
 from engine.objectives.local import diversity, local_loss
 from engine.objectives.simclr import simclr_loss
 from engine.objectives.threekg import threekg_loss
-from engine.pipelines.leads import ConfigError
 
 
 class Pretrainer(nn.Module):

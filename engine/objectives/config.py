@@ -18,7 +18,7 @@ go with it. Source: paper, section "Pre-training"; weights: fairseq-signals exam
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.pipelines.leads import ConfigError
+from engine.common import ConfigError
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from engine.common import ConfigError
 from engine.config import Config, build
+from engine.data.augmenter import HALF
 from engine.model.config import flops_per_crop
 from engine.model.draws import row_keys
 from engine.model.pretrainer import Pretrainer
-from engine.pipelines.batched import HALF
-from engine.pipelines.leads import ConfigError
 from engine.reproduction.claims import here
-from engine.reproduction.place import Place
 from engine.reproduction.plan import KINDS, Plan
+from engine.reproduction.workdir import Place
 
 START_S = 10.0  # of a process: imports, the dataset, the first step
 ENOUGH_S = 3.0

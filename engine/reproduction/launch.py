@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from engine.pipelines.leads import ConfigError
+from engine.common import ConfigError
 from engine.reproduction.work import LIBC, PR_SET_PDEATHSIG, ROOT, environment
 
 COMMAND = (sys.executable, "-m", "engine.reproduce")

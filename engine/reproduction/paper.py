@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from engine.common import ConfigError
 from engine.config import CONFIGS
-from engine.pipelines.leads import ConfigError
 from engine.yaml_files import read
 
 HERE = CONFIGS / "reproduce"

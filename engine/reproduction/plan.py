@@ -15,9 +15,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
+from engine.common import ConfigError, describe_leads, parse_leads
 from engine.config import CONFIGS, Config, FinetuneConfig, check, load
 from engine.model.config import ModelConfig, flops_per_crop
-from engine.pipelines.leads import ConfigError, describe, parse
 from engine.reproduction.paper import LEADS, TASKS, Row, Scale, Table, as_arguments, flat
 from engine.yaml_files import read
 
@@ -133,7 +133,7 @@ class _Maker:
         tested = ("test",) if task == "Dx" else ("gallery", "probe")
         crops = sum(self.data.count(GROUPS[task], role) for role in tested)
         flops = crops * _flops(model.config.model) / 3  # no backward
-        says = {"model": f"finetune/{name}", "data": self.data.fingerprint, "leads": describe(parse(leads))}
+        says = {"model": f"finetune/{name}", "data": self.data.fingerprint, "leads": describe_leads(parse_leads(leads))}
         door = (*DOORS["evaluate"], *command)
         self.add(Job(f"evaluate/{name}", "evaluate", door, score, (tuned.name,), flops, 4096, says=says))
         return f"evaluate/{name}"

@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from data_tools.dataset import as_csv
+from engine.common import write_whole
 from engine.config import CONFIGS, Config, load
+from engine.evaluation.metrics import over_seeds
 from engine.reproduction.paper import LEADS, TASKS, Row, Scale, Table, as_arguments, flat
-from engine.reproduction.place import Place
 from engine.reproduction.plan import Data, Job, Plan, parameters
-from engine.scoring.metrics import over_seeds
-from engine.scoring.rundir import write_whole
+from engine.reproduction.workdir import Place
 from engine.yaml_files import read
 
 State = Literal["done", "part", "failed", "not yet", "not asked", "none in the paper"]

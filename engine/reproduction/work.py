@@ -19,8 +19,8 @@ from typing import Any
 
 from engine.reproduction import claims
 from engine.reproduction.claims import Claim
-from engine.reproduction.place import Place, stem
 from engine.reproduction.plan import Job, Plan
+from engine.reproduction.workdir import Place, stem
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S, GRACE_S = 0.2, 300.0  # GRACE_S: for a checkpoint, once asked to stop

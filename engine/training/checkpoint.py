@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from engine.scoring.rundir import sync, write_whole
+from engine.common import sync, write_whole
 from engine.training.distributed import Ranks, lost_a_rank
 from engine.training.weights_only import reason, refused, weights_only
 

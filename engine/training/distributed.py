@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from data_tools.usage import show
+from data_tools.cli import show
+from engine.common import ConfigError
 from engine.model.position import exact_float32
-from engine.pipelines.leads import ConfigError
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from engine.common import describe_leads
 from engine.config import Settings
+from engine.data.preprocess import SCALES
 from engine.model import folder
-from engine.pipelines.leads import describe
-from engine.pipelines.signals import SCALES
 from engine.training import checkpoint
 from engine.training.task import Task
 
@@ -20,7 +20,7 @@ def export(run: Path, path: Path, config: Settings, task: Task | type[Task]) -> 
     """model/ of a checkpoint: all of it or nothing."""
     state = checkpoint.read_state(path)
     weights = {name: w for name, w in checkpoint.full_weights(path).items() if task.exports(config, name)}
-    leads, seen = (describe(which).split(",") for which in (config.augment.output_leads, config.augment.seen))
+    leads, seen = (describe_leads(which).split(",") for which in (config.augment.output_leads, config.augment.seen))
     signal = {"fs_hz": 500, "leads": leads, "segment_s": 5.0, "scale": "millivolt", "meaning": SCALES["millivolt"]}
     signal |= {"seen": seen} if seen != leads else {}
     trained = {name: state[name] for name in ("step", "crops_seen", "datasets", "preprocessing_sha256")}

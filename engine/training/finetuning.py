@@ -22,18 +22,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data_tools.dataset import CLASSES, Dataset
+from engine.common import ConfigError, describe_leads
 from engine.config import Config, FinetuneConfig, load
-from engine.model import trained
+from engine.data.augmenter import HALF
+from engine.data.leakage import torn
+from engine.data.loader import Batch
+from engine.evaluation import metrics
+from engine.evaluation.run_files import VALID
+from engine.model import inference
+from engine.model.classifier import Tuned
 from engine.model.config import flops_per_crop, kept_per_crop
 from engine.model.encoder import Encoder
-from engine.model.initial import initialise
-from engine.model.tuned import Tuned
-from engine.pipelines.batched import HALF
-from engine.pipelines.leads import ConfigError, describe
-from engine.pipelines.loader import Batch
-from engine.pipelines.roles import torn
-from engine.scoring import metrics
-from engine.scoring.rundir import VALID
+from engine.model.init_weights import initialise
 from engine.training.distributed import Ranks
 from engine.training.similarity import pairs
 from engine.training.task import Task, chosen, told_best
@@ -181,7 +181,7 @@ class Finetuning(Task):
         weights = f"{told_best(best)} These are the weights of step {state['step']:,}, {which}."
         head = "mean over time, then a linear layer to 26 classes, sigmoid"
         use = head if task == "diagnosis" else "mean over time as a unit vector, compared by cosine"
-        seen = describe(config.augment.seen)
+        seen = describe_leads(config.augment.seen)
         return f"ECG {task}, fine-tuned with omnilead", [f"Begun from {config.start}, on leads {seen}.", f"{use}.", weights]
 
     @staticmethod
@@ -199,11 +199,11 @@ def read_start(start: str) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
             "name": f"{RANDOM} {config.model}",
             "splits": [],
         }, None
-    model = trained.load(start)
+    model = inference.load(start)
     weights = {name: w for name, w in model.encoder.state_dict().items() if name != "mask_embedding"}
     own = model.history
     name = " ".join(str(own.get(key)) for key in ("step", "crops_seen", "datasets"))
-    told = {"model": trained.config_of(model.config), "leads": model.input.leads, "name": name}
+    told = {"model": inference.config_of(model.config), "leads": model.input.leads, "name": name}
     splits = own.get("splits")
     return told | {"splits": splits if isinstance(splits, list) else []}, weights
 
@@ -216,7 +216,7 @@ def fitted(weights: dict[str, Tensor], source: dict[str, Any], config: FinetuneC
         return weights
     if not set(wanted) <= set(had):
         raise ConfigError(
-            f"augment.leads={config.augment.leads!r}: start={config.start} was trained on {describe(had)} only: "
+            f"augment.leads={config.augment.leads!r}: start={config.start} was trained on {describe_leads(had)} only: "
             "name leads among them, and augment.padded=false"
         )
     first = "conv.blocks.0.weight"

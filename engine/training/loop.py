@@ -21,13 +21,13 @@ from torch import Tensor
 
 from data_tools.dataset import DataError, Dataset
 from engine.config import Settings, micro_batch, zero_stage
+from engine.data.counter import bits
+from engine.data.leakage import split_of
+from engine.data.loader import Batch, Loader
+from engine.data.order import Places
+from engine.data.state import State
+from engine.evaluation.run_files import DIAGNOSTICS, write_diagnostics
 from engine.objectives.gather import total as sum_over_ranks
-from engine.pipelines.counter import bits
-from engine.pipelines.loader import Batch, Loader
-from engine.pipelines.order import Places
-from engine.pipelines.roles import split_of
-from engine.pipelines.state import State
-from engine.scoring.rundir import DIAGNOSTICS, write_diagnostics
 from engine.training import checkpoint, throughput
 from engine.training.distributed import Agreement, Ranks
 from engine.training.optimizer import GuardedAdamW

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from data_tools.dataset import Dataset
+from engine.common import ConfigError
 from engine.config import Config, candidates, micro_batch
+from engine.data.augmenter import HALF
+from engine.data.loader import Batch
+from engine.evaluation.run_files import VALID
 from engine.model.config import flops_per_crop, kept_per_crop, masked_share
 from engine.model.pretrainer import Pretrainer
 from engine.model.quantizer import temperature
-from engine.pipelines.batched import HALF
-from engine.pipelines.leads import ConfigError
-from engine.pipelines.loader import Batch
-from engine.scoring.rundir import VALID
 from engine.training.distributed import Ranks
 from engine.training.similarity import Seen
 from engine.training.task import Task, chosen, told_best

@@ -2,7 +2,7 @@
 
 with Seen(engine.module) as seen:         # what passes between its parts, whatever ZeRO has made of their weights
     engine(*arguments)
-seen.arrays(views=2)                      # under the names of engine.scoring.rundir
+seen.arrays(views=2)                      # under the names of engine.evaluation.run_files
 pairs(c_AD, patient_A)                    # cosines of the same and of others
 """
 

@@ -1,7 +1,7 @@
 """What a run trains, and what it says of the result: everything in which pre-training and fine-tuning differ.
 
 class Pretraining(Task): ...              # engine.training.pretraining; Finetuning beside it
-Door("engine/pretrain.py", __doc__, Config, Pretraining).main()      # engine.training.course
+Door("engine/pretrain.py", __doc__, Config, Pretraining).main()      # engine.training.train
 """
 
 from abc import ABC, abstractmethod
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from data_tools.dataset import Dataset
-from engine.pipelines.leads import ConfigError
-from engine.pipelines.loader import Batch
+from engine.common import ConfigError
+from engine.data.loader import Batch
 from engine.training.distributed import Ranks
 
 SAMPLES = 4  # crops that the report shows
@@ -32,7 +32,7 @@ class Task(ABC):
     keys: ClassVar[tuple[str, ...]]  # of a line in metrics.jsonl
     best: tuple[str, int]  # the figure of `validate` that chooses the best step; 1: the higher, -1: the lower (`chosen`)
     exports_best: ClassVar[bool]  # or the newest
-    roles: dict[str, Any]  # of the crops trained on, as engine.pipelines.order.Rows.of has them
+    roles: dict[str, Any]  # of the crops trained on, as engine.data.order.Rows.of has them
     flops_per_crop: float
     kept_per_crop: float  # numbers that a step holds of a crop
     remarks: Sequence[str] = ()  # said at the start
@@ -53,7 +53,7 @@ class Task(ABC):
         """By all ranks. Empty: there is nothing to validate on."""
 
     def diagnostics(self, engine: Any, batch: Batch) -> dict[str, np.ndarray]:
-        """At the end, by all ranks: arrays for RUN/diagnostics.npz (engine.scoring.rundir). `batch`: the last one."""
+        """At the end, by all ranks: arrays for RUN/diagnostics.npz (engine.evaluation.run_files). `batch`: the last one."""
         return {"samples_mv": batch.x_BSLT[:SAMPLES].float().cpu().numpy()}
 
     def facts(self) -> dict[str, Any]:

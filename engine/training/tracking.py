@@ -20,10 +20,11 @@ from typing import Any
 import torch
 import yaml  # type: ignore[import-untyped]
 
-from data_tools.usage import say
+from data_tools.cli import say
+from engine.common import write_whole
 from engine.config import Settings
-from engine.scoring.rundir import METRICS, VALID, VALIDATION, write_whole
-from engine.training.boards import open_boards
+from engine.evaluation.run_files import METRICS, VALID, VALIDATION
+from engine.training.loggers import open_boards
 
 PACKAGES = ("torch", "deepspeed", "numpy", "pydantic", "safetensors", "nvidia-dali-cuda130", "nvidia-dali-cuda120")
 

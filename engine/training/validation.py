@@ -21,14 +21,14 @@ from torch import Tensor
 
 from data_tools.dataset import Dataset
 from engine.config import Config, Settings, candidates
+from engine.data.augmenter import crop_key
+from engine.data.loader import Batch, Loader
+from engine.data.order import OrderError, Rows
+from engine.data.plain import views
+from engine.data.validation_split import OWNER, owners
 from engine.model.draws import row_keys
 from engine.model.heads import pool
 from engine.objectives.gather import apart, gather_constant, total
-from engine.pipelines.batched import crop_key
-from engine.pipelines.held_out import OWNER, owners
-from engine.pipelines.loader import Batch, Loader
-from engine.pipelines.order import OrderError, Rows
-from engine.pipelines.plain import views
 from engine.training.distributed import Ranks
 
 GROUP = 16  # crops encoded at a time
@@ -66,7 +66,7 @@ class Patients:
 
 
 def taught(config: Config) -> dict[str, Any]:
-    """Which crops a pre-training is of, as engine.pipelines.order.Rows.of has them."""
+    """Which crops a pre-training is of, as engine.data.order.Rows.of has them."""
     roles: dict[str, Any] = {name: value for name, value in config.data.train if value is not None} | {"halves": 2}
     return roles | ({"hold_out": config.data.hold_out} if config.data.hold_out else {})
 

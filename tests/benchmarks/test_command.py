@@ -17,7 +17,7 @@ import pytest
 from benchmarks import e2e, measure, peers, report, run, scaling, start
 from benchmarks.measure import CaseError, call_fresh
 from data_tools.dataset import Dataset
-from engine.scoring import rundir
+from engine.evaluation import run_files
 from tests.waiting import HANG_S, until
 
 ROOT = Path(run.__file__).parents[1]
@@ -100,7 +100,7 @@ def test_a_record_that_cannot_be_written_is_not_lost(
             raise OSError(28, "No space left on device")
         path.write_text(content)
 
-    monkeypatch.setattr(rundir, "write_whole", full)
+    monkeypatch.setattr(run_files, "write_whole", full)
     monkeypatch.setattr(run.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()

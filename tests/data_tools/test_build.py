@@ -20,11 +20,11 @@ from data_tools.errors import DataError, DatasetError, StorageError
 from data_tools.finish import read_rejects
 from data_tools.labels import class_row
 from data_tools.plan import make_plan, permutation
-from data_tools.shards import member_header
 from data_tools.sources import open_sources
 from data_tools.splits import RoleSources
 from data_tools.storage import LocalFolder
 from data_tools.synth import synthesise
+from data_tools.tar import member_header
 from data_tools.verify import verify
 
 

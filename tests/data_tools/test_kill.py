@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from data_tools import plan, store
+from data_tools import plan, zarr_writer
 from data_tools.__main__ import main
 from data_tools.build import Settings, shard
 from data_tools.dataset import META, Dataset
@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[2]
 Status = tuple[int, float]  # exit code or -signal, CPU seconds
 
 if __name__ in ("__main__", "__mp_main__"):  # the victims and their workers: many small shards
-    plan.SHARD_CROPS = store.SHARD_CROPS = 4
+    plan.SHARD_CROPS = zarr_writer.SHARD_CROPS = 4
     write = LocalFolder.write
 
     def write_or_hang(self: LocalFolder, name: str, data: bytes) -> None:

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from data_tools.labels import ABBREVIATIONS
-from data_tools.plot import ROWS_Y_MM, TRACE_X_MM, ecg_figure, save, summary_figure
+from data_tools.plots import ROWS_Y_MM, TRACE_X_MM, ecg_figure, save, summary_figure
 from data_tools.record import LEADS
 
 FS_HZ = 500.0

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from broken_server import STALL_S, Fault, Server
 
-from data_tools import plan, storage, store
+from data_tools import plan, storage, zarr_writer
 from data_tools.__main__ import main
 from data_tools.build import Settings, shard
 from data_tools.dataset import CROP_SHAPE, META, Dataset
@@ -30,9 +30,9 @@ from data_tools.sources import open_sources, physionet2021, ptbxl
 from data_tools.storage import folder
 from data_tools.synth import synthesise
 from data_tools.verify import verify
-from engine.pipelines import staging as engine_staging
-from engine.pipelines.gather import Gather
-from engine.pipelines.staging import Staging
+from engine.data import staging as engine_staging
+from engine.data.reader import Gather
+from engine.data.staging import Staging
 
 s3fs = pytest.importorskip("s3fs")
 moto = pytest.importorskip("moto.server")
@@ -166,7 +166,7 @@ def test_many_requests_at_once(s3: Server, small: Path) -> None:
     for work in (
         lambda: plan.make_plan(sources, 0),
         lambda: build(ARCHIVE, f"{BUCKET}/other"),
-        lambda: store.write(dataset.table(), dataset.shards, dataset.root, 1, None, True),
+        lambda: zarr_writer.write(dataset.table(), dataset.shards, dataset.root, 1, None, True),
     ):
         s3.most, s3.together = 0, "(hea|mat|tar)$"
         work()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data_tools import plan, store
+from data_tools import plan, zarr_writer
 from data_tools.build import Settings, shard
 from data_tools.dataset import META, Dataset
 from data_tools.errors import DatasetError, StorageError
@@ -43,7 +43,7 @@ def unfinished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Pa
 
 def small_shards(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(plan, "SHARD_CROPS", 4)
-    patch.setattr(store, "SHARD_CROPS", 4)
+    patch.setattr(zarr_writer, "SHARD_CROPS", 4)
 
 
 def build(archive: Path, out: Path) -> Dataset:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from handmade import ecg, write_challenge
 
-from data_tools import build, plan, store
+from data_tools import build, plan, zarr_writer
 from data_tools.__main__ import main
 from data_tools.build import Settings, row_of, shard
 from data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset, fingerprint
@@ -190,7 +190,7 @@ def pieces(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("pieces") / "both"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "SHARD_CROPS", 50)
-        patch.setattr(store, "SHARD_CROPS", 50)
+        patch.setattr(zarr_writer, "SHARD_CROPS", 50)
         shard(open_sources(str(archive)), Settings(str(out), format="both", quiet=True))
     return out
 
@@ -234,7 +234,7 @@ def test_files_of_another_dataset_are_found(name: str, archive: Path, pieces: Pa
     root = tmp_path / "copy"
     shutil.copytree(pieces, root)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "SHARD_CROPS", 50)
+        patch.setattr(zarr_writer, "SHARD_CROPS", 50)
         key = b"k" * 32 if name == "rejects.csv" else None
         shard(open_sources(str(archive)), Settings(str(tmp_path / "o"), format="both", seed=1, pseudonym_key=key, quiet=True))
     (root / name).write_bytes((tmp_path / "o" / name).read_bytes())

@@ -18,12 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import backend_registration
 
 from engine.config import load
+from engine.data.augmenter import Augmenter, parameters
+from engine.data.order import Places
+from engine.model.classifier import HeadConfig, Tuned
 from engine.model.config import ModelConfig
 from engine.model.encoder import Encoder
 from engine.model.pretrainer import Pretrainer
-from engine.model.tuned import HeadConfig, Tuned
-from engine.pipelines.batched import Augmenter, parameters
-from engine.pipelines.order import Places
 from engine.training.optimizer import GuardedAdamW
 
 CROPS, CLASSES = 4, 26

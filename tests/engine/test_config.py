@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.common import ConfigError
 from engine.config import CONFIGS, PipelineConfig, build, check, deepspeed_json, keys, load, micro_batch, schema, zero_stage
+from engine.data.loader import LoaderConfig, LoaderError
 from engine.model.pretrainer import Pretrainer
-from engine.pipelines.leads import ConfigError
-from engine.pipelines.loader import LoaderConfig, LoaderError
 
 SHIPPED = sorted((CONFIGS / "pretrain").glob("*.yaml"))
 DATA = "data.datasets=[D]"

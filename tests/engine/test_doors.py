@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine import convert, embed, evaluate, parity, pretrain
-from engine.pipelines import picture
-from engine.scoring import report
+from engine.data import picture
+from engine.evaluation import run_report
 
 ROOT = Path(__file__).parents[2]
 # Ctrl-C as torch is looked for, in a program that is run as it is by its users
@@ -34,7 +34,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
         (pretrain.main, ["--nothing"]),
         (convert.main, ["to-onnx"]),
         (parity.main, []),
-        (report.main, []),
+        (run_report.main, []),
     ],
 )
 def test_wrong_arguments_are_one_line(
@@ -46,7 +46,7 @@ def test_wrong_arguments_are_one_line(
     assert (ended.value.code, out, err.count("\n")) == (2, "", 1) and err.endswith("(--help shows all)\n")
 
 
-UNBUFFERED = '-u -c "from data_tools.usage import Parser; Parser(); [print(n) for n in range(10**5)]"'
+UNBUFFERED = '-u -c "from data_tools.cli import Parser; Parser(); [print(n) for n in range(10**5)]"'
 
 
 @pytest.mark.parametrize(

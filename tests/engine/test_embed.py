@@ -21,10 +21,10 @@ import engine
 from data_tools.dataset import Dataset
 from data_tools.sources import open_sources, prepared
 from engine import embed
-from engine.pipelines.leads import LEADS
-from engine.pipelines.signals import Input
-from engine.scoring import parts as parts_of
-from engine.scoring.embedding import COLUMNS, Crops, encoder, tables
+from engine.common import LEADS
+from engine.data.preprocess import Input
+from engine.evaluation import table_parts as parts_of
+from engine.evaluation.embedding import COLUMNS, Crops, encoder, tables
 from tests.forks import started
 from tests.waiting import until
 
@@ -189,8 +189,8 @@ def test_a_gpu_s_copies_do_not_wait_for_what_it_computes(monkeypatch: pytest.Mon
         events.append("compute")
         return x_RLT[:, 0, :4]
 
-    monkeypatch.setattr("engine.scoring.embedding.Upload", Upload)
-    monkeypatch.setattr("engine.scoring.embedding.download", lambda x: events.append("down") or x.numpy)
+    monkeypatch.setattr("engine.evaluation.embedding.Upload", Upload)
+    monkeypatch.setattr("engine.evaluation.embedding.download", lambda x: events.append("down") or x.numpy)
     model: Any = SimpleNamespace(device=torch.device("cuda", 0), pooled=pooled)
     encode = encoder(model, Input(tuple(range(12)), tuple(range(12))))
     crops = Crops(0, True, 1, np.ones((2, 12, 5000), np.int16), np.array([2, 1]), np.arange(2), ABOUT)

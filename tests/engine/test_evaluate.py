@@ -19,12 +19,12 @@ from data_tools.dataset import CLASSES, Dataset, fingerprint
 from data_tools.sources import open_sources
 from data_tools.splits import RoleSources
 from data_tools.synth import synthesise
+from engine.common import LEADS
+from engine.data.leakage import split_of
 from engine.evaluate import main
+from engine.evaluation import predict as heldout
+from engine.evaluation.metrics import challenge_score
 from engine.model.folder import seal
-from engine.pipelines.leads import LEADS
-from engine.pipelines.roles import split_of
-from engine.scoring import heldout
-from engine.scoring.metrics import challenge_score
 
 Saved = Callable[..., Path]
 DIAGNOSIS = {"task": "diagnosis", "classes": list(CLASSES)}
@@ -315,7 +315,7 @@ def test_a_full_disk_is_that_of_the_output(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("engine.scoring.rundir.os.fsync", full)
+    monkeypatch.setattr("engine.evaluation.run_files.os.fsync", full)
     common = ("--model", saved_model(), "--data", data.root.url)
     for flag in ("--json", "--report"):
         code, _, err = run(capsys, *common, flag, tmp_path / "f")

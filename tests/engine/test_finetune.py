@@ -19,14 +19,14 @@ from data_tools.dataset import CLASSES, Dataset
 from data_tools.sources import open_sources
 from data_tools.splits import RoleSources
 from engine import evaluate
+from engine.common import ConfigError
 from engine.config import CONFIGS, FinetuneConfig, build, check, load
+from engine.data.leakage import split_of, torn
+from engine.evaluation.run_files import DIAGNOSTICS, read_diagnostics
+from engine.model.classifier import HeadConfig, Tuned
 from engine.model.encoder import Encoder
-from engine.model.initial import initialise
-from engine.model.tuned import HeadConfig, Tuned
+from engine.model.init_weights import initialise
 from engine.objectives.arcface import arcface_logits
-from engine.pipelines.leads import ConfigError
-from engine.pipelines.roles import split_of, torn
-from engine.scoring.rundir import DIAGNOSTICS, read_diagnostics
 from engine.training.finetuning import fitted, read_start
 from engine.training.task import chosen
 from engine.training.validation import Patients

@@ -18,12 +18,12 @@ from ranks import Ended, curve, pretrain, rows, settings, start, wait
 import engine
 from data_tools.dataset import Dataset
 from engine.config import CONFIGS, TrainConfig, build, load
+from engine.data.augmenter import HALF
 from engine.model.config import ModelConfig
 from engine.model.draws import draw, row_keys
 from engine.model.pretrainer import Pretrainer
 from engine.objectives.cmsc import cmsc_loss
 from engine.objectives.local import local_loss
-from engine.pipelines.batched import HALF
 from engine.training.distributed import Ranks
 from engine.training.optimizer import GuardedAdamW
 from engine.training.pretraining import Pretraining

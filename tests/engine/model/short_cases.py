@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.model import short
+from engine.model.kernels import short
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOW = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bf16

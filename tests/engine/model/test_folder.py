@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 import engine
 from engine import convert, embed, evaluate
+from engine.common import LEADS, ConfigError
 from engine.model.folder import CONFIG, PREPROCESSING, SHA256, WEIGHTS, LoadError, file_sha256, seal
-from engine.pipelines.leads import LEADS, ConfigError
 from engine.training.finetuning import read_start
 
 Saved = Callable[..., Path]

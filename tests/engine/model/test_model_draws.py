@@ -10,6 +10,8 @@ import torch
 from tiny import SMALL
 from torch import Tensor
 
+from engine.common import ConfigError
+from engine.data.counter import Stream, mix
 from engine.model.config import ModelConfig, masked_share
 from engine.model.draws import (
     ModelStream,
@@ -25,8 +27,6 @@ from engine.model.draws import (
     row_keys,
     slots,
 )
-from engine.pipelines.counter import Stream, mix
-from engine.pipelines.leads import ConfigError
 
 CONFIG = ModelConfig()
 

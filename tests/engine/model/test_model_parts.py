@@ -16,18 +16,18 @@ from tiny import SMALL
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.common import ConfigError
 from engine.model import position
 from engine.model.config import ModelConfig, flops_per_crop, flops_per_segment, kept_per_crop, masked_share
-from engine.model.dropout import chosen, dropout
 from engine.model.encoder import Encoder, Linear, manual_attention
 from engine.model.features import ConvStack, NormGelu
-from engine.model.gelu import gelu
-from engine.model.initial import initialise
+from engine.model.init_weights import initialise
+from engine.model.kernels.dropout import chosen, dropout
+from engine.model.kernels.gelu import gelu
 from engine.model.position import Blocks, PositionalConvolution
 from engine.model.pretrainer import Pretrainer
 from engine.model.quantizer import Quantizer, perplexity, temperature
 from engine.objectives.config import ObjectiveConfig
-from engine.pipelines.leads import ConfigError
 
 
 def test_the_paper_s_model_has_as_many_parameters_as_the_authors() -> None:

@@ -11,7 +11,7 @@ import torch
 
 import engine
 from engine import convert
-from engine.model import portable
+from engine.model import onnx as portable
 
 Saved = Callable[..., Path]
 

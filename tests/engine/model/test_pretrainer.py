@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from tiny import SMALL, STILL, by_numpy, keys, seeded, waves
 from torch import Tensor, nn
 
+from engine.common import ConfigError
 from engine.model.config import ModelConfig
 from engine.model.draws import Draws, draw
 from engine.model.pretrainer import Pretrainer
 from engine.objectives.config import ObjectiveConfig
-from engine.pipelines.leads import ConfigError
 from engine.training.throughput import compile_model
 
 GOLDEN = {

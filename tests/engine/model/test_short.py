@@ -13,7 +13,7 @@ import torch
 
 from engine.model.config import ModelConfig
 from engine.model.encoder import Encoder
-from engine.model.initial import initialise
+from engine.model.init_weights import initialise
 from engine.training.throughput import compile_model
 from tests.engine.model.tiny import SMALL, STILL
 
@@ -34,7 +34,7 @@ def test_compiled_for_an_h200_two_programs_fit_a_processor(tmp_path: Path) -> No
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from engine.model import short
+    from engine.model.kernels import short
 
     sizes = short.constants(torch.empty(1, 156, 2304, device="meta"), 12, 26)
     how = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}

@@ -17,13 +17,13 @@ import engine
 from data_tools.dataset import Dataset
 from data_tools.prepare import crop_count, prepare_crop
 from data_tools.record import EcgRecord
+from engine.common import ALL, LEADS, ConfigError
+from engine.data.preprocess import Input, SignalError, crops
 from engine.model.folder import LoadError, seal
 from engine.model.heads import pool
+from engine.model.inference import Trained, config_of
 from engine.model.pretrainer import Pretrainer
-from engine.model.trained import Trained, config_of
 from engine.objectives.config import ObjectiveConfig
-from engine.pipelines.leads import ALL, LEADS, ConfigError
-from engine.pipelines.signals import Input, SignalError, crops
 from engine.training.finetuning import read_start
 
 Saved = Callable[..., Path]

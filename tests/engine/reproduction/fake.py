@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.pipelines.leads import describe, parse
+from engine.common import describe_leads, parse_leads
 
 HERE = Path(__file__).resolve()
 
@@ -34,7 +34,7 @@ def door(kind: str, arguments: list[str]) -> int:
         assert (run / "model").is_dir() and given["--role"] == "test"
         score = zlib.crc32(name.encode()) % 1000 / 1000
         data = json.loads(Path(given["--data"], "dataset.json").read_text())["fingerprint"]
-        of = {"model": str(run), "data": data, "leads": describe(parse(given["--leads"]))}
+        of = {"model": str(run), "data": data, "leads": describe_leads(parse_leads(given["--leads"]))}
         Path(given["--json"]).write_text(json.dumps({"score": score, "metrics": {}, "intervals": {}} | of))
     else:
         start = Path(sets.get("start", sets["run"]))

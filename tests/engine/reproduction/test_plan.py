@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from engine.common import ConfigError
 from engine.config import CONFIGS, FinetuneConfig, build, check, load
-from engine.pipelines.leads import ConfigError
 from engine.reproduction import cost
 from engine.reproduction.paper import LEADS, TASKS, Scale, as_arguments, scales, tables
-from engine.reproduction.place import Place, begin
 from engine.reproduction.plan import Choice, Data, Plan, make
+from engine.reproduction.workdir import Place, begin
 
 ROLES = {
     "pretrain": 85_000,

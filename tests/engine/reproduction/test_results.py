@@ -11,8 +11,8 @@ from test_plan import DATA, PAPER
 
 from engine.reproduction import results
 from engine.reproduction.paper import LEADS, TASKS, Scale, Table, tables
-from engine.reproduction.place import Place, begin
 from engine.reproduction.plan import Choice, Plan, make
+from engine.reproduction.workdir import Place, begin
 
 SMALL = Scale.read("small")
 GOLDEN = """

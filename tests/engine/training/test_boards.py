@@ -10,9 +10,9 @@ import pytest
 from ranks import pretrain
 
 from data_tools.dataset import Dataset
+from engine.common import ConfigError
 from engine.config import Config, build
-from engine.pipelines.leads import ConfigError
-from engine.training import boards
+from engine.training import loggers
 from engine.training.tracking import Tracker
 
 KEYS = ("step", "loss", "mfu")
@@ -89,7 +89,7 @@ def log(to: Tracker, step: int) -> None:
 def test_both_get_every_curve_and_go_on_after_a_kill(services: list[Service], tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("engine.training.tracking.line", lambda *_: "")
     settings = config("wandb", "mlflow")
-    boards.check(settings)
+    loggers.check(settings)
     first = tracker(tmp_path / "run", settings)
     log(first, 1)
     for file in first.files.values():  # and no more: it was killed
@@ -132,7 +132,7 @@ def test_one_that_does_not_begin_is_one_line(services: list[Service], tmp_path: 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_what_is_not_installed_is_named_before_any_work(name: str, dataset: Dataset, tmp_path: Path) -> None:
-    if boards.installed(name):
+    if loggers.installed(name):
         pytest.skip(f"{name} is installed here")
     ended = pretrain(tmp_path, dataset.root.url, train__track=[name])
     assert ended.codes == [2] and len(ended.output.splitlines()) == 1

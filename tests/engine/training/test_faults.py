@@ -21,9 +21,10 @@ from ranks import curve, free_port, pretrain, rows, settings, start, tuning, wai
 from data_tools.dataset import Dataset
 from data_tools.errors import StorageError
 from engine.config import Config, load
-from engine.pipelines.order import Order, Rows
+from engine.data.order import Order, Rows
 from engine.pretrain import main as pretrain_main
-from engine.training import checkpoint, course
+from engine.training import checkpoint
+from engine.training import train as course
 from engine.training.validation import taught
 from tests.waiting import until
 

@@ -14,9 +14,9 @@ from data_tools.build import Settings, shard
 from data_tools.dataset import Dataset
 from data_tools.sources import open_sources
 from engine.config import build
-from engine.pipelines.held_out import sides
-from engine.pipelines.loader import Loader
-from engine.pipelines.order import Order, Rows
+from engine.data.loader import Loader
+from engine.data.order import Order, Rows
+from engine.data.validation_split import sides
 from engine.training.validation import Patients, taught
 
 WORLDS = (1, 2, 4)

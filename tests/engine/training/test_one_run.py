@@ -14,9 +14,9 @@ from ranks import pretrain, rows, settings, start, wait
 from safetensors import SafetensorError
 
 from data_tools.dataset import Dataset
+from engine.common import ConfigError
 from engine.config import load
 from engine.model.config import ModelConfig
-from engine.pipelines.leads import ConfigError
 from engine.training import checkpoint
 from engine.training.checkpoint import CheckpointError
 from engine.training.distributed import Ranks
@@ -125,7 +125,7 @@ def test_a_full_disk_on_the_way_to_another_number_of_ranks_is_one_line(dataset: 
 
 
 def interrupted() -> None:
-    from engine.training import course
+    from engine.training import train as course
 
     def asked(*_: object) -> None:
         raise KeyboardInterrupt

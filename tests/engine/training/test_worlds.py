@@ -63,7 +63,8 @@ def test_validation_of_fewer_batches_than_ranks(stage: int, dataset: Dataset, tm
 
 def graphs() -> None:
     """The compiler's are counted, and run as they are."""
-    from engine.training import course, throughput
+    from engine.training import throughput
+    from engine.training import train as course
 
     def told(graph: Any, inputs: Any) -> Any:
         print(f"a graph of {len(graph.graph.nodes)} operations", flush=True)

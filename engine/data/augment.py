@@ -1,0 +1,329 @@
+"""Augmentations of ECG crops: every formula once, for numpy, for torch on any device and for DALI.
+
+    augment_draws.draws(config, seed, epoch, crop) -> parameters p
+    x -> 3KG matrix -> + gain * wave of each noise -> limb leads from I and II -> leads seen -> * time window * lead mask -> x
+
+`augment` draws nothing: x and p in, x out. The lead mask (RLM) comes last, so that a masked lead is exactly zero, and so is one
+that its record lacks, whatever was added. Formulas are those of Oh et al. 2022, appendix B; the authors' own variants (kinds
+authors_*) differ from them in the draws alone, and in limb leads made to fit I and II.
+
+Shapes: B crops, S adjacent halves or views, L leads, T samples, K components. x is [B, S, L, T] float32 millivolts; p holds
+[B, S, 1 or L, 1 or K]. Without B everything holds as well: that is what DALI sees. numpy and torch take S = 1 in x and make
+two views of it where p has two.
+
+    python -m engine.data.picture augmentations.png
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from engine.common import ALL, ConfigError, parse_leads
+
+PAPER_NOISE = ("powerline", "emg", "wander", "shift")
+AUTHORS_NOISE = tuple(f"authors_{kind}" for kind in PAPER_NOISE)
+NOISE_SETS = {
+    "physio3": PAPER_NOISE[:3],
+    "physio4": PAPER_NOISE,
+    "authors_physio3": AUTHORS_NOISE[:3],
+    "authors_physio4": AUTHORS_NOISE,
+}
+WANDER_COMPONENTS = 3
+TAU = 2 * math.pi
+FINE = 50  # about the square root of T
+
+Array = Any  # numpy array, torch tensor or DALI node
+Product = tuple[Array, Array]  # gain [.., S, 1|L, 1], wave [.., S, 1|L, T]
+
+
+@dataclass(frozen=True)
+class AmplitudeMv:
+    """Largest amplitude of each noise. The paper's; the authors' task sets 0.1 for all (tasks/ecg_pretraining.py:136)."""
+
+    powerline: float = 0.5
+    emg: float = 0.5
+    wander: float = 0.5
+    shift: float = 0.5
+
+    def __post_init__(self) -> None:
+        for kind in PAPER_NOISE:
+            _within(f"augment.amplitude_mv.{kind}", getattr(self, kind), 0, 10)
+
+
+@dataclass(frozen=True)
+class ThreeKG:
+    """Views of the heart from elsewhere (Gopal et al. 2021; fairseq-signals perturb_ecg_dataset.py:120-199)."""
+
+    angle_deg: float = 45.0  # three rotations of the dipole, each uniform within +- this
+    scale: float = 1.5  # a factor for each axis, uniform from 1 to this
+    time_mask: float = 0.5  # share of the samples that a cyclic window zeroes, in each lead for itself
+
+    def __post_init__(self) -> None:
+        _within("augment.threekg.angle_deg", self.angle_deg, 0, 180)
+        _within("augment.threekg.scale", self.scale, 1, 10)
+        _within("augment.threekg.time_mask", self.time_mask, 0, 0.99)
+
+
+@dataclass(frozen=True)
+class AugmentConfig:
+    rlm: float = 0.5  # probability with which each lead of each half is zeroed; 0 = off
+    rlm_keep_one: bool = False  # never mask all leads of a half (the paper may)
+    noise: str | tuple[str, ...] = ()  # kinds, or the name of a set: physio3, physio4, authors_physio3, authors_physio4
+    amplitude_mv: AmplitudeMv = field(default_factory=AmplitudeMv)
+    powerline_hz: int = 50  # 60 in the Americas; the authors' kind takes either at random
+    powerline_components: int = 1  # multiples of powerline_hz
+    per_lead: bool = False  # a draw for each lead instead of one for all; white noise is each lead's own in any case
+    dependency: bool | None = None  # limb leads again from I and II after the noise; None: for the authors' kinds
+    threekg: ThreeKG | None = None
+    leads: str | tuple[str, ...] = "12"  # those that the model sees
+    padded: bool = True  # the others are zeros; false: they are gone
+
+    def __post_init__(self) -> None:
+        _within("augment.rlm", self.rlm, 0, 1)
+        if self.rlm == 1 and not self.rlm_keep_one:
+            raise ConfigError("augment.rlm=1: zeroes every lead: use less than 1, or rlm_keep_one: true")
+        for kind in self.kinds:
+            if kind not in PAPER_NOISE + AUTHORS_NOISE:
+                known = ", ".join([*PAPER_NOISE, *AUTHORS_NOISE, *NOISE_SETS])
+                raise ConfigError(f"augment.noise={self.noise!r}: no kind is called {kind!r}: use {known}")
+        if len(set(map(formula, self.kinds))) < len(self.kinds):
+            raise ConfigError(f"augment.noise={self.noise!r}: a kind occurs twice: name each once, the paper's or the authors'")
+        if self.powerline_hz not in (50, 60):
+            raise ConfigError(f"augment.powerline_hz={self.powerline_hz!r}: no mains has it: use 50 or 60")
+        if self.powerline_components not in (1, 2, 3, 4):
+            raise ConfigError(f"augment.powerline_components={self.powerline_components!r}: must stay below 250 Hz: use 1 to 4")
+        if self.per_lead and any(kind in AUTHORS_NOISE for kind in self.kinds):
+            raise ConfigError("augment.per_lead=True: the authors' kinds say themselves what is per lead: use false")
+        parse_leads(self.leads, "augment.leads")
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        names = self.noise.split(",") if isinstance(self.noise, str) else self.noise
+        return tuple(kind for name in names if name for kind in NOISE_SETS.get(name.strip(), (name.strip(),)))
+
+    @property
+    def changes_zeros(self) -> bool:
+        """Something is added to leads that a record lacks, or one of them could be the only one that is not masked."""
+        return bool(self.kinds) or self.threekg is not None or self.rlm_keep_one
+
+    @property
+    def refits_limb_leads(self) -> bool:
+        wanted = any(kind in AUTHORS_NOISE for kind in self.kinds) if self.dependency is None else self.dependency
+        return wanted and bool(self.kinds)
+
+    @property
+    def seen(self) -> tuple[int, ...]:
+        return parse_leads(self.leads, "augment.leads")
+
+    @property
+    def output_leads(self) -> tuple[int, ...]:
+        return ALL if self.padded else self.seen
+
+    @property
+    def noise_leads(self) -> tuple[int, ...]:
+        """Those that noise is added to: where leads are made of other leads, all must be there until that is done."""
+        return ALL if self.refits_limb_leads or self.threekg else self.output_leads
+
+
+def _within(key: str, value: float, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:  # NaN is not within
+        raise ConfigError(f"{key}={value!r}: must be a number from {low} to {high}")
+
+
+def formula(kind: str) -> str:
+    return kind.removeprefix("authors_")
+
+
+class Axis(NamedTuple):
+    """Time, three ways, each [T]."""
+
+    index: Array
+    time_s: Array
+    mains_s: Array  # time folded into +-50 ms: all mains repeat every 0.1 s, and float32 keeps the phase of small angles only
+
+
+@dataclass(frozen=True)
+class Ops:
+    """What the three libraries say or do best differently; + - * < & are theirs alike."""
+
+    constant: Callable[[np.ndarray], Array]
+    cosines: Callable[[Array, Array, Array, Array, int], Array]  # a, f, phi, t, K -> sum_k a_k cos(2 pi f_k t + phi_k)
+    rows: Callable[[Array, int, int], Array]  # leads i to j
+    cat: Callable[[Sequence[Array]], Array]  # along the leads
+    mix: Callable[[Array, Array], Array]  # [.., L, L] @ [.., L, T]
+    add: Callable[[Array, Sequence[Product]], Array]  # x + sum of gain * wave; may overwrite x
+    mul: Callable[[Array, Array], Array]  # x * factor; may overwrite x
+
+
+def axis(samples: int, fs_hz: float, ops: Ops) -> Axis:
+    index = np.arange(samples)
+    time_s = index / fs_hz
+    mains_s = (time_s + 0.05) % 0.1 - 0.05
+    return Axis(*(ops.constant(values.astype(np.float32)) for values in (index, time_s, mains_s)))
+
+
+def augment(x: Array, p: Mapping[str, Array], config: AugmentConfig, time: Axis, ops: Ops) -> Array:
+    """x with the augmentations of `config` for the parameters p. torch overwrites x where it can.
+
+    p["white"], needed by the kind emg, is standard normal noise [.., S, len(config.noise_leads), T].
+    """
+    if config.threekg:
+        x = ops.mix(p["matrix"], x)
+    if config.noise_leads == config.output_leads:
+        x = _select(x, config.output_leads, ops)
+    if config.kinds:
+        x = ops.add(x, [WAVES[formula(kind)](p, time, config, ops) for kind in config.kinds])
+    if config.refits_limb_leads:  # once: it is linear, and so the same as after each kind
+        x = refit_limb_leads(x, ops)
+    if config.noise_leads != config.output_leads:
+        x = _select(x, config.output_leads, ops)
+    if config.threekg and config.threekg.time_mask:
+        x = ops.mul(x, outside_window(p, time))
+    return ops.mul(x, p["keep"]) if "keep" in p else x
+
+
+def powerline(p: Mapping[str, Array], time: Axis, config: AugmentConfig, ops: Ops) -> Product:
+    """n(t) = sum_k a_k cos(2 pi k f t + phi), a_k ~ U(0, max), phi ~ U(0, 2 pi)."""
+    a, f, phi = p["powerline_amplitude"], p["powerline_hz"], p["powerline_phase"]
+    return 1.0, ops.cosines(a, f, phi, time.mains_s, config.powerline_components)
+
+
+def emg(p: Mapping[str, Array], time: Axis, config: AugmentConfig, ops: Ops) -> Product:
+    """n(t) ~ N(0, a^2), a ~ U(0, max)."""
+    return p["emg_amplitude"], p["white"]
+
+
+def wander(p: Mapping[str, Array], time: Axis, config: AugmentConfig, ops: Ops) -> Product:
+    """n(t) = C sum_k a_k cos(2 pi k df t + phi_k), C ~ N(1, 0.5^2), a_k ~ U(0, max), df ~ U(0.01, 0.2) Hz."""
+    a, f, phi = p["wander_amplitude"], p["wander_hz"], p["wander_phase"]
+    return p["wander_gain"], ops.cosines(a, f, phi, time.time_s, WANDER_COMPONENTS)
+
+
+def shift(p: Mapping[str, Array], time: Axis, config: AugmentConfig, ops: Ops) -> Product:
+    """n(t) = n from start to stop and 0 elsewhere, n ~ U(-max, max)."""
+    return p["shift_amplitude"], (time.index >= p["shift_start"]) & (time.index < p["shift_stop"])
+
+
+WAVES: dict[str, Callable[[Mapping[str, Array], Axis, AugmentConfig, Ops], Product]] = {
+    "powerline": powerline,
+    "emg": emg,
+    "wander": wander,
+    "shift": shift,
+}
+
+
+def outside_window(p: Mapping[str, Array], time: Axis) -> Array:
+    """Where a window from start to stop does not lie; what of it runs over the end comes in again at the beginning."""
+    return (time.index < p["window_start"]) & (time.index >= p["window_wrap"]) | (time.index >= p["window_stop"])
+
+
+def refit_limb_leads(x: Array, ops: Ops) -> Array:
+    """III, aVR, aVL and aVF from I and II: Einthoven and Goldberger."""
+    one, two = ops.rows(x, 0, 1), ops.rows(x, 1, 2)
+    made = [two - one, (one + two) * -0.5, one - two * 0.5, two - one * 0.5]
+    return ops.cat([ops.rows(x, 0, 2), *made, ops.rows(x, 6, 12)])
+
+
+def _select(x: Array, leads: tuple[int, ...], ops: Ops) -> Array:
+    return x if leads == ALL else ops.cat([ops.rows(x, lead, lead + 1) for lead in leads])
+
+
+def _plain_cosines(cos: Callable[[Array], Array], part: Callable[[Array, int], Array]) -> Callable[..., Array]:
+    def cosines(amplitude: Array, hz: Array, phase: Array, time_s: Array, count: int) -> Array:
+        waves = (part(amplitude, k) * cos(TAU * part(hz, k) * time_s + part(phase, k)) for k in range(count))
+        return functools.reduce(operator.add, waves)
+
+    return cosines
+
+
+def _factored_cosines(amplitude: Array, hz: Array, phase: Array, time_s: Array, count: int) -> Array:
+    """The same by cos(u + v) = cos u cos v - sin u sin v, u every 50th sample and v the 49 after it: 50 times fewer cosines.
+
+    Holds for time folded at 0.1 s too, where t is that of u plus that of v up to a whole number of waves.
+    """
+    coarse_s, fine_s = time_s[::FINE], time_s[:FINE]
+    total = None
+    for k in range(count):
+        a, omega, phi = amplitude[..., k : k + 1], TAU * hz[..., k : k + 1], phase[..., k : k + 1]
+        u, v = (omega * coarse_s + phi)[..., None], (omega * fine_s)[..., None, :]
+        a = a[..., None]
+        first = (a * u.cos()) * v.cos() if total is None else total.addcmul_(a * u.cos(), v.cos())
+        total = first.addcmul_(a * u.sin(), v.sin(), value=-1)
+    return total.flatten(-2)[..., : time_s.shape[0]]  # type: ignore[union-attr]
+
+
+def numpy_ops() -> Ops:
+    return Ops(
+        constant=np.asarray,
+        cosines=_plain_cosines(np.cos, lambda a, k: a[..., k : k + 1]),
+        rows=lambda x, i, j: x[..., i:j, :],
+        cat=lambda parts: np.concatenate(parts, axis=-2),
+        mix=np.matmul,
+        add=lambda x, products: sum((gain * wave for gain, wave in products), x),
+        mul=operator.mul,
+    )
+
+
+def torch_ops() -> Ops:
+    """Eager: few passes over x, in place. Compiled: static shapes, no synchronisation, one kernel."""
+    import torch
+
+    broadcast_shapes: Any = torch.broadcast_shapes  # not typed
+
+    def owned(x: Array, *others: Array) -> Array:
+        """x if the result fits into it, else a copy that it fits into: one signal becoming two views."""
+        shape = broadcast_shapes(x.shape, *(other.shape for other in others))
+        return x if x.shape == shape else x.expand(shape).clone()
+
+    def add(x: Array, products: Sequence[Product]) -> Array:
+        shared = [gain * wave for gain, wave in products if wave.shape[-2] == 1 and _rows_of(gain) == 1]
+        own = [(gain, wave) for gain, wave in products if wave.shape[-2] > 1 or _rows_of(gain) > 1]
+        if shared:  # summed in 1/L of the memory before they touch x
+            total = functools.reduce(operator.add, shared)
+            x = owned(x, total).add_(total)
+        for gain, wave in own:
+            x = owned(x, wave)
+            x = x.add_(wave) if isinstance(gain, float) else x.addcmul_(gain, wave.to(x.dtype))  # shift's is of bools
+        return x
+
+    return Ops(
+        constant=torch.from_numpy,
+        cosines=_factored_cosines,
+        rows=lambda x, i, j: x[..., i:j, :],
+        cat=lambda parts: torch.cat(list(parts), dim=-2),
+        mix=torch.matmul,
+        add=add,
+        mul=lambda x, factor: owned(x, factor).mul_(factor),
+    )
+
+
+def _rows_of(gain: Array) -> int:
+    return 1 if isinstance(gain, float) else int(gain.shape[-2])
+
+
+def dali_ops() -> Ops:
+    """Inside a DALI pipeline, where a sample has no batch axis: x_SLT. On the CPU several times slower than torch."""
+    from nvidia.dali import fn, types
+    from nvidia.dali import math as dali_math
+
+    constant: Any = types.Constant  # not typed
+
+    def mix(matrix: Array, x: Array) -> Array:
+        """DALI has no matrix product: a sum over leads of column times row."""
+        products = (matrix[:, :, lead : lead + 1] * x[:, lead : lead + 1, :] for lead in ALL)
+        return functools.reduce(operator.add, products)
+
+    return Ops(
+        constant=constant,
+        cosines=_plain_cosines(dali_math.cos, lambda a, k: a[:, :, k : k + 1]),
+        rows=lambda x, i, j: x[:, i:j, :],
+        cat=lambda parts: fn.cat(*parts, axis=1),
+        mix=mix,
+        add=lambda x, products: functools.reduce(operator.add, (gain * wave for gain, wave in products), x),
+        mul=operator.mul,
+    )

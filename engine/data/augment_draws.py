@@ -1,0 +1,219 @@
+"""The parameters of every augmentation of a crop, from counter-based numbers: a function of (seed, epoch, crop, view).
+
+    p = draws(config, seed, epoch_B, crop_B)        arrays for augment.augment, [B, S, 1 or L, 1 or K] float32 or bool
+    p["white"] = white(bank, p["white_start"], T)   for the kind emg; bank = white_bank(seed), once
+
+So they depend on no rank, batch size, order of crops or restart, and a lead draws the same whichever leads are seen. White
+noise of its own for each sample would cost ten times the rest; it is cut out of a bank, at a place of its own for each lead.
+Distributions: Oh et al. 2022, appendix B, and fairseq-signals augmentations.py for the kinds authors_*.
+
+Shapes: B crops, S views, L leads, T samples, K components.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from engine.data import counter
+from engine.data.augment import PAPER_NOISE, TAU, WANDER_COMPONENTS, AugmentConfig, ThreeKG
+from engine.data.counter import Stream
+
+Params = dict[str, np.ndarray]
+ONE_FOR_ALL = (0,)  # in the place of the leads: a single draw
+WHITE_BANK = 2**22  # 16 MiB: a CPU's cache holds it, and two leads' noises overlap with probability 0.001
+
+# From I II V1..V6 to Frank's X (left), Y (inferior), Z (posterior): Edenbrandt and Pahlm 1988. Its pseudo-inverse is Dower's
+# matrix to 0.005, and inverts it exactly, so that a view's dipole is the rotated dipole.
+INVERSE_DOWER = np.array(
+    [
+        [0.156, -0.010, -0.172, -0.074, 0.122, 0.231, 0.239, 0.194],
+        [-0.227, 0.887, 0.057, -0.019, -0.106, -0.022, 0.041, 0.048],
+        [0.022, 0.102, -0.229, -0.310, -0.246, -0.063, 0.055, 0.108],
+    ]
+)
+DOWER = np.linalg.pinv(INVERSE_DOWER)
+INDEPENDENT = (0, 1, 6, 7, 8, 9, 10, 11)
+_LIMB = np.array([[1, 0], [0, 1], [-1, 1], [-0.5, -0.5], [1, -0.5], [-0.5, 1]])  # I II III aVR aVL aVF from I and II
+_TO_12 = np.block([[_LIMB, np.zeros((6, 6))], [np.zeros((6, 2)), np.eye(6)]])
+TO_DIPOLE = np.zeros((3, 12))  # [3, 12]
+TO_DIPOLE[:, INDEPENDENT] = INVERSE_DOWER
+FROM_DIPOLE = _TO_12 @ DOWER  # [12, 3]
+
+
+class _Draw:
+    """uniform and normal in [B, S, leads, slots]; a slot is the n-th number that a stream needs for a lead."""
+
+    def __init__(self, seed: int, epoch_B: np.ndarray, crop_B: np.ndarray, views: int) -> None:
+        epoch, crop = np.broadcast_arrays(np.atleast_1d(epoch_B), np.atleast_1d(crop_B))
+        self.key: tuple[Any, ...] = (epoch[:, None, None, None], crop[:, None, None, None], np.arange(views)[:, None, None])
+        self.seed = seed
+
+    def uniform(self, stream: Stream, leads: Sequence[int], slots: Sequence[int]) -> np.ndarray:
+        return counter.uniform(self.seed, stream, *self.key, np.array(leads)[:, None], np.array(slots))
+
+    def normal(self, stream: Stream, leads: Sequence[int], slots: Sequence[int]) -> np.ndarray:
+        return counter.normal(self.seed, stream, *self.key, np.array(leads)[:, None], np.array(slots))
+
+
+def draws(
+    config: AugmentConfig,
+    seed: int,
+    epoch_B: np.ndarray,
+    crop_B: np.ndarray,
+    views: int = 2,
+    samples: int = 2500,
+    measured_BL: np.ndarray | None = None,
+) -> Params:
+    """Parameters of `views` halves or views of each crop; `crop_B` are the crops' numbers in the dataset. `measured_BL`: bool
+    [B, 12], which leads their records have; None: all."""
+    draw = _Draw(seed, epoch_B, crop_B, views)
+    p: Params = {}
+    if config.threekg:
+        p |= _threekg(draw, config.threekg, config.output_leads, samples)
+    for kind in config.kinds:
+        p |= _NOISE[kind](draw, config, samples)
+    whole = config.output_leads == config.seen
+    if config.rlm or not whole or measured_BL is not None:
+        p["keep"] = _keep(draw, config, measured_BL)
+    return {name: _compact(values) for name, values in p.items()}
+
+
+def _compact(values: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(values if values.dtype in (np.bool_, np.int32) else values.astype(np.float32))
+
+
+def _keep(draw: _Draw, config: AugmentConfig, measured_BL: np.ndarray | None) -> np.ndarray:
+    """Random lead masking: zeroed where u < p, for each lead of each half (Oh et al. 2022; augmentations.py:199-201)."""
+    seen = np.isin(config.output_leads, config.seen)[:, None]
+    if measured_BL is not None:
+        seen = seen & measured_BL[:, None, list(config.output_leads), None]
+    u = np.where(seen, draw.uniform(Stream.LEAD_MASK, config.output_leads, [0]), -1.0)
+    keep: np.ndarray = (u >= config.rlm) & seen
+    if config.rlm_keep_one:
+        keep |= (u == u.max(axis=-2, keepdims=True)) & seen  # the likeliest survivor: any lead is it equally often
+    return keep
+
+
+def _powerline(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
+    count, leads = config.powerline_components, _noise_leads(config)
+    amplitude = draw.uniform(Stream.POWERLINE, leads, range(2, 2 + count)) * config.amplitude_mv.powerline
+    phase = draw.uniform(Stream.POWERLINE, leads, [0]) * TAU  # one for all components, as the paper writes it
+    hz = np.full(amplitude.shape, config.powerline_hz) * np.arange(1, 1 + count)
+    return {"powerline_amplitude": amplitude, "powerline_phase": np.broadcast_to(phase, hz.shape), "powerline_hz": hz}
+
+
+def _authors_powerline(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
+    """50 or 60 Hz at random (augmentations.py:61)."""
+    p = _powerline(draw, config, samples)
+    american = draw.uniform(Stream.POWERLINE, ONE_FOR_ALL, [1]) >= 0.5
+    return p | {"powerline_hz": p["powerline_hz"] / config.powerline_hz * np.where(american, 60, 50)}
+
+
+def _emg(draw: _Draw, config: AugmentConfig, samples: int, own: bool = False) -> Params:
+    leads = config.noise_leads if own else _noise_leads(config)
+    amplitude = draw.uniform(Stream.EMG, leads, [0]) * config.amplitude_mv.emg
+    start = draw.uniform(Stream.WHITE, config.noise_leads, [0]) * (WHITE_BANK - samples)
+    return {"emg_amplitude": amplitude, "white_start": start.astype(np.int32)}
+
+
+def _authors_emg(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
+    """Each lead has its amplitude (augmentations.py:92)."""
+    return _emg(draw, config, samples, own=True)
+
+
+def _wander(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
+    count, leads = WANDER_COMPONENTS, _noise_leads(config)
+    amplitude = draw.uniform(Stream.WANDER, leads, range(count)) * config.amplitude_mv.wander
+    phase = draw.uniform(Stream.WANDER, leads, range(count, 2 * count)) * TAU
+    base_hz = 0.01 + draw.uniform(Stream.WANDER, leads, [2 * count]) * 0.19
+    gain = 1 + 0.5 * draw.normal(Stream.WANDER, leads, [3 * count])
+    hz = base_hz * np.arange(1, 1 + count)
+    return {"wander_amplitude": amplitude, "wander_phase": phase, "wander_hz": hz, "wander_gain": gain}
+
+
+def _authors_wander(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
+    """Three frequencies on their own, C for each lead (augmentations.py:160-180)."""
+    count = WANDER_COMPONENTS
+    hz = 0.01 + draw.uniform(Stream.WANDER, ONE_FOR_ALL, range(2 * count, 3 * count)) * 0.19
+    gain = 1 + 0.5 * draw.normal(Stream.WANDER, config.noise_leads, [3 * count])
+    return _wander(draw, config, samples) | {"wander_hz": hz, "wander_gain": gain}
+
+
+def _shift(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
+    """The paper says "a randomly sampled span" and no more: the authors' N(0.2 T, (0.04 T)^2) long, anywhere within T."""
+    leads = _noise_leads(config)
+    amplitude = (2 * draw.uniform(Stream.SHIFT, leads, [0]) - 1) * config.amplitude_mv.shift
+    length = (0.2 + 0.04 * draw.normal(Stream.SHIFT, leads, [1])) * samples
+    length = np.clip(length, 1, samples)  # 5 sigma either way
+    start = np.floor(draw.uniform(Stream.SHIFT, leads, [2]) * (samples - length))
+    return {"shift_amplitude": amplitude, "shift_start": start, "shift_stop": np.floor(start + length)}
+
+
+def _authors_shift(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
+    """+1 or -1 mV for each lead, minus one U(0, max) (augmentations.py:124-126; probably meant: times)."""
+    sign = np.where(draw.uniform(Stream.SHIFT, config.noise_leads, [3]) < 0.5, 1.0, -1.0)
+    less = draw.uniform(Stream.SHIFT, ONE_FOR_ALL, [0]) * config.amplitude_mv.shift
+    return _shift(draw, config, samples) | {"shift_amplitude": sign - less}
+
+
+def _noise_leads(config: AugmentConfig) -> tuple[int, ...]:
+    return config.noise_leads if config.per_lead else ONE_FOR_ALL
+
+
+_NOISE = dict(zip(PAPER_NOISE, (_powerline, _emg, _wander, _shift), strict=True)) | {
+    "authors_powerline": _authors_powerline,
+    "authors_emg": _authors_emg,
+    "authors_wander": _authors_wander,
+    "authors_shift": _authors_shift,
+}
+
+
+def _threekg(draw: _Draw, threekg: ThreeKG, leads: tuple[int, ...], samples: int) -> Params:
+    u = draw.uniform(Stream.ROTATION, ONE_FOR_ALL, range(6))[:, :, 0]
+    angle_rad = np.deg2rad(threekg.angle_deg) * (2 * u[..., :3] - 1)
+    p = {"matrix": threekg_matrix(angle_rad, 1 + (threekg.scale - 1) * u[..., 3:])}
+    if threekg.time_mask:
+        start = np.floor(draw.uniform(Stream.TIME_MASK, leads, [0]) * samples)
+        stop = start + np.floor(threekg.time_mask * samples)
+        p |= {"window_start": start, "window_stop": stop, "window_wrap": stop - samples}
+    return p
+
+
+def threekg_matrix(angle_rad: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """[..., 12, 12] float64: twelve leads -> dipole -> rotated, then scaled along each axis -> twelve leads.
+
+    The dipole has three components, so that even angle 0 and scale 1 is a projection and not the identity.
+    """
+    stretched = np.asarray(scale)[..., None] * rotation(np.asarray(angle_rad))
+    matrix: np.ndarray = FROM_DIPOLE @ stretched @ TO_DIPOLE
+    return matrix
+
+
+def rotation(angle_rad: np.ndarray) -> np.ndarray:
+    """[..., 3] -> [..., 3, 3]: about z, then y, then x, all fixed (scipy's Rotation.from_euler("zyx"))."""
+    about_z, about_y, about_x = (_about(axis, angle_rad[..., i]) for i, axis in enumerate((2, 1, 0)))
+    turned: np.ndarray = about_x @ about_y @ about_z
+    return turned
+
+
+def _about(axis: int, angle: np.ndarray) -> np.ndarray:
+    i, j = (axis + 1) % 3, (axis + 2) % 3
+    matrix = np.zeros((*angle.shape, 3, 3))
+    matrix[..., axis, axis] = 1
+    matrix[..., i, i] = matrix[..., j, j] = np.cos(angle)
+    matrix[..., j, i] = np.sin(angle)
+    matrix[..., i, j] = -np.sin(angle)
+    return matrix
+
+
+def white_bank(seed: int, size: int = WHITE_BANK) -> np.ndarray:
+    """Standard normal float32, to cut white noise from. At full size: 0.2 s, once."""
+    return counter.normal(seed, Stream.WHITE, np.arange(size)).astype(np.float32)
+
+
+def white(bank: Any, start: Any, samples: int) -> Any:
+    """[B, S, L, T] from a bank and p["white_start"], both numpy's or both torch's: a copy that nobody else holds."""
+    if isinstance(bank, np.ndarray):
+        return np.lib.stride_tricks.sliding_window_view(bank, samples)[start[..., 0]]
+    return bank.unfold(0, samples, 1).index_select(0, start.reshape(-1)).view(*start.shape[:-1], samples)

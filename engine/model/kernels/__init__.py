@@ -1,0 +1,1 @@
+"""Fast replacements for plain operations of the encoder."""

@@ -1,0 +1,105 @@
+"""A trained model as ONNX, for whoever has no PyTorch: x [batch, leads, samples] -> embedding [batch, D], logits [batch, K].
+
+    python -m engine.convert to-onnx RUN OUT.onnx
+
+Any number of segments, any length. x is what `Trained.segments` gives: the file's metadata holds `preprocessing` (leads in
+order, rate, scale) and `config` (classes of the logits) as JSON. Before the file gets its name, onnxruntime has given
+PyTorch's numbers at several sizes.
+"""
+
+import json
+import logging
+import os
+import warnings
+from copy import deepcopy
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from engine.common import ConfigError
+from engine.model.inference import Trained
+
+NEEDED = ("onnx", "onnxscript", "onnxruntime")
+SIZES = ((1, 2500), (3, 2500), (2, 5000), (5, 1237))  # segments, samples
+TOLERANCE = 1e-4
+
+
+class OnnxError(ConfigError):
+    """A model that cannot be had as ONNX: one line."""
+
+
+class Outputs(nn.Module):
+    def __init__(self, model: Trained) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        embedding = self.model.pooled(x)
+        return embedding if self.model.head is None else (embedding, self.model.head(embedding))
+
+
+def to_onnx(trained: Trained, out: Path) -> float:
+    """Writes the file; the largest difference that was found."""
+    lacking = [name for name in NEEDED if find_spec(name) is None]
+    if lacking:
+        raise OnnxError(f"{', '.join(lacking)} is not installed: pip install 'omnilead[onnx]'")
+    if out.exists():
+        raise OnnxError(f"{out}: exists: choose another name")
+    model = plain(trained)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        _write(model, temporary)
+        worst = float(np.max([difference(model, temporary, *size) for size in SIZES]))  # NaN stays NaN
+        if not worst <= TOLERANCE:
+            raise OnnxError(f"{out}: onnxruntime differs from PyTorch by {worst:.2g}, more than {TOLERANCE:g}: not written")
+        temporary.replace(out)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return worst
+
+
+def plain(trained: Trained) -> Outputs:
+    """The same numbers without what serves training or GPUs only."""
+    model = deepcopy(trained).cpu().float().eval()
+    model.encoder.conv.feature_grad = 1.0
+    model.encoder.position.form = "conv"
+    return Outputs(model)
+
+
+def _write(outputs: Outputs, path: Path) -> None:
+    model = outputs.model
+    x = torch.zeros(2, len(model.input.leads), 2500)
+    names = ["embedding"] if model.head is None else ["embedding", "logits"]
+    sizes = {"x": {0: torch.export.Dim("batch"), 2: torch.export.Dim("samples", min=64)}}
+    loud = logging.getLogger("torch.onnx").level
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            program = torch.onnx.export(
+                outputs, (x,), input_names=["x"], output_names=names, dynamic_shapes=sizes, dynamo=True, verbose=False
+            )
+    except Exception as error:  # of many kinds, all of the exporter
+        raise OnnxError(f"torch.onnx cannot export this model: {type(error).__name__}: {error}".splitlines()[0]) from error
+    finally:
+        logging.getLogger("torch.onnx").setLevel(loud)
+    assert program is not None
+    about = {name: json.dumps(text) for name, text in (("preprocessing", model.preprocessing), ("config", model.config))}
+    program.model.metadata_props.update(about)
+    program.save(path)
+
+
+def difference(outputs: Outputs, path: Path, segments: int, samples: int) -> float:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    x = np.random.default_rng(segments).normal(0, 0.3, (segments, len(outputs.model.input.leads), samples)).astype(np.float32)
+    with torch.inference_mode():
+        wanted = outputs(torch.from_numpy(x))
+    pairs = zip([wanted] if isinstance(wanted, Tensor) else wanted, session.run(None, {"x": x}), strict=True)
+    return float(np.max([np.abs(mine.numpy() - theirs).max() for mine, theirs in pairs]))

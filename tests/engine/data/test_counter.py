@@ -1,0 +1,178 @@
+"""Counter-based numbers: uniform, independent along every counter, and the same for ever; permutations that are bijections."""
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from engine.data.counter import MAX_SIZE, TINY, Stream, bits, mix, normal, permute, uniform
+
+EPOCH, CROP, VIEW, SLOT = np.arange(4), np.arange(64), np.arange(2), np.arange(48)
+GRID = (EPOCH[:, None, None, None], CROP[:, None, None], VIEW[:, None], SLOT)
+
+
+def chi2_p(counts: np.ndarray) -> float:
+    return float(stats.chisquare(counts.reshape(-1)).pvalue)
+
+
+@pytest.mark.parametrize("stream", [Stream.LEAD_MASK, Stream.WINDOW, Stream.WHITE])
+@pytest.mark.parametrize("seed", [0, 1, 2**63])
+def test_uniform_is_uniform(seed: int, stream: Stream) -> None:
+    drawn = uniform(seed, stream, *GRID)
+    assert drawn.shape == (4, 64, 2, 48) and drawn.dtype == np.float64
+    assert drawn.min() >= 0 and drawn.max() < 1
+    assert stats.kstest(drawn.reshape(-1), "uniform").pvalue > 1e-4
+    low_bits = bits(seed, stream, *GRID) & np.uint64(255)
+    assert chi2_p(np.bincount(low_bits.reshape(-1).astype(np.int64), minlength=256)) > 1e-4
+
+
+def test_normal_is_normal() -> None:
+    drawn = normal(3, Stream.EMG, np.arange(100_000))
+    assert stats.kstest(drawn, "norm").pvalue > 1e-4
+    assert np.isfinite(drawn).all() and 3.9 < np.abs(drawn).max() < 6
+    assert abs(np.corrcoef(drawn[1:], drawn[:-1])[0, 1]) < 0.015
+
+
+@pytest.mark.parametrize("axis", range(4), ids=["epoch", "crop", "view", "slot"])
+def test_neighbours_along_each_counter_are_independent(axis: int) -> None:
+    drawn = uniform(5, Stream.SHIFT, *GRID)
+    a, b = (np.take(drawn, range(start, drawn.shape[axis] - 1 + start), axis).reshape(-1) for start in (0, 1))
+    assert abs(np.corrcoef(a, b)[0, 1]) < 4.5 / math.sqrt(len(a))
+    pairs = np.histogram2d(a, b, bins=16, range=[[0, 1], [0, 1]])[0]
+    assert chi2_p(pairs) > 1e-4
+
+
+def test_seeds_streams_and_the_number_of_words_tell_draws_apart() -> None:
+    n = np.arange(20_000)
+    draws = [uniform(0, Stream.EMG, n), uniform(1, Stream.EMG, n), uniform(0, Stream.WANDER, n), uniform(0, Stream.EMG, n, 0)]
+    draws += [uniform(0, n, Stream.EMG), uniform(0, Stream.EMG, n, 1)]
+    correlation = np.corrcoef(draws) - np.eye(len(draws))
+    assert np.abs(correlation).max() < 4.5 / math.sqrt(len(n))
+
+
+@pytest.mark.parametrize("word", range(5), ids=["seed", "stream", "epoch", "crop", "slot"])
+def test_one_flipped_bit_of_a_counter_flips_half_of_the_result(word: int) -> None:
+    """For every bit of the input and every bit of the output; counters are small, as they are in use."""
+    samples = 1500
+    small = np.random.default_rng(0).integers(0, 2000, (5, samples))
+    before = bits(*small)
+    for bit in range(64):
+        flipped = small.astype(np.uint64)
+        flipped[word] ^= np.uint64(1 << bit)
+        changed = before ^ bits(*flipped)
+        share = np.mean(changed[:, None] >> np.arange(64, dtype=np.uint64) & np.uint64(1), axis=0)
+        assert np.abs(share - 0.5).max() < 5.5 * 0.5 / math.sqrt(samples)
+
+
+def test_close_crops_do_not_draw_one_sequence_shifted() -> None:
+    drawn = bits(0, Stream.WHITE, np.arange(2000)[:, None], np.arange(100))
+    assert len(np.unique(drawn)) == drawn.size
+
+
+def test_a_draw_does_not_depend_on_what_is_drawn_with_it() -> None:
+    whole = uniform(9, Stream.ROTATION, *GRID)
+    for e, c, v, s in product((0, 3), (0, 63), (0, 1), (0, 47)):
+        alone = uniform(9, Stream.ROTATION, e, c, v, s)
+        assert alone.shape == () and alone == whole[e, c, v, s]
+    assert (normal(9, Stream.EMG, CROP)[7:9] == normal(9, Stream.EMG, CROP[7:9])).all()
+    assert bits(1, np.zeros((0, 3), int)).shape == (0, 3)
+
+
+@given(st.integers(-(2**70), 2**70), st.integers(-(2**62), 2**62))
+def test_counters_are_taken_modulo_2_to_the_64_whatever_their_type(seed: int, counter: int) -> None:
+    here = bits(seed, counter)
+    assert here == bits(seed % 2**64, counter % 2**64) == bits(seed, np.int64(counter)) == bits(seed, np.array([counter]))[0]
+    if abs(counter) < 2**31:
+        assert here == bits(seed, np.array(counter, np.int32))
+
+
+def test_a_fraction_is_no_counter() -> None:
+    for wrong in (1.5, np.array([0.5]), np.array([True])):
+        with pytest.raises(TypeError, match="must be an integer"):
+            bits(0, wrong)  # type: ignore[arg-type]
+
+
+def test_numbers_of_old_runs_come_out_again() -> None:
+    """Never to be changed: a run is resumed, and a paper's table made again, by them."""
+    assert bits(0).tolist() == 9370218965779684112
+    assert bits(0, Stream.ORDER, 5).tolist() == 11465996907461922957
+    assert bits(42, Stream.LEAD_MASK, np.arange(2)[:, None], np.array([0, 9_999_999])).tolist() == [
+        [17739224505840947513, 8628901530934472146],
+        [4677151155395135643, 11256478470255647343],
+    ]
+    assert uniform(42, Stream.WINDOW, 3, np.array([17, 18]), 1).tolist() == [0.39652061815463724, 0.31401424694183555]
+    assert normal(42, Stream.EMG, np.arange(3)) == pytest.approx(
+        [-0.3100193572069275, -2.1531534601926907, -1.4697126466600487], rel=1e-12
+    )
+    assert [stream.name for stream in Stream][:4] == ["ORDER", "SHARD_ORDER", "BLOCK_ORDER", "WINDOW"]
+    assert {stream.name: stream.value for stream in Stream}.items() >= {"LEAD_MASK": 5, "MIX": 12, "WHITE": 13}.items()
+    assert permute(np.arange(12), 12, 7).tolist() == [2, 7, 1, 9, 3, 4, 0, 10, 5, 6, 8, 11]
+    assert permute(np.arange(6), 100, 7).tolist() == [16, 59, 10, 38, 39, 18]
+    assert permute(np.arange(4), 2**40, 2**64 - 1).tolist() == [859268690655, 643271941931, 681987866659, 926660097324]
+
+
+def test_mix_is_splitmix64() -> None:
+    """The first numbers of the published generator with seed 1234567."""
+    state = np.uint64(1234567) + np.arange(1, 4, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    assert mix(state).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+keys = st.integers(0, 2**64 - 1)
+
+
+@given(st.one_of(st.integers(1, 200), st.integers(200, 20_000), st.sampled_from([4096, 4099, 65536, 10_007])), keys)
+def test_permute_is_a_bijection(n: int, key: int) -> None:
+    assert (np.sort(permute(np.arange(n), n, key)) == np.arange(n)).all()
+
+
+@given(st.integers(1, MAX_SIZE), keys, st.integers(0, 2**62))
+def test_permute_stays_inside_and_apart_for_any_size(n: int, key: int, start: int) -> None:
+    i = (start + np.arange(300)) % n
+    out = permute(i, n, key)
+    assert out.dtype == np.int64 and (out >= 0).all() and (out < n).all()
+    assert len(np.unique(out)) == len(np.unique(i))
+
+
+@given(st.lists(st.tuples(st.integers(1, 3000), keys), min_size=1, max_size=20))
+def test_permute_broadcasts_sizes_and_keys(blocks: list[tuple[int, int]]) -> None:
+    sizes, block_keys = np.array([n for n, _ in blocks]), np.array([key for _, key in blocks], np.uint64)
+    i = np.arange(40)[:, None] % sizes
+    together = permute(i, sizes, block_keys)
+    for column, (n, key) in enumerate(blocks):
+        assert (together[:, column] == permute(i[:, column], n, key)).all()
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 6])
+def test_every_permutation_of_a_few_is_equally_likely(n: int) -> None:
+    keys_K = np.arange(200 * math.factorial(n))
+    codes = permute(np.arange(n), n, keys_K[:, None]) @ n ** np.arange(n)
+    counts = np.unique(codes, return_counts=True)[1]
+    assert len(counts) == math.factorial(n)
+    assert chi2_p(counts) > 1e-4
+
+
+@pytest.mark.parametrize("n", [TINY, TINY + 1, 36, 65])
+def test_pairs_are_independent_under_neighbouring_keys(n: int) -> None:
+    """Elements that share a half of the network are the ones that too few rounds would keep together."""
+    for other in (1, math.ceil(math.sqrt(n)), n - 1):
+        first, second = permute(np.array([0, other]), n, np.arange(100_000)[:, None]).T
+        counts = np.bincount(first * n + second, minlength=n * n).reshape(n, n)
+        assert (np.diag(counts) == 0).all()
+        assert chi2_p(counts[~np.eye(n, dtype=bool)]) > 1e-4
+
+
+def test_permuted_neighbours_lie_anywhere() -> None:
+    out = permute(np.arange(100_000), 10**7, 1) / 1e7
+    assert stats.kstest(out, "uniform").pvalue > 1e-4
+    assert abs(np.corrcoef(out[1:], out[:-1])[0, 1]) < 0.015
+    assert abs(np.corrcoef(out, np.arange(100_000))[0, 1]) < 0.015
+
+
+@pytest.mark.parametrize("i, n", [(5, 5), (-1, 5), (0, 0), (0, MAX_SIZE + 1), (2**40, 2**40)])
+def test_permute_refuses_what_it_could_not_bring_back(i: int, n: int) -> None:
+    with pytest.raises(ValueError, match="must hold"):
+        permute(np.array([i]), n, 0)

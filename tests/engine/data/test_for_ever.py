@@ -1,0 +1,75 @@
+"""What is drawn for a crop, and who is held out, may not change: a run is resumed, and a table made again, by it."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from engine.data.augment import AugmentConfig, ThreeKG
+from engine.data.augmenter import parameters
+from engine.data.order import Places
+from engine.data.validation_split import uniforms
+
+PLACES = Places(np.array([0, 0, 1]), np.array([5, 10**6, 7]), np.array([0, 3, 40]))
+SUMS: dict[str, tuple[AugmentConfig, dict[str, float]]] = {
+    "paper": (
+        AugmentConfig(noise="physio4", per_lead=True, powerline_components=2),
+        {
+            "powerline_amplitude": 0.771910887,
+            "powerline_phase": -6.59074614,
+            "powerline_hz": -33.8371015,
+            "emg_amplitude": 1.12421435,
+            "white_start": -5512062.67,
+            "wander_amplitude": 1.18006728,
+            "wander_phase": 26.8292115,
+            "wander_hz": 0.858500565,
+            "wander_gain": 5.65337726,
+            "shift_amplitude": 0.566217176,
+            "shift_start": 6313.42603,
+            "shift_stop": 7554.8524,
+            "keep": -0.0598909748,
+            "start": 2384.63871,
+        },
+    ),
+    "authors": (
+        AugmentConfig(noise="authors_physio4", leads="I,II,V3", rlm_keep_one=True),
+        {
+            "powerline_amplitude": 0.0334603204,
+            "powerline_phase": 0.47758228,
+            "powerline_hz": -2.92433628,
+            "emg_amplitude": 1.12421435,
+            "white_start": -5512062.67,
+            "wander_amplitude": -0.0228110781,
+            "wander_phase": -0.578088999,
+            "wander_hz": -0.057981155,
+            "wander_gain": 5.65337726,
+            "shift_amplitude": -5.81436477,
+            "shift_start": 110.534304,
+            "shift_stop": -81.3267684,
+            "keep": 6.72067355,
+            "start": 2384.63871,
+        },
+    ),
+    "3kg": (
+        AugmentConfig(threekg=ThreeKG()),
+        {
+            "matrix": -8.29171117,
+            "window_start": 2137.64563,
+            "window_stop": 3657.56509,
+            "window_wrap": 617.726168,
+            "keep": -0.0598909748,
+            "start": 2384.63871,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "expected"), SUMS.values(), ids=SUMS)
+def test_what_is_drawn_for_them(config: AugmentConfig, expected: dict[str, float]) -> None:
+    """Sums with weights, so that no two places could change theirs."""
+    p = parameters(config, "window", 11, PLACES)
+    seen = {name: float(values.astype(float).ravel() @ np.cos(np.arange(values.size))) for name, values in p.items()}
+    assert seen == pytest.approx(expected, rel=1e-5)
+
+
+def test_who_is_held_out() -> None:
+    assert uniforms(pa.array(["georgia/E00001", "ptb-xl/17"])).tolist() == [0.40636932224432776, 0.16880769554133535]

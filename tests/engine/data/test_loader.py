@@ -1,0 +1,405 @@
+"""The loader as the training loop meets it: right tensors, one order for all worlds, and a state that survives anything."""
+
+import ctypes
+import dataclasses
+import hashlib
+import json
+import os
+import time
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from loading import BACKENDS, CPU, NOISY, loader, same, some
+
+from data_tools.dataset import Dataset
+from engine.data import loader as pipelines_loader
+from engine.data.augment import AugmentConfig, ThreeKG
+from engine.data.augmenter import alone, parameters
+from engine.data.dali import DaliError, InFlight
+from engine.data.loader import Loader, LoaderConfig, LoaderError
+from engine.data.meter import Meter
+from engine.data.resident import Resident, ResidentError
+from tests.forks import started
+from tests.waiting import until
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_augmentation_the_halves_are_the_crops(backend: str, dataset: Dataset) -> None:
+    for batch, _ in some(loader(dataset, backend, augment=AugmentConfig(rlm=0)), 3):
+        assert batch.x_BSLT.shape == (16, 2, 12, 2500)
+        for i, row in enumerate(batch.places.row):
+            halves = dataset.read(int(row)).reshape(12, 2, 2500).transpose(1, 0, 2)
+            np.testing.assert_allclose(batch.x_BSLT[i].numpy(), halves / 1000.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["dali", "resident"])
+@pytest.mark.parametrize(
+    ("views", "augment"),
+    [
+        ("halves", AugmentConfig()),
+        ("halves", AugmentConfig(noise="powerline,wander,shift")),
+        ("halves", AugmentConfig(leads="3", padded=False)),
+        ("window", AugmentConfig(rlm=0.3)),
+        ("window", AugmentConfig(rlm=0, threekg=ThreeKG())),
+    ],
+)
+def test_backends_agree(backend: str, views: str, augment: AugmentConfig, dataset: Dataset) -> None:
+    """All but white noise, which DALI draws itself: to 1e-5 mV, masked leads exactly zero in both."""
+    one = some(loader(dataset, "torch", views=views, augment=augment), 3)
+    two = some(loader(dataset, backend, views=views, augment=augment), 3)
+    for (a, _), (b, _) in zip(one, two, strict=True):
+        np.testing.assert_allclose(b.x_BSLT.numpy(), a.x_BSLT.numpy(), atol=1e-5)
+        assert torch.equal(a.x_BSLT == 0, b.x_BSLT == 0) or augment.threekg
+
+
+@pytest.mark.parametrize(("backend", "augment"), [*((backend, NOISY) for backend in BACKENDS), ("torch", AugmentConfig())])
+def test_a_restored_loader_goes_on_bit_for_bit_twice_and_over_an_epochs_end(
+    backend: str, augment: AugmentConfig, dataset: Dataset
+) -> None:
+    per_epoch = loader(dataset).steps_per_epoch
+    assert 4 <= per_epoch <= 14
+    whole = some(loader(dataset, backend, augment=augment), per_epoch + 4)
+    first = some(loader(dataset, backend, augment=augment), per_epoch - 2)  # prefetch is in flight when it is left
+    second = some(loader(dataset, backend, first[-1][1], augment=augment), 3)  # over the end of the epoch
+    third = some(loader(dataset, backend, second[-1][1], augment=augment), 3)
+    assert same(whole, first + second + third)
+    assert whole[0][1]["crops_seen"] == 16
+
+
+def test_epochs_differ_and_each_is_a_permutation(dataset: Dataset) -> None:
+    source = loader(dataset)
+    batches = [batch.places.row for batch, _ in some(source, 2 * source.steps_per_epoch)]
+    one, two = np.split(np.concatenate(batches), 2)
+    assert len(set(one.tolist())) == len(one)
+    assert len(set(two.tolist())) == len(two)
+    assert (one != two).any()
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_every_world_size_gives_the_same_global_batches(world: int, dataset: Dataset) -> None:
+    alone = some(loader(dataset), 2)
+    ranks = [some(loader(dataset, rank=rank, world=world), 2) for rank in range(world)]
+    for step, (batch, state) in enumerate(alone):
+        together = torch.cat([taken[step][0].x_BSLT for taken in ranks])
+        assert torch.equal(together, batch.x_BSLT)
+        assert all(taken[step][1] == state for taken in ranks)
+
+
+def test_another_world_size_goes_on_with_the_same_batches(dataset: Dataset) -> None:
+    whole = some(loader(dataset), 4)
+    state = some(loader(dataset, rank=0, world=2), 2)[-1][1]
+    assert same(whole[2:], some(loader(dataset, state=state), 2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"batch_crops": 8}, "batch_crops was 16 and is 8"),
+        ({"seed": 1}, "seed"),
+        ({"augment": AugmentConfig()}, r"cannot go on: augment\.\w+ was \S+ and is \S+: "),
+        ({"views": "window"}, "views"),
+        ({"block_shards": 1}, "block_shards"),
+        ({"backend": "resident"}, "backend"),
+    ],
+)
+def test_a_state_of_another_run_is_refused(changes: dict[str, Any], named: str, dataset: Dataset) -> None:
+    state = some(loader(dataset), 1)[-1][1]
+    with pytest.raises(LoaderError, match=named):
+        loader(dataset, state=state, **changes)
+
+
+def test_a_state_before_the_beginning_is_refused(dataset: Dataset) -> None:
+    state = some(loader(dataset), 1)[-1][1]
+    state["crops_seen"] = -16
+    with pytest.raises(LoaderError, match="crops_seen=-16"):
+        loader(dataset, state=state)
+
+
+SEEN = (None, "16", -16, 8, True, 16.0, 2**64)
+FORGED = [{"recipe": None}, {"recipe": []}, {"dali": ""}, {"dali": 3}, *({"crops_seen": seen} for seen in SEEN)]
+
+
+def test_a_forged_state_is_refused_and_never_begins_anew(dataset: Dataset) -> None:
+    state = some(loader(dataset), 1)[-1][1]
+    for forged in ({}, *(state | change for change in FORGED)):
+        with pytest.raises(LoaderError) as error:
+            loader(dataset, state=forged)
+        assert "\n" not in str(error.value)
+
+
+def test_a_damaged_state_of_dali_is_one_line_and_none_is_a_new_stream(dataset: Dataset) -> None:
+    state = some(loader(dataset, "dali"), 1)[-1][1]
+    for blob in ("!", "aGVsbG8=", state["dali"][:100], "\u00e9"):
+        with pytest.raises(DaliError) as error:
+            some(loader(dataset, "dali", state=state | {"dali": blob}), 1)
+        assert "\n" not in str(error.value)
+    assert len(some(loader(dataset, "dali", state=state | {"dali": None}), 1)) == 1
+
+
+def test_a_state_of_another_dataset_or_dali_is_refused(dataset: Dataset) -> None:
+    state = some(loader(dataset), 1)[-1][1]
+    other = json.loads(json.dumps(state))
+    other["recipe"]["datasets"] = ["0" * 64]
+    with pytest.raises(LoaderError, match="datasets"):
+        loader(dataset, state=other)
+    state = some(loader(dataset, "dali"), 1)[-1][1]
+    state["recipe"]["dali_version"] = "1.0.0"
+    with pytest.raises(LoaderError, match=r"dali_version was 1\.0\.0"):
+        loader(dataset, "dali", state=state)
+
+
+def batches_for_ever(url: str, backend: str, state: dict[str, Any] | None) -> None:
+    config = LoaderConfig(backend=backend, batch_crops=32, augment=AugmentConfig(noise="physio4"))  # type: ignore[arg-type]
+    for batch, after in Loader(config, (Dataset.open(url),), CPU, state=state, halves=2):
+        print(json.dumps([hashlib.sha256(batch.x_BSLT.numpy().tobytes()).hexdigest(), after]), flush=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kill_minus_9_twice_with_prefetch_in_flight_over_an_epochs_end(backend: str, dataset: Dataset, tmp_path: Path) -> None:
+    source = loader(dataset, backend, batch_crops=32)
+    assert source.steps_per_epoch < 8  # of nine that are compared
+    whole = some(source, 9)
+    digests = [hashlib.sha256(batch.x_BSLT.numpy().tobytes()).hexdigest() for batch, _ in whole]
+    seen: list[str] = []
+    state = None
+    for life in range(3):
+        out = tmp_path / f"{life}.txt"
+        child = started(batches_for_ever, dataset.root.url, backend, state, out=out)
+        until(lambda out=out: out.exists() and len(out.read_text().splitlines()) > 3)
+        child.kill()
+        child.join()
+        for line in out.read_text().splitlines()[:3]:
+            digest, state = json.loads(line)
+            seen.append(digest)
+    assert seen == digests
+
+
+def test_the_window_lies_within_the_crop_and_differs_between_epochs(dataset: Dataset) -> None:
+    source = loader(dataset, views="window", augment=AugmentConfig(rlm=0))
+    batch = some(source, 1)[0][0]
+    assert torch.equal(batch.x_BSLT[:, 0], batch.x_BSLT[:, 1])
+    starts = set()
+    for i, row in enumerate(batch.places.row):
+        chest = torch.from_numpy(dataset.read(int(row))[7] / 1000.0).float()
+        distance = (chest.unfold(0, 2500, 1) - batch.x_BSLT[i, 0, 7]).abs().amax(1)  # [2501]: one for each place
+        assert distance.min() < 1e-5
+        starts.add(int(distance.argmin()))
+    assert len(starts) > 8
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_loader_that_is_gone_through_again_goes_on(backend: str, dataset: Dataset) -> None:
+    whole, source = some(loader(dataset, backend), 6), loader(dataset, backend)
+    parts = [(batch.x_BSLT.clone(), batch.places.row) for _ in range(2) for batch, _ in islice(source, 3)]
+    source.close()
+    for (batch, _), (x, row) in zip(whole, parts, strict=True):
+        assert torch.equal(batch.x_BSLT, x) and np.array_equal(batch.places.row, row)
+
+
+@pytest.mark.parametrize(
+    ("views", "augment"),
+    [
+        ("halves", AugmentConfig()),
+        ("halves", NOISY),
+        ("halves", AugmentConfig(noise="authors_physio4")),
+        ("window", AugmentConfig(rlm=0.3)),
+        ("window", AugmentConfig(rlm=0, threekg=ThreeKG())),
+    ],
+)
+def test_what_a_gpu_compiles_is_one_graph_and_the_same(views: str, augment: AugmentConfig, dataset: Dataset) -> None:
+    source = loader(dataset, "resident", views=views, augment=augment)
+    resident = Resident(source.order, source.gather, source.augmenter)
+    resident._make = resident._compiled("aot_eager")
+    for planned in islice(source._planned(), 2):
+        plan = resident.plan(planned.places, planned.p)
+        plain = resident.batch(plan, torch.empty(16, 2, 12, 2500))
+        torch.testing.assert_close(resident.batch(plan), plain, rtol=0, atol=1e-5)
+    source.close()
+
+
+@pytest.mark.parametrize("source", ["tar", "zarr"])
+def test_both_twins_give_the_same_tensors(source: str, dataset: Dataset) -> None:
+    assert same(some(loader(dataset), 2), some(loader(dataset, source=source), 2))
+
+
+def test_reading_threads_compute_alone(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A team of OpenMP threads for each of them would take the cores of the training step."""
+    if not hasattr(ctypes.CDLL(None), "omp_set_num_threads"):
+        pytest.skip("this torch does not show its OpenMP")
+    seen: list[int] = []
+    before = torch.get_num_threads()
+    monkeypatch.setattr(pipelines_loader, "alone", lambda: (alone(), seen.append(torch.get_num_threads())))
+    torch.set_num_threads(2)
+    try:
+        some(loader(dataset, augment=AugmentConfig(), threads=2), 2)
+        assert set(seen) == {1} and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_auto_says_what_it_chose(dataset: Dataset, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        assert loader(dataset, "auto").backend == "torch"
+    assert "auto: torch, because the device is cpu" in caplog.text
+
+
+@pytest.mark.parametrize(("backend", "leads"), [("torch", "12"), ("torch", "I"), ("dali", "12"), ("resident", "12")])
+def test_the_meter_says_where_time_went(backend: str, leads: str, dataset: Dataset) -> None:
+    source = loader(dataset, backend, augment=AugmentConfig(rlm=0.5, noise="emg", leads=leads))
+    some(source, 3)
+    facts = source.meter.snapshot()
+    stages = {"plan", "read", "read_wait", "augment", "wait"} | ({"gpu_wait"} if backend == "dali" else set())
+    assert set(facts) == {"crops_per_s", "data_bytes_per_s", *(f"data_{stage}_pct" for stage in stages)}
+    assert all(value > 0 for value in facts.values())
+    assert facts["data_read_wait_pct"] <= facts["data_wait_pct"] <= 100
+    assert source.meter.snapshot()["crops_per_s"] == 0
+
+
+def test_a_stage_within_a_stage_is_counted_once() -> None:
+    meter = Meter()
+    with meter.timed("augment", without="read_wait"), meter.timed("read_wait"):
+        time.sleep(0.05)
+    waited = meter._busy_s["read_wait"]
+    facts = meter.snapshot()
+    assert waited >= 0.05 and facts["data_read_wait_pct"] > 0
+    assert 0 <= facts["data_augment_pct"] + facts["data_read_wait_pct"] <= 100
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"backend": "cuda"}, {"views": "thirds"}, {"threads": 0}, {"read_ahead": 0}),
+        *({"check": "foo"}, {"on_corrupt": "ignore"}, {"micro_batch": 0}),
+    ],
+    ids=str,
+)
+def test_impossible_settings_are_one_line(changes: dict[str, Any]) -> None:
+    with pytest.raises(LoaderError, match=f"pipeline.{next(iter(changes))}"):
+        LoaderConfig(**changes)
+
+
+def test_config_is_plain_data(dataset: Dataset) -> None:
+    recipe = loader(dataset).recipe
+    assert json.loads(json.dumps(recipe)) == recipe
+    assert recipe["augment"]["noise"] == dataclasses.asdict(NOISY)["noise"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_on_a_gpu_the_tensors_are_those_of_the_cpu(backend: str, dataset: Dataset) -> None:
+    config = LoaderConfig(backend=backend, batch_crops=16, augment=AugmentConfig(noise="powerline,wander,shift"))  # type: ignore[arg-type]
+    on_gpu = Loader(config, (dataset,), torch.device("cuda", 0), halves=2)
+    on_cpu = Loader(dataclasses.replace(config, backend="torch"), (dataset,), CPU, halves=2)
+    for (a, _), (b, _) in zip(some(on_gpu, 5), some(on_cpu, 5), strict=True):
+        np.testing.assert_allclose(a.x_BSLT.cpu().numpy(), b.x_BSLT.numpy(), atol=1e-4)
+
+
+def test_a_batch_stays_while_a_gpu_may_read_it() -> None:
+    class Event:
+        def __init__(self) -> None:
+            self.done = False
+            events.append(self)
+
+        def record(self) -> None: ...
+
+        def query(self) -> bool:
+            return self.done
+
+        def synchronize(self) -> None:
+            self.done = True
+
+    events: list[Event] = []
+    flight = InFlight(Event)
+    flight.release()
+    for batch in "abc":
+        flight.hold(batch)
+        flight.release()
+    assert [batch for _, batch in flight.queued] == ["b", "c"] and events[0].done and not events[1].done
+    events[1].done = True
+    flight.hold("d")
+    flight.release()
+    assert [batch for _, batch in flight.queued] == ["c", "d"]
+
+
+def test_what_the_gpu_keeps_waiting_is_no_wait_for_data(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only DALI's stand-in moves: 6 s until the GPU has let go of a batch, 1 s to make the next one."""
+    clock = [0.0]
+
+    class Pipeline:
+        def __init__(self, *arguments: Any) -> None:
+            self.feed = arguments[3]
+
+        def release(self) -> None:
+            clock[0] += 6
+
+        def run(self) -> tuple[int, torch.Tensor]:
+            clock[0] += 1
+            step, crops, _ = next(self.feed)
+            return step, torch.from_numpy(crops)
+
+        def checkpoint(self) -> str:
+            return ""
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr("engine.data.dali.Pipeline", Pipeline)
+    monkeypatch.setattr("engine.data.meter.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    source = loader(dataset, "dali")
+    some(source, 3)
+    clock[0] += 9  # steps of the training
+    facts = source.meter.snapshot()
+    wanted = {"data_gpu_wait_pct": 18 / 30, "data_wait_pct": 3 / 30, "data_augment_pct": 3 / 30}
+    assert {name: facts[name] for name in wanted} == pytest.approx({name: 100 * share for name, share in wanted.items()})
+
+
+def test_resident_leaves_room_for_the_step(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked before anything is read or taken. A crop is 120,000 bytes."""
+    source = loader(dataset, "resident")
+    augmenter: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    free, spare = sum(map(len, source.order.rows)) * 120_000 + 10**9, 10**9 + 1
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
+    monkeypatch.setattr(source.gather, "read", lambda *_: pytest.fail("it was read"))
+    with pytest.raises(ResidentError, match=r"1\.0 GB for a step .* pipeline\.backend=dali"):
+        Resident(source.order, source.gather, augmenter, spare)
+    monkeypatch.setattr(torch, "empty", lambda *_, **how: (_ for _ in ()).throw(Begun(how["device"])))
+    with pytest.raises(Begun, match="cuda"):
+        Resident(source.order, source.gather, augmenter, spare - 1)
+
+
+class Begun(Exception): ...
+
+
+def test_memory_is_flat_over_ten_thousand_batches(dataset: Dataset) -> None:
+    for augment in (AugmentConfig(), AugmentConfig(noise="powerline")):
+        source = loader(dataset, batch_crops=2, augment=augment)
+        batches = iter(source)
+        for _ in islice(batches, 2_000):
+            pass
+        before = resident_mb()
+        for _ in islice(batches, 10_000):
+            pass
+        assert resident_mb() - before < 8
+        source.close()
+
+
+def resident_mb() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def test_dali_draws_white_noise_of_its_own_for_each_rank_and_batch(dataset: Dataset) -> None:
+    emg = AugmentConfig(noise="emg", rlm=0)
+    noise = []
+    for rank in (0, 1):
+        loud = some(loader(dataset, "dali", augment=emg, rank=rank, world=2), 2)
+        still = some(loader(dataset, "dali", augment=AugmentConfig(rlm=0), rank=rank, world=2), 2)
+        for (a, _), (b, _) in zip(loud, still, strict=True):
+            amplitude = torch.from_numpy(parameters(emg, "halves", 0, a.places)["emg_amplitude"])
+            noise.append((a.x_BSLT - b.x_BSLT) / amplitude)
+    for one in noise:
+        assert abs(one.mean()) < 0.01 and abs(one.std() - 1) < 0.02 and abs(one.pow(4).mean() - 3) < 0.2
+    assert abs(torch.corrcoef(torch.stack([one.flatten() for one in noise])) - torch.eye(4)).max() < 0.01

@@ -1,0 +1,68 @@
+"""Files of arrays that are none, or that say more than they hold: one line, and no memory."""
+
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.data.npz import ArrayError, load_npz, npz_names, open_npy
+
+
+def npy(header: str, version: bytes = b"\1\0", body: bytes = bytes(480_000)) -> bytes:
+    text = header.encode()
+    return b"\x93NUMPY" + version + len(text).to_bytes(2 if version == b"\1\0" else 4, "little") + text + body
+
+
+def says(shape: str, kind: str = "'<f8'") -> str:
+    return f"{{'descr': {kind}, 'fortran_order': False, 'shape': {shape}, }}\n"
+
+
+BAD = {
+    "empty": b"",
+    "no npy": b"hello",
+    "absurd": npy(says("(12, 4611686018427387904)")),
+    "768 GB": npy(says("(12, 8589934592)")),
+    "beyond a long": npy(says(f"(12, {10**30})")),
+    "negative": npy(says("(-1, 5000)")),
+    "twice negative": npy(says("(-1, -5000)")),
+    "no shape": npy(says("True")),
+    "70 axes": npy(says("(" + "1," * 70 + ")")),
+    "nested": npy("(" * 9000 + ")" * 9000),
+    "minus minus": npy("-" * 9000 + "1"),
+    "a header of 4 GB": b"\x93NUMPY\2\0\xff\xff\xff\xff" + bytes(1000),
+    "version 9": b"\x93NUMPY\x09\0\x10\0",
+    "objects": npy(says("(12, 5000)", "'|O'")),
+    "large items": npy(says("(12, 5000)", "'|V2147483647'")),
+    "not closed": npy("{'descr': ("),
+    "too short": npy(says("(12, 5000)"), body=bytes(1000)),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_header_is_one_line(name: str, tmp_path: Path) -> None:
+    (tmp_path / "a.npy").write_bytes(BAD[name])
+    with pytest.raises(ArrayError, match=r"\Acannot be read as numbers: [^\n]+\Z"):
+        open_npy(tmp_path / "a.npy")
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        archive.writestr("a.npy", BAD[name])
+    assert npz_names(tmp_path / "a.npz") == ["a"]
+    with pytest.raises(ArrayError, match=r"\Acannot be read as numbers: [^\n]+\Z"):
+        load_npz(tmp_path / "a.npz")
+
+
+def test_what_unfolds_to_more_than_it_may_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.savez_compressed(tmp_path / "a.npz", a=np.zeros((12, 5000)))
+    assert load_npz(tmp_path / "a.npz")["a"].shape == (12, 5000)
+    monkeypatch.setattr("engine.data.npz.MAX_BYTES", 400_000)
+    with pytest.raises(ArrayError, match="room for 400000 bytes"):
+        load_npz(tmp_path / "a.npz")
+
+
+def test_good_arrays_are_read(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).normal(size=(3, 12, 500)).astype("f4")
+    np.save(tmp_path / "a.npy", np.asfortranarray(values))
+    assert np.array_equal(open_npy(tmp_path / "a.npy"), values)
+    np.savez(tmp_path / "b.npz", x=values, y=np.int64(3))
+    assert npz_names(tmp_path / "b.npz") == ["x", "y"] and list(load_npz(tmp_path / "b.npz", ["y"])) == ["y"]
+    assert np.array_equal(load_npz(tmp_path / "b.npz")["x"], values)

@@ -1,0 +1,315 @@
+"""Scores against the official functions' numbers, against plain loops, and against what follows from their definitions."""
+
+import csv
+import hashlib
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_tools.labels import ABBREVIATIONS, CLASSES
+from engine.evaluation import metrics
+from engine.evaluation.metrics import (
+    METRICS,
+    Diagnosis,
+    MetricError,
+    Tally,
+    bootstrap,
+    challenge_of,
+    challenge_score,
+    challenge_sums,
+    identification,
+    outputs_of,
+    over_seeds,
+    probabilities,
+    summary,
+)
+
+VECTORS = Path(__file__).parents[4] / "shared" / "cinc" / "vectors.npz"
+SHA256 = "668cb04555a97e8977488cb4bb6088d0d2bf9e59557945deedf29d5065c14d2b"  # of the Challenge's weights.csv
+FILE = Path(metrics.__file__).with_name(metrics.WEIGHTS)
+
+
+def rows(*named: str) -> np.ndarray:
+    """One row for each text of abbreviations."""
+    return np.array([[name in text.split() for name in ABBREVIATIONS] for text in named])
+
+
+# The figures --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_figures_are_the_challenges_in_the_datasets_order() -> None:
+    content = FILE.read_bytes()
+    assert hashlib.sha256(content).hexdigest() == SHA256
+    table = list(csv.reader(content.decode().splitlines()))
+    assert [tuple(row[0].split("|")) for row in table[1:]] == [codes for _, codes in CLASSES]
+    assert table[0][1:] == [row[0] for row in table[1:]]
+    assert (metrics.weights() / metrics.UNIT == np.array([row[1:] for row in table[1:]], float)).all()
+
+
+@pytest.mark.parametrize("case", range(23))
+def test_all_agree_with_the_official_functions(case: int) -> None:
+    if not VECTORS.is_file():
+        pytest.skip("the official functions' numbers are not here (../shared/cinc)")
+    vectors = np.load(VECTORS, allow_pickle=False)
+    told: dict[str, Any] = {
+        name.split("_", 1)[1]: vectors[name] for name in vectors.files if name.startswith(f"{vectors['case_ids'][case]}_")
+    }
+    labels, outputs, scores = told["labels"], told["binary"], told["scalar"]
+    found = summary(labels, outputs, scores)
+    for name in METRICS:
+        np.testing.assert_allclose(found[name], told[name], rtol=0, atol=1e-10)
+    for name in ("auroc", "auprc", "f_measure"):
+        np.testing.assert_allclose([of[name] for of in found["classes"].values()], told[f"{name}_classes"], rtol=0, atol=1e-10)
+    assert challenge_score(labels.astype(int), outputs.astype(np.float32)) == found["challenge"]
+    sums = (challenge_sums(labels, outputs) / np.maximum(np.arange(27), 1)).sum(1) / 80
+    np.testing.assert_allclose(sums, [told["observed"], told["correct"], told["inactive"]], rtol=1e-12)
+
+
+# By hand: AF and AFL are worth a half of each other, AF a quarter of NSR ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("labels", "outputs", "score"),
+    [
+        (["AF"], ["AF"], 1.0),
+        (["AF"], [""], (0 - 1 / 8) / (1 - 1 / 8)),
+        (["AF"], ["NSR"], 0.0),
+        (["AF"], ["AFL"], (1 / 4 - 1 / 8) / (1 - 1 / 8)),
+        (["AF"], ["AF AFL"], ((1 + 1 / 2) / 2 - 1 / 8) / (1 - 1 / 8)),
+        (["NSR", "NSR"], ["AF", ""], 0.0),  # by definition
+        ([""], ["AF"], 0.0),  # unscored labels: false positives cost nothing
+        (["", "AF"], ["AF AFL", "AF"], 1.0),
+        (["AF", "NSR"], ["AF", "AF"], (1 + 1 / 8 - 1 - 1 / 8) / (2 - 1 - 1 / 8)),
+    ],
+)
+def test_scores_by_hand(labels: list[str], outputs: list[str], score: float) -> None:
+    assert challenge_score(rows(*labels), rows(*outputs)) == pytest.approx(score, abs=1e-12)
+
+
+def test_areas_by_hand() -> None:
+    labels = rows("AF", "", "AF", "")
+    scores = np.zeros((4, 26))
+    scores[:, 0] = [0.9, 0.8, 0.8, 0.1]  # of four pairs three in order, one tied
+    found = summary(labels, outputs_of(scores), scores)
+    af, others = found["classes"]["AF"], [of for name, of in found["classes"].items() if name != "AF"]
+    assert (af["auroc"], af["auprc"]) == (0.875, pytest.approx((1 + 2 / 3) / 2))
+    assert (af["f_measure"], af["sensitivity"], af["specificity"]) == (0.8, 1.0, 0.5)
+    assert all(math.isnan(of["auroc"]) and math.isnan(of["auprc"]) for of in others)
+    assert (found["auroc"], found["f_measure"], found["accuracy"]) == (0.875, 0.8, 0.75)
+    assert found["without_positives"] == list(ABBREVIATIONS[1:]) and found["without_negatives"] == []
+    scores[:, 0] = [math.inf, math.inf, -math.inf, -math.inf]  # logits that saturate are equal, too
+    assert summary(labels, outputs_of(scores), scores)["classes"]["AF"]["auroc"] == 0.5
+    every = summary(rows("AF", "AF"), rows("AF", ""), scores[:2])["classes"]["AF"]
+    assert math.isnan(every["auroc"]) and every["auprc"] == 1.0 and math.isnan(every["specificity"])
+
+
+def test_a_probability_of_one_half_says_no() -> None:
+    assert outputs_of(np.array([0.5, np.nextafter(0.5, 1), 0.1])).tolist() == [False, True, False]
+    assert probabilities(np.array([0.0, 800.0, -800.0])).tolist() == [0.5, 1.0, 0.0]
+
+
+# Against loops ------------------------------------------------------------------------------------------------------------
+
+
+def slow_areas(y: np.ndarray, score: np.ndarray) -> tuple[float, float]:
+    """The official definition, threshold by threshold: trapezia of sensitivity over specificity; steps of precision."""
+    points = [(0.0, 1.0)]
+    area = precision = 0.0
+    for threshold in sorted(set(score.tolist()), reverse=True):
+        said = score >= threshold
+        tp, fp = float((said & y).sum()), float((said & ~y).sum())
+        points.append((tp / y.sum(), 1 - fp / (~y).sum()))
+        (before, specific), (now, specific_now) = points[-2:]
+        area += (now - before) * (specific + specific_now) / 2
+        precision += (now - before) * tp / (tp + fp)
+    return area, precision
+
+
+@st.composite
+def rated(draw: st.DrawFn, least: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Labels and scores with many ties."""
+    n, seed, levels = draw(st.integers(least, 40)), draw(st.integers(0, 2**32 - 1)), draw(st.integers(1, 20))
+    rng = np.random.default_rng(seed)
+    return rng.random((n, 26)) < draw(st.sampled_from([0.02, 0.2, 0.6])), rng.integers(0, levels + 1, (n, 26)) / levels
+
+
+@settings(max_examples=60)
+@given(rated(2))
+def test_areas_agree_with_loops(given_: tuple[np.ndarray, np.ndarray]) -> None:
+    labels, scores = given_
+    for k, of in enumerate(summary(labels, outputs_of(scores), scores)["classes"].values()):
+        if 0 < labels[:, k].sum() < len(labels):
+            assert (of["auroc"], of["auprc"]) == pytest.approx(slow_areas(labels[:, k], scores[:, k]), abs=1e-12)
+
+
+@settings(max_examples=60)
+@given(rated(), st.randoms(use_true_random=False), st.integers(1, 8))
+def test_batches_in_any_order_of_any_process_score_as_the_whole(
+    given_: tuple[np.ndarray, np.ndarray], random: Any, parts: int
+) -> None:
+    labels, scores = given_
+    outputs, order = outputs_of(scores), list(range(len(labels)))
+    random.shuffle(order)
+    tallies, sums = [Tally(), Tally()], np.zeros((3, 27), np.int64)
+    for i, batch in enumerate(np.array_split(order, min(parts, len(labels)))):
+        tallies[i % 2].add(labels[batch], outputs[batch], scores[batch])
+        sums += challenge_sums(labels[batch], outputs[batch])
+    whole = tallies[1]
+    whole.merge(pickle.loads(pickle.dumps(tallies[0])))
+    np.testing.assert_equal(whole.summary(), summary(labels, outputs, scores))  # to the bit, NaN included
+    assert challenge_of(sums) == challenge_score(labels, outputs)
+
+
+@settings(max_examples=60)
+@given(rated(), st.integers(0, 2**32 - 1))
+def test_a_weight_counts_as_so_many_copies(given_: tuple[np.ndarray, np.ndarray], seed: int) -> None:
+    labels, scores = given_
+    weight = np.random.default_rng(seed).integers(0, 4, len(labels))
+    weight[0] += not weight.any()
+    outputs, copies = outputs_of(scores), np.repeat(np.arange(len(labels)), weight)
+    expected = [summary(labels[copies], outputs[copies], scores[copies])[name] for name in METRICS]
+    np.testing.assert_allclose(Diagnosis(labels, outputs, scores)(weight), expected, rtol=0, atol=1e-12)
+
+
+# What cannot be scored ----------------------------------------------------------------------------------------------------
+
+Y, P = rows("AF", "NSR"), np.full((2, 26), 0.25)
+BAD: dict[str, tuple[Any, Any, Any, str]] = {
+    "NaN": (Y, Y, np.where(Y, np.nan, P), "2 of 52 scores are NaN"),
+    "a label that is 2": (Y * 2, Y, P, "labels: 2 of 52 are neither 0 nor 1"),
+    "a NaN label": (np.where(Y, np.nan, 0), Y, P, "labels: 2 of 52 are neither 0 nor 1"),
+    "scores as outputs": (Y, P, P, "outputs: 52 of 52 are neither 0 nor 1"),
+    "too few classes": (Y[:, :5], Y[:, :5], P[:, :5], r"labels of shape \[2, 5\]"),
+    "no rows": (Y[:0], Y[:0], P[:0], r"labels of shape \[0, 26\]"),
+    "another number of rows": (Y, Y[:1], P, "2 rows of labels and 1 of outputs"),
+    "other scores": (Y, Y, P[:1], r"scores of shape \[1, 26\] for labels of shape \[2, 26\]"),
+}
+
+
+@pytest.mark.parametrize("case", BAD.values(), ids=BAD)
+def test_bad_rows_are_an_error_of_one_line(case: tuple[Any, Any, Any, str]) -> None:
+    *arrays, message = case
+    with pytest.raises(MetricError, match=message) as raised:
+        summary(*arrays)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_empty_tally_is_an_error() -> None:
+    with pytest.raises(MetricError, match="no rows"):
+        Tally().summary()
+
+
+# Identification -----------------------------------------------------------------------------------------------------------
+
+
+def slow_identification(gallery: np.ndarray, own: list[int], probes: np.ndarray, asked: list[int]) -> tuple[float, float]:
+    """(accuracy, ties) probe by probe, of small whole numbers, whose cosines are compared without rounding."""
+    hits, ties = [], []
+    for probe, patient in zip(probes, asked, strict=True):
+        dots = gallery @ probe
+        signed = [int(np.sign(d)) * int(d) ** 2 * int(1e6) / max(int(g @ g), 1) for d, g in zip(dots, gallery, strict=True)]
+        first = [i for i, value in enumerate(signed) if value == max(signed)]
+        hits.append(np.mean([own[i] == patient for i in first]))
+        ties.append(len(first) > 1)
+    return float(np.mean(hits)), float(np.mean(ties))
+
+
+@settings(max_examples=80)
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 2**32 - 1), st.sampled_from([1, 7, 2**23]))
+def test_identification_agrees_with_loops_whatever_the_block(p: int, q: int, seed: int, block: int) -> None:
+    rng = np.random.default_rng(seed)
+    gallery, probes = rng.integers(-1, 2, (p, 3)), rng.integers(-1, 2, (q, 3))
+    own, asked = rng.integers(0, p, p).tolist(), rng.integers(0, p + 2, q).tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics, "BLOCK", block)
+        found = identification(gallery, own, 1e-30 * probes, asked)
+    assert (found["accuracy"], found["ties"]) == pytest.approx(slow_identification(gallery, own, probes, asked))
+    assert found["one_sided"] == sum(patient not in own for patient in asked)
+    assert found["chance"] == pytest.approx(np.mean([own.count(patient) / p for patient in asked]))
+    assert (np.diff(found["cmc"]) >= -1e-12).all() and found["cmc"][-1] == pytest.approx(1 - found["one_sided"] / q)
+    assert found["accuracy"] <= found["top5"] <= 1
+
+
+def test_patients_known_again() -> None:
+    rng = np.random.default_rng(0)
+    gallery = rng.normal(size=(50, 16)).astype(np.float32)
+    ids = [f"patient {i}" for i in range(50)]
+    found = identification(gallery, ids, 3 * gallery[::-1], ids[::-1])
+    assert (found["accuracy"], found["ties"], found["chance"], found["one_sided"]) == (1.0, 0.0, 0.02, 0)
+    np.testing.assert_allclose(found["same"], 1.0)
+    assert (found["other"] < 1 - 1e-6).all()
+    shuffled = identification(gallery, ids, np.roll(gallery, 1, 0), ids)
+    assert shuffled["accuracy"] == 0.0
+
+
+def test_a_collapsed_model_scores_chance_and_says_so() -> None:
+    same = np.ones((20, 8))
+    found = identification(same, range(20), same, range(20))
+    assert found["accuracy"] == pytest.approx(1 / 20) and found["chance"] == 1 / 20 and found["ties"] == 1.0
+    assert found["top5"] == pytest.approx(5 / 20)
+    zero = identification(0 * same, range(20), 0 * same, range(20))
+    assert zero["accuracy"] == pytest.approx(1 / 20) and zero["ties"] == 1.0
+
+
+def test_one_patient_is_known_by_chance() -> None:
+    found = identification(np.ones((1, 4)), ["a"], np.ones((1, 4)), ["a"])
+    assert (found["accuracy"], found["chance"], found["top5"], found["ties"]) == (1.0, 1.0, 1.0, 0.0)
+
+
+def test_bad_embeddings_are_an_error_of_one_line() -> None:
+    good, bad = np.ones((3, 4)), np.ones((3, 4))
+    bad[1, 2] = np.nan
+    with pytest.raises(MetricError, match="1 of 3 probe embeddings are not finite"):
+        identification(good, range(3), bad, range(3))
+    with pytest.raises(MetricError, match=r"gallery of shape \[3, 4\] for 2 patients"):
+        identification(good, range(2), good, range(3))
+    with pytest.raises(MetricError, match="n at least 1"):
+        identification(good[:0], [], good, range(3))
+
+
+# Intervals ----------------------------------------------------------------------------------------------------------------
+
+
+def test_intervals_over_seeds() -> None:
+    mean, half = over_seeds([0.70, 0.72, 0.74])
+    assert (mean, half) == pytest.approx((0.72, 4.302652730 * 0.02 / math.sqrt(3)))  # t of two degrees, from a table
+    assert math.isnan(over_seeds([0.7])[1])
+    for bad in ([], [0.7, math.nan]):
+        with pytest.raises(MetricError):
+            over_seeds(bad)
+
+
+def test_patients_are_drawn_with_all_their_rows() -> None:
+    """The mean of 400 rows of 20 patients who always agree with themselves is as sure as 20 numbers, not as 400."""
+    value = np.repeat(np.random.default_rng(1).normal(size=20), 20)
+
+    def mean(weight: np.ndarray) -> Any:
+        assert (weight.reshape(20, 20) == weight[::20, None]).all()
+        return weight @ value / weight.sum()
+
+    low, high = bootstrap(mean, np.repeat(np.arange(20), 20), n=2000, seed=3)
+    assert (high - low) / 2 == pytest.approx(1.96 * value[::20].std() / math.sqrt(20), rel=0.1)
+    assert low < value.mean() < high
+    assert np.array_equal(bootstrap(mean, np.repeat(np.arange(20), 20), n=2000, seed=3), [low, high])
+
+
+def test_the_interval_of_every_score() -> None:
+    rng = np.random.default_rng(0)
+    labels = rng.random((200, 26)) < 0.1
+    scores = np.clip(labels * 0.5 + rng.random((200, 26)) * 0.6, 0, 1)
+    diagnosis = Diagnosis(labels, outputs_of(scores), scores)
+    low, high = bootstrap(diagnosis, rng.integers(0, 90, 200), n=200)
+    assert (low < diagnosis()).all() and (diagnosis() < high).all()
+    assert np.isnan(bootstrap(diagnosis, np.zeros(200), n=3)).all()  # one patient
+
+
+def test_what_is_undefined_has_no_interval() -> None:
+    low, high = bootstrap(Diagnosis(rows("", ""), rows("", ""), np.zeros((2, 26))), [0, 1], n=20)
+    assert np.isnan(low[[1, 2, 4]]).all() and np.isnan(high[[1, 2, 4]]).all()
+    assert (low[0], high[0], low[3], high[3]) == (0.0, 0.0, 1.0, 1.0)
