@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any, TypeVar
 
@@ -85,8 +86,27 @@ def _end_with_parent() -> None:
 
 
 def _on_dask(function: Callable[[Task], Result], tasks: Iterable[Task], address: str) -> Iterator[Result]:
+    with connected(address) as client:
+        from distributed import as_completed
+
+        queue = iter(tasks)
+        window = max(16, 4 * sum(client.nthreads().values()))
+
+        def submit(count: int) -> list[Any]:
+            return [client.submit(function, task, pure=False, retries=ATTEMPTS) for task in islice(queue, count)]
+
+        futures = as_completed(submit(window))
+        for future in futures:
+            yield future.result()
+            future.release()
+            futures.update(submit(1))
+
+
+@contextmanager
+def connected(address: str) -> Iterator[Any]:
+    """A client of a Dask cluster that has a worker. What Dask raises in the block becomes a StorageError of one line."""
     try:
-        from distributed import Client, as_completed
+        from distributed import Client
         from distributed.comm.core import CommClosedError
         from distributed.scheduler import KilledWorker
     except ImportError as error:
@@ -101,25 +121,14 @@ def _on_dask(function: Callable[[Task], Result], tasks: Iterable[Task], address:
             client.wait_for_workers(1, timeout=WORKERS_S)
         except (OSError, TimeoutError):
             raise StorageError(f"--cluster {address}: no worker in {WORKERS_S} s: start some with `dask worker`") from None
-        queue = iter(tasks)
-        window = max(16, 4 * sum(client.nthreads().values()))
-
-        def submit(count: int) -> list[Any]:
-            return [client.submit(function, task, pure=False, retries=ATTEMPTS) for task in islice(queue, count)]
-
-        futures = as_completed(submit(window))
-        for future in futures:
-            try:
-                result = future.result()
-            except KilledWorker as error:
-                died = error.allowed_failures + 1
-                raise StorageError(f"--cluster {address}: {died} workers died under the same task (out of memory?)") from None
-            except (CommClosedError, CancelledError):
-                raise StorageError(f"--cluster {address}: scheduler lost: run the same command again to go on") from None
-            except (ImportError, RuntimeError) as error:
-                if isinstance(error, RuntimeError) and "deserialization" not in str(error):
-                    raise
-                raise StorageError(f"--cluster {address}: omnilead, or --source's module, is not installed there") from None
-            yield result
-            future.release()
-            futures.update(submit(1))
+        try:
+            yield client
+        except KilledWorker as error:
+            died = error.allowed_failures + 1
+            raise StorageError(f"--cluster {address}: {died} workers died under the same task (out of memory?)") from None
+        except (CommClosedError, CancelledError):
+            raise StorageError(f"--cluster {address}: scheduler lost: run the same command again to go on") from None
+        except (ImportError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "deserialization" not in str(error):
+                raise
+            raise StorageError(f"--cluster {address}: omnilead, or --source's module, is not installed there") from None
