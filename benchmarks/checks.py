@@ -21,7 +21,7 @@ from benchmarks.e2e import Setup
 from benchmarks.measure import CaseError, gpu_peak_mb
 from benchmarks.step import Run
 from data_tools import synth
-from data_tools.build import Settings, shard
+from data_tools.build import ShardOptions, shard
 from data_tools.sources import open_sources
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +55,7 @@ def dataset(work: Path, records: int, workers: int) -> Found:
     for name in ("archive", "dataset"):  # of one that was stopped
         shutil.rmtree(work / name, ignore_errors=True)
     synth.synthesise(work / "archive", patients=max(60, records // 3), seed=11, workers=workers, progress=False)
-    made = shard(open_sources(str(work / "archive")), Settings(str(work / "dataset"), workers=workers, quiet=True))
+    made = shard(open_sources(str(work / "archive")), ShardOptions(str(work / "dataset"), workers=workers, quiet=True))
     shutil.rmtree(work / "archive")
     return {"crops": len(made), "dataset": made.fingerprint}
 

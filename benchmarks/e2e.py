@@ -35,7 +35,7 @@ from typing import Any
 from benchmarks.measure import CaseError, Progress, call_fresh, cpu_s, middle, spread
 from benchmarks.run import only
 from data_tools import synth
-from data_tools.build import Settings, shard
+from data_tools.build import ShardOptions, shard
 from data_tools.dataset import Dataset
 from data_tools.sources import open_sources
 
@@ -89,7 +89,7 @@ def setup_of(options: argparse.Namespace, dataset: Path, work: Path) -> Setup:
 def prepare(work: Path, records: int) -> Path:
     """A dataset of about `records` crops, as tar and zarr."""
     synth.synthesise(work / "archive", patients=records // 2, sessions=1, seed=11, progress=False)
-    shard(open_sources(str(work / "archive")), Settings(str(work / "dataset"), format="both", plan="all", quiet=True))
+    shard(open_sources(str(work / "archive")), ShardOptions(str(work / "dataset"), format="both", plan="all", quiet=True))
     shutil.rmtree(work / "archive")
     return work / "dataset"
 

@@ -21,7 +21,7 @@ from benchmarks.e2e import MODEL
 from benchmarks.measure import CaseError, Progress, call_fresh, cpu_s, spread
 from benchmarks.run import only
 from data_tools import synth
-from data_tools.build import Settings, shard
+from data_tools.build import ShardOptions, shard
 from data_tools.dataset import Dataset
 from data_tools.sources import open_sources
 
@@ -74,7 +74,7 @@ def prepare(work: Path, records: int) -> Dataset:
     import numpy as np
 
     synth.synthesise(work / "archive", patients=records // 2, sessions=1, seed=13, progress=False)
-    shard(open_sources(str(work / "archive")), Settings(str(work / "dataset"), plan="all", quiet=True))
+    shard(open_sources(str(work / "archive")), ShardOptions(str(work / "dataset"), plan="all", quiet=True))
     dataset = Dataset.open(str(work / "dataset"))
     mv_BLT = np.stack([dataset.read(row) for row in range(len(dataset))]).astype(np.float32) / 1000
     np.save(work / "500.npy", mv_BLT)

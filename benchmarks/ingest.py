@@ -17,9 +17,9 @@ import numpy as np
 
 from benchmarks.measure import Case
 from data_tools import synth
-from data_tools.build import Settings, shard
+from data_tools.build import ShardOptions, shard
+from data_tools.cli import keep_freed_memory
 from data_tools.dataset import Dataset
-from data_tools.malloc import keep_freed_memory
 from data_tools.plan import make_plan
 from data_tools.sources import open_sources
 from data_tools.sources.physionet2021 import PhysioNet2021
@@ -38,7 +38,7 @@ def prepare(work: Path, records: int) -> Path:
 
 def cases(archive: Path, work: Path) -> dict[str, Case]:
     dataset = work / "dataset"
-    shard(open_sources(str(archive)), Settings(str(dataset), format="both", quiet=True))
+    shard(open_sources(str(archive)), ShardOptions(str(dataset), format="both", quiet=True))
     return {
         "read: omnilead": (read_omnilead, (archive,)),
         "read: wfdb.rdrecord": (read_wfdb, (archive, 300)),
@@ -78,7 +78,7 @@ def read_loadmat(archive: Path, most: int) -> float:
 
 def ingest(archive: Path, work: Path, format: str, workers: int) -> float:
     out = work / f"out-{os.getpid()}"
-    dataset = shard(open_sources(str(archive)), Settings(str(out), format=format, workers=workers, quiet=True))
+    dataset = shard(open_sources(str(archive)), ShardOptions(str(out), format=format, workers=workers, quiet=True))
     used = sum(source["records"]["used"] for source in dataset.meta["sources"])
     shutil.rmtree(out)
     return float(used)
@@ -86,7 +86,7 @@ def ingest(archive: Path, work: Path, format: str, workers: int) -> float:
 
 def ingest_crops(archive: Path, work: Path) -> float:
     out = work / f"out-{os.getpid()}"
-    crops = len(shard(open_sources(str(archive)), Settings(str(out), quiet=True)))
+    crops = len(shard(open_sources(str(archive)), ShardOptions(str(out), quiet=True)))
     shutil.rmtree(out)
     return float(crops)
 

@@ -17,9 +17,9 @@ import psutil
 
 from benchmarks.measure import Case
 from data_tools import synth
-from data_tools.build import Settings, shard
+from data_tools.build import ShardOptions, shard
+from data_tools.cli import keep_freed_memory
 from data_tools.dataset import Dataset
-from data_tools.malloc import keep_freed_memory
 from data_tools.sources import open_sources
 
 HAS_MOSAIC = find_spec("streaming") is not None  # mosaicml-streaming pins versions of its own: install it beside, or do without
@@ -47,7 +47,9 @@ def prepare(work: Path, records: int) -> Path:
             f"benchmarks.run: --records {records}: needs {needed:,.0f} MB of page cache, {free:,.0f} MB are free: ask for fewer"
         )
     synth.synthesise(work / "archive", patients=records // 2, sessions=1, seed=11, progress=False)
-    dataset = shard(open_sources(str(work / "archive")), Settings(str(work / "dataset"), format="both", plan="all", quiet=True))
+    dataset = shard(
+        open_sources(str(work / "archive")), ShardOptions(str(work / "dataset"), format="both", plan="all", quiet=True)
+    )
     shutil.rmtree(work / "archive")
     write_segments(dataset, work / "segments")
     if HAS_MOSAIC:

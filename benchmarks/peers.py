@@ -14,8 +14,8 @@ import torch
 from scipy.io import loadmat  # here: an import in __getitem__ would be paid for by every worker
 
 from benchmarks.measure import CaseError
+from data_tools.cli import keep_freed_memory
 from data_tools.dataset import CROP_SHAPE, Dataset
-from data_tools.malloc import keep_freed_memory
 
 HALF = 2500
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from benchmarks import cost, step
 from benchmarks.measure import Progress, call_fresh, spread
 from benchmarks.step import OURS, Run
-from data_tools.malloc import keep_freed_memory
+from data_tools.cli import keep_freed_memory
 from engine.model.config import ModelConfig
 from engine.model.draws import draw
 from engine.model.heads import pool, take

@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.measure import OVER, CaseError, Progress, left_s, spread
 from benchmarks.run import only
 from data_tools import synth
-from data_tools.build import Settings, shard
+from data_tools.build import ShardOptions, shard
 from data_tools.dataset import Dataset
 from data_tools.sources import open_sources
 
@@ -34,7 +34,7 @@ PATIENTS = 100  # as the quick start asks for where there is no dataset
 def measure(work: Path, options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     progress("the demo's dataset")
     synth.synthesise(work / "archive", patients=PATIENTS, sessions=2, seed=0, progress=False)
-    shard(open_sources(str(work / "archive")), Settings(str(work / "dataset"), quiet=True))
+    shard(open_sources(str(work / "archive")), ShardOptions(str(work / "dataset"), quiet=True))
     dataset, left_out, results = Dataset.open(str(work / "dataset")), dict[str, str](), dict[str, Any]()
     if importlib.util.find_spec("deepspeed") is None:
         left_out["start"] = "deepspeed is not installed"

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from benchmarks import bars
 from benchmarks.authors_step import AuthorsStep, draw
 from benchmarks.measure import Case, in_fresh_process, run_cases, timed
-from data_tools.malloc import keep_freed_memory
+from data_tools.cli import keep_freed_memory
 from engine.common import ConfigError
 from engine.config import CONFIGS, load
 from engine.model import fairseq

@@ -172,7 +172,7 @@ def _opened(urls: list[str], kind: str, options: argparse.Namespace) -> list[Any
 
 
 def _shard(options: argparse.Namespace) -> int:
-    from data_tools.build import Settings, shard
+    from data_tools.build import ShardOptions, shard
     from data_tools.pseudonyms import read_key
     from data_tools.splits import RoleSources
     from data_tools.summary import describe, notes
@@ -189,7 +189,7 @@ def _shard(options: argparse.Namespace) -> int:
     sources = _opened(options.sources, options.source, options)
     for note in (note for source in sources for note in source.notes()):
         print(f"note: {printable(note)}", file=sys.stderr)
-    settings = Settings(
+    settings = ShardOptions(
         out=options.out,
         plan=options.plan,
         seed=options.seed,
@@ -313,7 +313,7 @@ def _record_figure(path: str) -> Any:
 
 
 def _caption(age: float | None, sex: str | None, dx: list[str] | tuple[str, ...]) -> str:
-    from data_tools.labels import ABBREVIATIONS, CLASS_OF
+    from data_tools.record import ABBREVIATIONS, CLASS_OF
 
     names = [ABBREVIATIONS[CLASS_OF[code]] if code in CLASS_OF else code for code in dx]
     return ", ".join([*(f"{age:.0f} years" for age in [age] if age is not None), *([sex] if sex else []), *names])

@@ -23,14 +23,13 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from data_tools import cluster, pseudonyms
+from data_tools.cli import keep_freed_memory
 from data_tools.dataset import COLUMNS, CROP_SHAPE, META, Dataset, waveform
 from data_tools.errors import DataError, DatasetError, ReadError, StorageError
 from data_tools.finish import finish, recipe_hash
-from data_tools.labels import class_row
-from data_tools.malloc import keep_freed_memory
-from data_tools.plan import Plan, Reject, make_plan
+from data_tools.plan import Reject, ShardPlan, make_plan
 from data_tools.prepare import Crop, prepare_crop
-from data_tools.record import EcgRecord
+from data_tools.record import EcgRecord, class_row
 from data_tools.sources.base import Source, carefully, located, record_stem
 from data_tools.splits import PAPERS, RoleSources
 from data_tools.storage import Folder, ahead, folder_of_dataset
@@ -43,7 +42,7 @@ RECORDS_HELD = 8  # long records whose crops meet in one shard are read once
 
 
 @dataclass(frozen=True)
-class Settings:
+class ShardOptions:
     out: str
     plan: str = "paper"
     seed: int = 0
@@ -66,7 +65,7 @@ class Task:
     pseudonym_key: bytes | None
 
 
-def shard(sources: list[Source], settings: Settings) -> Dataset:
+def shard(sources: list[Source], settings: ShardOptions) -> Dataset:
     """Make the dataset, or finish it. -> the finished dataset."""
     out = folder_of_dataset(settings.out)
     if not out.remote and os.path.exists(out.url) and not os.path.isdir(out.url):
@@ -156,7 +155,7 @@ def _same(finished: Dataset, recipe: dict[str, Any]) -> Dataset:
     return finished
 
 
-def _build(plan: Plan, contents: list[str], out: Folder, first: int, settings: Settings) -> list[pa.Table]:
+def _build(plan: ShardPlan, contents: list[str], out: Folder, first: int, settings: ShardOptions) -> list[pa.Table]:
     """Every shard that does not stand yet; -> all parts, in shard order."""
     done = [i for i, content in enumerate(contents) if _stands(out, first + i, content)]
     missing = sorted(set(range(plan.shards)) - set(done))

@@ -7,10 +7,12 @@ if is_memory(error): ...                  # whoever ran out of it
 
 import argparse
 import atexit
+import ctypes
 import errno
 import io
 import os
 import sys
+from contextlib import suppress
 from functools import cache
 from types import TracebackType
 from typing import Any, NoReturn
@@ -95,3 +97,16 @@ def is_memory(error: BaseException | None) -> bool:
     if isinstance(error, BlockingIOError):  # a lock that another has says the words of a thread that cannot be started
         return False
     return isinstance(error, MemoryError) or any(words in str(error) for words in MEMORY) or is_memory(error.__context__)
+
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+
+
+@cache
+def keep_freed_memory() -> None:
+    """glibc gives larger buffers back to the kernel when they are freed, and the next record or batch pays for every page anew:
+    on a CPU two thirds of the time of noise. From now on this process keeps up to 256 MB of them. Without glibc: nothing."""
+    with suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        mallopt(M_MMAP_THRESHOLD, 32 * 2**20)
+        mallopt(M_TRIM_THRESHOLD, 256 * 2**20)

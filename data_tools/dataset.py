@@ -28,8 +28,7 @@ from data_tools.errors import ChunkError as ChunkError  # the engine has these, 
 from data_tools.errors import DataError as DataError
 from data_tools.errors import DatasetError as DatasetError
 from data_tools.errors import ReadError, one_line
-from data_tools.labels import ABBREVIATIONS
-from data_tools.record import LEADS
+from data_tools.record import ABBREVIATIONS, LEADS
 from data_tools.storage import Folder, folder_of_dataset
 from data_tools.tables import as_csv as as_csv
 

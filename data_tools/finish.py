@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from data_tools import pseudonyms, splits, zarr_writer
 from data_tools.dataset import COLUMNS, FORMAT_VERSION, META, REJECTS, SAMPLES, STORE, Dataset, fingerprint
 from data_tools.errors import DatasetError, ReadError, StorageError, one_line
-from data_tools.plan import Plan, Reject
+from data_tools.plan import Reject, ShardPlan
 from data_tools.prepare import SPEC, SPEC_HASH
 from data_tools.storage import Folder
 from data_tools.tables import as_csv, unquoted
@@ -33,7 +33,7 @@ def recipe_hash(recipe: dict[str, Any]) -> str:
 
 
 def finish(
-    plan: Plan, parts: list[pa.Table], out: Folder, base: Dataset | None, recipe: dict[str, Any], settings: Any
+    plan: ShardPlan, parts: list[pa.Table], out: Folder, base: Dataset | None, recipe: dict[str, Any], settings: Any
 ) -> Dataset:
     facts = [json.loads(part.schema.metadata.pop(b"omnilead")) for part in parts]
     table = pa.concat_tables([part.cast(COLUMNS) for part in parts])
@@ -143,7 +143,7 @@ def role_counts(table: pa.Table) -> dict[str, Any]:
     return {"pretrain": int(pc.sum(table["pretrain"]).as_py() or 0), "dx": count("dx_role"), "id": count("id_role")}
 
 
-def _source_facts(plan: Plan, table: pa.Table) -> list[dict[str, Any]]:
+def _source_facts(plan: ShardPlan, table: pa.Table) -> list[dict[str, Any]]:
     licences = {source.source_of(key): source.licence for source, key in _examples(plan)}
     facts = []
     for name, seen in plan.seen.items():
@@ -161,7 +161,7 @@ def _source_facts(plan: Plan, table: pa.Table) -> list[dict[str, Any]]:
     return facts
 
 
-def _examples(plan: Plan) -> list[tuple[Any, str]]:
+def _examples(plan: ShardPlan) -> list[tuple[Any, str]]:
     """A key of each archive and database."""
     labels = pc.dictionary_encode(pc.list_element(pc.split_pattern(plan.labels, "/", max_splits=1), 0))
     firsts = np.unique(labels.indices.to_numpy(), return_index=True)[1]

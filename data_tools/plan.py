@@ -36,7 +36,7 @@ class PlannedShard(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardPlan:
     """One entry a usable record; crops are numbered record by record, `order` is their permutation."""
 
     sources: tuple[Source, ...]
@@ -77,7 +77,7 @@ def make_plan(
     workers: int = 1,
     dask: str | None = None,
     quiet: bool = True,
-) -> Plan:
+) -> ShardPlan:
     """Read every header. `known` are the "source/record" labels, as shown under `key`, of a dataset that is being extended:
     those records are neither taken nor counted twice."""
     sources = tuple(sources)
@@ -108,7 +108,7 @@ def make_plan(
             sorted({reason for _, _, reason, _ in rejects} | ({"in --extend's already"} if old.any() else set()))
         )
         raise StorageError(f"no usable record in {', '.join(source.root.url for source in sources)} ({reasons})")
-    return Plan(
+    return ShardPlan(
         sources,
         np.concatenate([np.full(len(scan.crops), scan.archive, np.int16) for scan in scans])[fresh],
         keys.filter(pa.array(fresh)),

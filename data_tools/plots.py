@@ -21,8 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
-from data_tools.labels import ABBREVIATIONS
-from data_tools.record import LEADS
+from data_tools.record import ABBREVIATIONS, LEADS
 
 DPI, MM_PER_INCH = 150, 25.4
 MM_PER_S = 25.0

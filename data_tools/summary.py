@@ -10,8 +10,8 @@ import pyarrow.compute as pc
 
 from data_tools.dataset import Dataset
 from data_tools.finish import read_rejects, records_of
-from data_tools.labels import ABBREVIATIONS
 from data_tools.prepare import MAX_UV
+from data_tools.record import ABBREVIATIONS
 from data_tools.splits import RoleSources
 
 MANY_SATURATED = 0.01  # of a source's crops

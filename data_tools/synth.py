@@ -23,8 +23,7 @@ from tqdm import tqdm
 
 from data_tools import cluster
 from data_tools.errors import DataError
-from data_tools.labels import ABBREVIATIONS, CLASSES, HEART_AXIS_CODES, SCP_CODES
-from data_tools.record import LEADS
+from data_tools.record import ABBREVIATIONS, CLASSES, HEART_AXIS_CODES, LEADS, SCP_CODES
 from data_tools.synth_ecg import BLOCK, Findings, Patients, draw_patients, simulate
 
 LAYOUTS = ("physionet2021", "ptbxl")

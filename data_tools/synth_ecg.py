@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data_tools.labels import ABBREVIATIONS
+from data_tools.record import ABBREVIATIONS
 
 BLOCK = 64  # patients that share one generator
 SESSION_JITTER = 3.0  # in units of the changes named in `simulate` and `_beats`

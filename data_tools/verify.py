@@ -25,10 +25,9 @@ from data_tools.build import row_of
 from data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, META, REJECTS, SAMPLES, STORE, Dataset, waveform
 from data_tools.errors import ChunkError, DatasetError, ReadError, one_line
 from data_tools.finish import assign_roles, read_rejects, recipe_hash, role_counts
-from data_tools.labels import class_row
 from data_tools.plan import Reject
 from data_tools.prepare import CROP, FS_HZ, HALF, MAX_UV, SPEC, crop_count, prepare_crop
-from data_tools.record import LEADS, EcgRecord
+from data_tools.record import LEADS, EcgRecord, class_row
 from data_tools.sources.base import Source, carefully
 from data_tools.splits import RoleSources
 from data_tools.tar import BLOCK, MAX_INDEX, index_name, index_of, member, member_header

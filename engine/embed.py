@@ -42,8 +42,8 @@ import pyarrow.compute as pc
 import torch
 from tqdm import tqdm
 
+from data_tools.cli import keep_freed_memory
 from data_tools.dataset import META, Dataset
-from data_tools.malloc import keep_freed_memory
 from data_tools.sources import DataError, Prepared, ReadError, Source, open_sources, prepared
 from engine.common import LEADS, ConfigError, OutputError, describe_leads, leads_in_order, writable, write_whole, writing
 from engine.data.missing_leads import unseen

@@ -14,7 +14,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if not Path("/dev/nvidiactl").exists():  # the little that is compiled for a CPU is not worth a pool of compilers
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-from data_tools.build import Settings, shard
+from data_tools.build import ShardOptions, shard
 from data_tools.dataset import Dataset
 from data_tools.sources import open_sources
 from data_tools.splits import RoleSources
@@ -62,7 +62,7 @@ def dataset(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     records would else give next to no gallery."""
     out = tmp_path_factory.mktemp("dataset") / "both"
     whose = RoleSources(pretrain=("all",), id_share=1.0)
-    return shard(open_sources(str(archive)), Settings(str(out), format="both", role_sources=whose, quiet=True))
+    return shard(open_sources(str(archive)), ShardOptions(str(out), format="both", role_sources=whose, quiet=True))
 
 
 @pytest.fixture

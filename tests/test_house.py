@@ -62,7 +62,7 @@ def test_data_tools_know_nothing_of_torch_or_the_engine() -> None:
 
 
 def test_the_engine_enters_the_data_tools_by_one_door() -> None:
-    doors = {"data_tools", "data_tools.dataset", "data_tools.malloc", "data_tools.cli"}
+    doors = {"data_tools", "data_tools.dataset", "data_tools.cli"}
     engine = {(dotted(p), n) for p in MODULES if dotted(p).startswith("engine") for n, _ in imports(p)}
     allowed_more = {("engine.embed", "data_tools.sources")}  # records straight from files
     allowed_more |= {("engine.reproduce", "data_tools.cluster")}  # jobs on a Dask cluster

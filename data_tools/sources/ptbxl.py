@@ -9,8 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from data_tools.errors import ReadError
-from data_tools.labels import HEART_AXIS_CODES, SCP_CODES
-from data_tools.record import EcgRecord, clean_age
+from data_tools.record import HEART_AXIS_CODES, SCP_CODES, EcgRecord, clean_age
 from data_tools.sources.base import WfdbSource, with_orphans
 from data_tools.sources.tables import once, read_table
 from data_tools.storage import Folder

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from data_tools.errors import ReadError
-from data_tools.labels import parse_dx
-from data_tools.record import EcgRecord
+from data_tools.record import EcgRecord, parse_dx
 from data_tools.sources.wfdb_header import WfdbHeader
 from data_tools.storage import Folder
 

@@ -18,7 +18,7 @@ from typing import Literal, cast
 import numpy as np
 import torch
 
-from data_tools.malloc import keep_freed_memory
+from data_tools.cli import keep_freed_memory
 from engine.common import ALL
 from engine.data import counter
 from engine.data.augment import AUTHORS_NOISE, WAVES, AugmentConfig, Axis, Ops, augment, axis, formula, torch_ops

@@ -25,8 +25,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
+from data_tools.cli import keep_freed_memory
 from data_tools.dataset import CROP_SHAPE, Dataset
-from data_tools.malloc import keep_freed_memory
 from engine.data import dali
 from engine.data.augment import AugmentConfig
 from engine.data.augment_draws import Params

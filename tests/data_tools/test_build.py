@@ -14,12 +14,12 @@ import webdataset
 from handmade import ecg, write_challenge
 
 from data_tools.__main__ import main
-from data_tools.build import Settings, shard
+from data_tools.build import ShardOptions, shard
 from data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, SAMPLES, Dataset, fingerprint
 from data_tools.errors import DataError, DatasetError, StorageError
 from data_tools.finish import read_rejects
-from data_tools.labels import class_row
 from data_tools.plan import make_plan, permutation
+from data_tools.record import class_row
 from data_tools.sources import open_sources
 from data_tools.splits import RoleSources
 from data_tools.storage import LocalFolder
@@ -34,7 +34,7 @@ def digests(root: Path) -> dict[str, str]:
 
 
 def build(archive: Path, out: Path, **changes: object) -> Dataset:
-    return shard(open_sources(str(archive)), Settings(str(out), quiet=True, **changes))  # type: ignore[arg-type]
+    return shard(open_sources(str(archive)), ShardOptions(str(out), quiet=True, **changes))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 97, 1024, 10_007])
@@ -169,7 +169,7 @@ def test_several_archives_make_one_dataset(tmp_path: Path) -> None:
     synthesise(tmp_path / "a", patients=8, sessions=2, seed=1, progress=False)
     synthesise(tmp_path / "b", patients=6, sessions=2, seed=2, layout="ptbxl", progress=False)
     sources = open_sources(str(tmp_path / "a")) + open_sources(str(tmp_path / "b"))
-    joint = shard(sources, Settings(str(tmp_path / "d"), quiet=True))
+    joint = shard(sources, ShardOptions(str(tmp_path / "d"), quiet=True))
     with open(tmp_path / "d" / "rejects.csv") as file:
         again = [row for row in csv.DictReader(file) if row["reason"] == "record read already"]
     assert len(again) == 12  # the second archive's HR00001 to HR00012: the first came first
@@ -201,10 +201,10 @@ def test_every_refused_record_has_its_row_and_its_path(layout: str, tmp_path: Pa
     doubles = [f"{under}h/rec_{number}.hea" for number in (1, 2, 3)]
     assert paths == sorted([*headers, *headers, *doubles, doubles[2]])
     assert counts == {"seen": 16, "used": 2, "refused": len(paths)} and f"\n{len(paths)} records refused" in words
-    again = shard(open_sources(str(tmp_path / "src")), Settings(str(tmp_path / "key"), pseudonym_key=b"k" * 32, quiet=True))
+    again = shard(open_sources(str(tmp_path / "src")), ShardOptions(str(tmp_path / "key"), pseudonym_key=b"k" * 32, quiet=True))
     assert told(again)[1] == {"seen": 8, "used": 2, "refused": 6} and len(told(again)[0]) == 6
     write_challenge(src / "h", "rec_4", ecg(6000, 4))
-    grown = shard(open_sources(str(tmp_path / "src")), Settings(str(tmp_path / "more"), extend=made.root.url, quiet=True))
+    grown = shard(open_sources(str(tmp_path / "src")), ShardOptions(str(tmp_path / "more"), extend=made.root.url, quiet=True))
     assert told(grown)[1] == {"seen": 17, "used": 3, "refused": 14} and len(told(grown)[0]) == 14
 
 
@@ -247,7 +247,7 @@ def test_an_archive_that_grew_is_counted_once(tmp_path: Path, key: bytes | None)
     write_challenge(place, "E7", ecg(5000) * 0)
     base = build(tmp_path / "src", tmp_path / "base", pseudonym_key=key)
     src = open_sources(str(tmp_path / "src"))
-    twice = shard([*src, *src], Settings(str(tmp_path / "twice"), pseudonym_key=key, quiet=True)).meta["sources"][0]
+    twice = shard([*src, *src], ShardOptions(str(tmp_path / "twice"), pseudonym_key=key, quiet=True)).meta["sources"][0]
     assert base.meta["sources"][0] == twice | {"records": {"seen": 8, "used": 6, "refused": 2}}
     assert (twice["records"], twice["dropped_s"]) == ({"seen": 16, "used": 6, "refused": 10}, 12.0)
     write_challenge(place, "E6", ecg(6000, 6))  # too short no more

@@ -13,7 +13,7 @@ import pytest
 
 from data_tools import cluster, plan
 from data_tools.__main__ import main
-from data_tools.build import Settings, shard
+from data_tools.build import ShardOptions, shard
 from data_tools.errors import StorageError
 from data_tools.sources import open_sources
 from data_tools.synth import synthesise
@@ -44,7 +44,7 @@ def right(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, by
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "SHARD_CROPS", 8)
         out = tmp_path_factory.mktemp("right") / "out"
-        shard(open_sources(str(small)), Settings(str(out), format="both", quiet=True))
+        shard(open_sources(str(small)), ShardOptions(str(out), format="both", quiet=True))
     return files(out)
 
 
@@ -96,7 +96,7 @@ def test_processes_make_the_same_bytes(
     if workers > 2:
         request.getfixturevalue("forked")
     monkeypatch.setattr(plan, "SCAN_CHUNK", chunk)
-    shard(open_sources(str(small)), Settings(str(tmp_path), format="both", workers=workers, quiet=True))
+    shard(open_sources(str(small)), ShardOptions(str(tmp_path), format="both", workers=workers, quiet=True))
     assert files(tmp_path) == right
 
 
@@ -107,7 +107,7 @@ def test_dask_with_a_dying_worker_makes_the_same_bytes(
     monkeypatch.setattr(plan, "SCAN_CHUNK", 16)
     trap(small)
     sources = open_sources(str(small), "fatal:Fatal")
-    shard(sources, Settings(str(tmp_path), format="both", cluster=address, quiet=True))
+    shard(sources, ShardOptions(str(tmp_path), format="both", cluster=address, quiet=True))
     assert files(tmp_path) == right
     assert sorted(str(worker.exitcode) for worker in workers) == ["-9", "None"]
 
@@ -116,7 +116,7 @@ def test_dask_with_a_dying_worker_makes_the_same_bytes(
 def test_process_that_dies(small: Path, right: dict[str, bytes], tmp_path: Path) -> None:
     """No process of a pool can be replaced: the run ends, says so, and what was finished is kept."""
     trap(small)
-    settings = Settings(str(tmp_path), format="both", workers=2, quiet=True)
+    settings = ShardOptions(str(tmp_path), format="both", workers=2, quiet=True)
     with pytest.raises(StorageError, match=r"worker process died.*run the same command again"):
         shard(open_sources(str(small), "fatal:Fatal"), settings)
     kept = {path.stem: (tmp_path / f"shards/{path.stem}.tar").stat().st_ino for path in tmp_path.glob(".build/0*.parquet")}
@@ -141,14 +141,14 @@ def test_scheduler_that_dies(small: Path, right: dict[str, bytes], tmp_path: Pat
     address, (scheduler, *_) = dask
     trap(small, scheduler.pid)
     with pytest.raises(StorageError, match="scheduler lost: run the same command again"):
-        shard(open_sources(str(small), "fatal:Fatal"), Settings(str(tmp_path), cluster=address, quiet=True))
-    shard(open_sources(str(small)), Settings(str(tmp_path), format="both", quiet=True))
+        shard(open_sources(str(small), "fatal:Fatal"), ShardOptions(str(tmp_path), cluster=address, quiet=True))
+    shard(open_sources(str(small)), ShardOptions(str(tmp_path), format="both", quiet=True))
     assert files(tmp_path) == right
 
 
 def test_cluster_that_cannot_work(small: Path, tmp_path: Path, dask: Dask, monkeypatch: pytest.MonkeyPatch) -> None:
     address, (_, *workers) = dask
-    settings = Settings(str(tmp_path / "out"), cluster=address, quiet=True)
+    settings = ShardOptions(str(tmp_path / "out"), cluster=address, quiet=True)
     (tmp_path / "only_here.py").write_text("from fatal import PhysioNet2021\nclass Own(PhysioNet2021): pass\n")
     with pytest.raises(StorageError, match="--source's module, is not installed there"):
         shard(open_sources(str(small), f"{tmp_path / 'only_here.py'}:Own"), settings)

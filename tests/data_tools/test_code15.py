@@ -10,7 +10,7 @@ from handmade import crops_of
 from twins import EXAMS, crop, said, write_code15
 
 from data_tools.__main__ import main
-from data_tools.build import Settings, shard
+from data_tools.build import ShardOptions, shard
 from data_tools.dataset import REJECTS
 from data_tools.errors import ReadError
 from data_tools.record import LEADS, EcgRecord
@@ -44,7 +44,7 @@ def test_code15_rows_without_an_exam_are_counted_and_fillers_are_not(tmp_path: P
         file["exam_id"][2] = 999  # was 0: a filler, as every part of the real archive has one at its end
     with h5py.File(tmp_path / "exams_part1.hdf5", "r+") as file:
         file["tracings"][1] = np.nan
-    made = shard([Code15(folder(tmp_path))], Settings(str(tmp_path / "out"), quiet=True))
+    made = shard([Code15(folder(tmp_path))], ShardOptions(str(tmp_path / "out"), quiet=True))
     lines = [tuple(line.split(",")[1:3]) for line in Path(made.root.url, REJECTS).read_text().splitlines()[1:]]
     flat = [("exams_part0_0", "no valid lead"), ("271011", "no valid lead")]
     assert lines == sorted([("exams_part0_2", "not in exams.csv"), *flat])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from handmade import write_challenge
 
-from data_tools.build import Settings, shard
+from data_tools.build import ShardOptions, shard
 from data_tools.dataset import Dataset
 from data_tools.finish import assign_roles
 from data_tools.prepare import SPEC_HASH
@@ -44,7 +44,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
         write_challenge(place, f"{letter}{number:05d}", x, fs=rate, form=f"16x1+24 {gain} 16 0")
     rows = "".join(f"{number},{number // 12}.0,50,0,{{}},\n" for number in range(3, 120, 4))
     (root / "archive" / "ptbxl_database.csv").write_text(f"ecg_id,patient_id,age,sex,scp_codes,heart_axis\n{rows}")
-    return shard(open_sources(str(root / "archive")), Settings(str(root / "out"), quiet=True))
+    return shard(open_sources(str(root / "archive")), ShardOptions(str(root / "out"), quiet=True))
 
 
 def digest(text: str) -> str:

@@ -25,7 +25,7 @@ import pytest
 
 from data_tools import plan, zarr_writer
 from data_tools.__main__ import main
-from data_tools.build import Settings, shard
+from data_tools.build import ShardOptions, shard
 from data_tools.dataset import META, Dataset
 from data_tools.errors import DatasetError
 from data_tools.sources import open_sources
@@ -88,7 +88,7 @@ def test_pseudonymised_after_a_kill_without(small: Path, tmp_path: Path) -> None
     """Parts of a killed run without the key hold plain names: none may be taken over."""
     with _stopped(small, tmp_path / "out", crops=1024, parts=1):
         assert list(tmp_path.glob("out/.build/*.parquet"))
-    dataset = shard(open_sources(str(small)), Settings(str(tmp_path / "out"), pseudonym_key=b"k" * 32, quiet=True))
+    dataset = shard(open_sources(str(small)), ShardOptions(str(tmp_path / "out"), pseudonym_key=b"k" * 32, quiet=True))
     assert not [name for name in dataset.table()["record"].to_pylist() if name.startswith(("HR", "A0", "JS", "E0"))]
 
 
@@ -176,7 +176,7 @@ def fork(call: Callable[[], object], wait_s: float | None = None) -> Status:
 
 
 def build(archive: str, out: Path, **settings: Any) -> Dataset:
-    return shard(open_sources(archive), Settings(str(out), format="both", quiet=True, **settings))
+    return shard(open_sources(archive), ShardOptions(str(out), format="both", quiet=True, **settings))
 
 
 def at_call(number: int, out: Path, call: Callable[[], object]) -> None:

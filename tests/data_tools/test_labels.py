@@ -2,7 +2,7 @@
 
 import pytest
 
-from data_tools.labels import ABBREVIATIONS, CLASSES, class_row, only_codes, parse_dx
+from data_tools.record import ABBREVIATIONS, CLASSES, class_row, only_codes, parse_dx
 
 
 def test_each_code_of_a_class_is_that_class_and_no_other() -> None:

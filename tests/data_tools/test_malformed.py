@@ -18,7 +18,7 @@ from handmade import crops_of, ecg, everything_in, header, mat
 from malformed import NAMES, ORPHANS, READ, REFUSED, SECRET, Made
 
 from data_tools.__main__ import main
-from data_tools.build import Settings, shard
+from data_tools.build import ShardOptions, shard
 from data_tools.dataset import CROP_SHAPE, REJECTS, Dataset
 from data_tools.errors import ReadError
 from data_tools.prepare import crop_count, prepare_crop
@@ -241,7 +241,7 @@ class Floats(Source):
 
 
 def test_a_source_of_floats_and_its_slips(tmp_path: Path) -> None:
-    made = shard([Floats(folder(tmp_path))], Settings(str(tmp_path / "out"), quiet=True))
+    made = shard([Floats(folder(tmp_path))], ShardOptions(str(tmp_path / "out"), quiet=True))
     assert verify(made, [Floats(folder(tmp_path))]) == []
     lines = [line.split(",")[1:3] for line in Path(made.root.url, REJECTS).read_text().splitlines()[1:]]
     assert sorted(lines) == sorted(

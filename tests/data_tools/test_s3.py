@@ -23,7 +23,7 @@ from broken_server import STALL_S, Fault, Server
 
 from data_tools import plan, storage, zarr_writer
 from data_tools.__main__ import main
-from data_tools.build import Settings, shard
+from data_tools.build import ShardOptions, shard
 from data_tools.dataset import CROP_SHAPE, META, Dataset
 from data_tools.errors import DataError, DatasetError, StorageError
 from data_tools.sources import open_sources, physionet2021, ptbxl
@@ -70,7 +70,7 @@ def right(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, di
         patch.setattr(plan, "SHARD_CROPS", 10)
         for kind in ("tar", "both"):
             out = tmp_path_factory.mktemp("right") / kind
-            shard(open_sources(str(small)), Settings(str(out), format=kind, quiet=True))
+            shard(open_sources(str(small)), ShardOptions(str(out), format=kind, quiet=True))
             made[kind] = local_files(out)
     return made
 
@@ -141,7 +141,7 @@ def without_recipe(made: dict[str, bytes]) -> dict[str, Any]:
 
 
 def build(source: str, out: str, **settings: Any) -> Dataset:
-    return shard(open_sources(source), Settings(out, quiet=True, **settings))
+    return shard(open_sources(source), ShardOptions(out, quiet=True, **settings))
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_requests(s3: Server, small: Path) -> None:
     """A record costs its header for the plan, then header and signal; a crop, one range; nothing is asked twice."""
     sources = open_sources(ARCHIVE)
     notes = [note for source in sources for note in source.notes()]  # as the command line asks for them
-    made = shard(sources, Settings(f"{BUCKET}/made", quiet=True))
+    made = shard(sources, ShardOptions(f"{BUCKET}/made", quiet=True))
     crops, records = len(made), len(list(small.rglob("*.hea")))
     assert notes == []
     assert s3.count("GET", "[.]hea$") <= records + crops

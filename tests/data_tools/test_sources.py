@@ -25,7 +25,7 @@ from twins import (
 )
 
 from data_tools.__main__ import main
-from data_tools.build import Settings, shard
+from data_tools.build import ShardOptions, shard
 from data_tools.dataset import REJECTS, Dataset
 from data_tools.errors import DataError, ReadError, StorageError
 from data_tools.finish import read_rejects
@@ -297,7 +297,7 @@ class Named(Source):
 
 
 def test_names_that_no_shard_can_hold_are_refused_one_by_one(tmp_path: Path) -> None:
-    made = shard([Named(folder(tmp_path))], Settings(str(tmp_path / "out"), quiet=True))
+    made = shard([Named(folder(tmp_path))], ShardOptions(str(tmp_path / "out"), quiet=True))
     assert set(crops_of(made)) == {("a-b", "c"), ("s" * 40, "r" * 49)}
     assert Path(made.root.url, REJECTS).read_text().splitlines()[1:] == [
         "a,b-c,record read already,a/b-c: another b-c came first",
@@ -318,7 +318,7 @@ class Worded(Source):
 
 
 def test_diagnoses_that_are_no_codes_are_flagged_and_not_copied(tmp_path: Path) -> None:
-    made = shard([Worded(folder(tmp_path))], Settings(str(tmp_path / "out"), quiet=True))
+    made = shard([Worded(folder(tmp_path))], ShardOptions(str(tmp_path / "out"), quiet=True))
     assert {row["record"]: row["dx"] for row in made.table().to_pylist()} == {"one": ["164889003"], "two": ["426783006"]}
     ((source, record, reason, detail),) = read_rejects(made)
     assert (source, record, reason) == ("clinic", "one", "diagnosis without a code") and detail.startswith("2 ")
@@ -421,7 +421,7 @@ def write_private(root: Path) -> None:
 
 def test_no_secret_of_an_archives_tables_comes_into_a_dataset(tmp_path: Path) -> None:
     write_private(tmp_path / "archive")
-    made = shard(open_sources(str(tmp_path / "archive")), Settings(str(tmp_path / "out"), format="both", quiet=True))
+    made = shard(open_sources(str(tmp_path / "archive")), ShardOptions(str(tmp_path / "out"), format="both", quiet=True))
     everything = everything_in(made)
     assert {name: rows[0]["patient"] for (_, name), rows in crops_of(made).items()} == PEOPLE | {"E00001": None}
     for word in (*PEOPLE, *PEOPLE.values(), "georgia"):
@@ -433,7 +433,7 @@ def test_no_secret_of_an_archives_tables_comes_into_a_dataset(tmp_path: Path) ->
 def test_with_a_key_no_id_comes_into_a_dataset(tmp_path: Path) -> None:
     write_private(tmp_path / "archive")
     sources = open_sources(str(tmp_path / "archive"))
-    made = shard(sources, Settings(str(tmp_path / "out"), format="both", quiet=True, pseudonym_key=bytes(range(32))))
+    made = shard(sources, ShardOptions(str(tmp_path / "out"), format="both", quiet=True, pseudonym_key=bytes(range(32))))
     everything = everything_in(made)
     assert made.meta["crops"] == 4
     ids = "48213577 48213578 48213579 982451653 982451654 418273645 418273646 17382946 17382947 17382948"
@@ -442,5 +442,5 @@ def test_with_a_key_no_id_comes_into_a_dataset(tmp_path: Path) -> None:
         assert word.encode() not in everything, word
     names = [row["record"] for rows in crops_of(made).values() for row in rows]
     assert all(re.fullmatch(r"r[0-9a-f]{20}", str(name)) for name in names)
-    other = dataclasses.replace(Settings(str(tmp_path / "other"), quiet=True), pseudonym_key=bytes(32))
+    other = dataclasses.replace(ShardOptions(str(tmp_path / "other"), quiet=True), pseudonym_key=bytes(32))
     assert {name for _, name in crops_of(shard(sources, other))}.isdisjoint(names)

@@ -14,8 +14,7 @@ from scipy.signal import find_peaks
 
 from data_tools import synth
 from data_tools.errors import DataError
-from data_tools.labels import ABBREVIATIONS, CLASS_OF, HEART_AXIS_CODES, SCP_CODES
-from data_tools.record import LEADS
+from data_tools.record import ABBREVIATIONS, CLASS_OF, HEART_AXIS_CODES, LEADS, SCP_CODES
 from data_tools.synth_ecg import BLOCK, draw_patients, simulate, twelve_leads
 
 PATIENTS = 100

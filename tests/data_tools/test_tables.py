@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from handmade import ecg, write_challenge
 
-from data_tools.build import Settings, shard
+from data_tools.build import ShardOptions, shard
 from data_tools.finish import read_rejects
 from data_tools.sources import open_sources
 from data_tools.tables import as_csv, unquoted
@@ -31,7 +31,7 @@ def test_names_of_records_are_not_formulas_in_rejects(tmp_path: Path) -> None:
     place = tmp_path / "src" / "georgia"
     for name in ("-cmd", "-7", "E1"):
         write_challenge(place, name, ecg() * (name == "E1"))
-    made = shard(open_sources(str(tmp_path / "src")), Settings(str(tmp_path / "out"), quiet=True))
+    made = shard(open_sources(str(tmp_path / "src")), ShardOptions(str(tmp_path / "out"), quiet=True))
     text = (tmp_path / "out" / "rejects.csv").read_text()
     assert "\ngeorgia,'-cmd," in text and "\ngeorgia,-7," in text
     assert {record for _, record, *_ in read_rejects(made)} >= {"-cmd", "-7"}

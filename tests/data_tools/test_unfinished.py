@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from data_tools import plan, zarr_writer
-from data_tools.build import Settings, shard
+from data_tools.build import ShardOptions, shard
 from data_tools.dataset import META, Dataset
 from data_tools.errors import DatasetError, StorageError
 from data_tools.sources import open_sources
@@ -47,7 +47,7 @@ def small_shards(patch: pytest.MonkeyPatch) -> None:
 
 
 def build(archive: Path, out: Path) -> Dataset:
-    return shard(open_sources(str(archive)), Settings(str(out), format="both", quiet=True))
+    return shard(open_sources(str(archive)), ShardOptions(str(out), format="both", quiet=True))
 
 
 def content(root: Path) -> dict[str, bytes]:

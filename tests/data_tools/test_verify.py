@@ -17,7 +17,7 @@ from handmade import ecg, write_challenge
 
 from data_tools import build, plan, zarr_writer
 from data_tools.__main__ import main
-from data_tools.build import Settings, row_of, shard
+from data_tools.build import ShardOptions, row_of, shard
 from data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset, fingerprint
 from data_tools.errors import DatasetError
 from data_tools.sources import open_sources
@@ -191,7 +191,7 @@ def pieces(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "SHARD_CROPS", 50)
         patch.setattr(zarr_writer, "SHARD_CROPS", 50)
-        shard(open_sources(str(archive)), Settings(str(out), format="both", quiet=True))
+        shard(open_sources(str(archive)), ShardOptions(str(out), format="both", quiet=True))
     return out
 
 
@@ -236,7 +236,9 @@ def test_files_of_another_dataset_are_found(name: str, archive: Path, pieces: Pa
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zarr_writer, "SHARD_CROPS", 50)
         key = b"k" * 32 if name == "rejects.csv" else None
-        shard(open_sources(str(archive)), Settings(str(tmp_path / "o"), format="both", seed=1, pseudonym_key=key, quiet=True))
+        shard(
+            open_sources(str(archive)), ShardOptions(str(tmp_path / "o"), format="both", seed=1, pseudonym_key=key, quiet=True)
+        )
     (root / name).write_bytes((tmp_path / "o" / name).read_bytes())
     assert any(name in line for line in verify(Dataset.open(str(root))))
 
@@ -322,7 +324,7 @@ def test_rows_without_an_address_are_one_line(dataset: Dataset, tmp_path: Path) 
 
 def test_no_json_tells_more_than_its_row(archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "row_of", lambda *facts: row_of(*facts) | {"name": "Bob"})
-    made = shard(open_sources(str(archive)), Settings(str(tmp_path / "out"), quiet=True))
+    made = shard(open_sources(str(archive)), ShardOptions(str(tmp_path / "out"), quiet=True))
     assert verify(made)[0].endswith("JSON and samples.parquet differ in name")
 
 
@@ -411,7 +413,7 @@ def test_what_the_archive_says_otherwise_is_named(
     """Under pseudonyms too."""
     copy = tmp_path / "archive"
     shutil.copytree(archive, copy)
-    made = shard(open_sources(str(archive)), Settings(str(tmp_path / "out"), pseudonym_key=key, quiet=True))
+    made = shard(open_sources(str(archive)), ShardOptions(str(tmp_path / "out"), pseudonym_key=key, quiet=True))
     assert verify(made, open_sources(str(archive)), key=key) == []
     edited(name, old, new)(copy)
     found = verify(made, open_sources(str(copy)), key=key)
@@ -424,7 +426,7 @@ def test_a_record_that_is_longer_now_or_only_flagged_is_missed(tmp_path: Path) -
     x[:, 10_000:15_000] = 7
     write_challenge(place, "E1", x)
     write_challenge(place, "E2", ecg())
-    made = shard(open_sources(str(tmp_path)), Settings(str(tmp_path / "out"), quiet=True))
+    made = shard(open_sources(str(tmp_path)), ShardOptions(str(tmp_path / "out"), quiet=True))
     assert verify(made, open_sources(str(tmp_path))) == []
     write_challenge(place, "E1", np.concatenate([x, ecg(5000, 1)], axis=1))
     assert verify(made, open_sources(str(tmp_path))) == [
@@ -447,7 +449,7 @@ def test_a_record_that_is_shorter_now_is_one_finding_of_several(tmp_path: Path, 
     place = tmp_path / "training" / "georgia" / "g1"
     for name in ("E1", "E2"):
         write_challenge(place, name, ecg(10_000))
-    shard(open_sources(str(tmp_path)), Settings(str(tmp_path / "out"), quiet=True))
+    shard(open_sources(str(tmp_path)), ShardOptions(str(tmp_path / "out"), quiet=True))
     write_challenge(place, "E1", ecg(5000))
     write_challenge(place, "E2", ecg(10_000, seed=1))
     assert main(["verify", str(tmp_path / "out"), "--source", str(tmp_path), "--workers", "1"]) == 1

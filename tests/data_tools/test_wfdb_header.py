@@ -10,8 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data_tools.errors import ReadError
-from data_tools.labels import only_codes, parse_dx
-from data_tools.record import LEADS
+from data_tools.record import LEADS, only_codes, parse_dx
 from data_tools.sources.wfdb_header import MAX_SAMPLES, MAX_SIGNALS, WfdbHeader, parse_header, peek
 
 SLOWEST_S = 1.0

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import engine
-from data_tools.build import Settings, shard
+from data_tools.build import ShardOptions, shard
 from data_tools.dataset import CLASSES, Dataset, fingerprint
 from data_tools.sources import open_sources
 from data_tools.splits import RoleSources
@@ -38,7 +38,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     synthesise(place / "archive", patients=100, sessions=2, seed=5, progress=False)
     found = shard(
         open_sources(str(place / "archive")),
-        Settings(str(place / "dataset"), role_sources=RoleSources(id_share=1.0), quiet=True),
+        ShardOptions(str(place / "dataset"), role_sources=RoleSources(id_share=1.0), quiet=True),
     )
     assert sorted(set(found.column("halves")[found.select(dx="valid")].tolist())) == [1, 2]
     return found

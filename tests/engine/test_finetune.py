@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent / "training"))  # the helpers lie t
 from ranks import TINY, finetune, pretrain, rows
 
 import engine
-from data_tools.build import Settings, shard
+from data_tools.build import ShardOptions, shard
 from data_tools.dataset import CLASSES, Dataset
 from data_tools.sources import open_sources
 from data_tools.splits import RoleSources
@@ -219,7 +219,9 @@ def test_classes_are_numbered_by_patient(dataset: Dataset) -> None:
 def test_whose_roles_contradict_each_other(dataset: Dataset, base: Path, archive: Path, tmp_path: Path) -> None:
     whose = RoleSources.of(dataset.meta)
     again, other = (
-        shard(open_sources(str(archive)), Settings(str(tmp_path / f"seed{seed}"), seed=seed, role_sources=whose, quiet=True))
+        shard(
+            open_sources(str(archive)), ShardOptions(str(tmp_path / f"seed{seed}"), seed=seed, role_sources=whose, quiet=True)
+        )
         for seed in (0, 1)
     )
     assert torn([dataset, again], "dx_role") is None is torn([dataset, again], "id_role")
@@ -242,7 +244,7 @@ def test_whose_roles_contradict_each_other(dataset: Dataset, base: Path, archive
 
 def test_a_model_knows_the_splits_of_all_its_stages(dataset: Dataset, base: Path, archive: Path, tmp_path: Path) -> None:
     whose = RoleSources.of(dataset.meta)
-    other = shard(open_sources(str(archive)), Settings(str(tmp_path / "other"), seed=1, role_sources=whose, quiet=True))
+    other = shard(open_sources(str(archive)), ShardOptions(str(tmp_path / "other"), seed=1, role_sources=whose, quiet=True))
     ended = finetune(tmp_path, other.root.url, base, "diagnosis", train__steps=1)
     assert ended.ok, ended.output
     model = engine.load(tmp_path / "run")
@@ -252,7 +254,9 @@ def test_a_model_knows_the_splits_of_all_its_stages(dataset: Dataset, base: Path
 
 
 def test_what_cannot_be_is_one_line(dataset: Dataset, base: Path, archive: Path, tmp_path: Path) -> None:
-    bare = shard(open_sources(str(archive / "training" / "ningbo")), Settings(str(tmp_path / "bare"), plan="all", quiet=True))
+    bare = shard(
+        open_sources(str(archive / "training" / "ningbo")), ShardOptions(str(tmp_path / "bare"), plan="all", quiet=True)
+    )
     two = tmp_path / "two"
     assert finetune(tmp_path, dataset.root.url, base, "diagnosis", "two", augment__leads="2", train__steps=1,
                     augment__padded=False).ok  # fmt: skip

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from data_tools.labels import ABBREVIATIONS
+from data_tools.record import ABBREVIATIONS
 from engine.evaluation import evaluation_report, squares
 from engine.evaluation.metrics import MetricError, challenge_score, outputs_of
 from engine.evaluation.results import Diagnoses, Identities, by_record, calibration

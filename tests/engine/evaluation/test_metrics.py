@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_tools.labels import ABBREVIATIONS, CLASSES
+from data_tools.record import ABBREVIATIONS, CLASSES
 from engine.evaluation import metrics
 from engine.evaluation.metrics import (
     METRICS,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks import pretrain, rows
 
-from data_tools.build import Settings, shard
+from data_tools.build import ShardOptions, shard
 from data_tools.dataset import Dataset
 from data_tools.sources import open_sources
 from engine.config import build
@@ -111,7 +111,9 @@ def test_no_patient_held_out_is_trained_on_at_any_world_size_or_restart(dataset:
 
 
 def test_a_run_validates_on_them_and_another_share_is_refused(archive: Path, tmp_path: Path) -> None:
-    bare = shard(open_sources(str(archive / "training" / "ningbo")), Settings(str(tmp_path / "bare"), plan="all", quiet=True))
+    bare = shard(
+        open_sources(str(archive / "training" / "ningbo")), ShardOptions(str(tmp_path / "bare"), plan="all", quiet=True)
+    )
     how = {"train__steps": 2, "train__validate_every": 1, "train__batch_crops": 4}
     ended = pretrain(tmp_path, bare.root.url, "none", **how)
     assert ended.ok and "data.hold_out=0.05 would keep" in ended.output, ended.output
