@@ -131,13 +131,13 @@ def settle() -> None:
 
 def gather(dataset: Path, source: str, check: str, batch: int, threads: int, seconds: float, first: bool = False) -> Stream:
     from data_tools.dataset import CROP_SHAPE
-    from engine.data.order import Order, Rows
+    from engine.data.order import DatasetRows, Order
     from engine.data.prefetch import read_ahead
-    from engine.data.reader import Gather
+    from engine.data.reader import CropReader
 
     opened = Dataset.open(str(dataset))
-    order = Order((Rows.of(opened),), batch)
-    reader = Gather([opened], check, threads=threads, source=source)  # type: ignore[arg-type]
+    order = Order((DatasetRows.of(opened),), batch)
+    reader = CropReader([opened], check, threads=threads, source=source)  # type: ignore[arg-type]
     stream = read_ahead(map(order.batch, count()), reader, (batch, *CROP_SHAPE))
     yield from pumped(stream, batch, len(opened), seconds, first)
     stream.close()

@@ -146,7 +146,7 @@ def first_batch(dataset: Path) -> float:
 
 
 def shuffle_quality(dataset: Path) -> dict[str, dict[str, float]]:
-    from engine.data.order import Order, Rows, quality
+    from engine.data.order import DatasetRows, Order, quality
 
-    taken = Rows.of(Dataset.open(str(dataset)), pretrain=True)
+    taken = DatasetRows.of(Dataset.open(str(dataset)), pretrain=True)
     return {f"block_shards {blocks}": quality(Order((taken,), 512, block_shards=blocks)) for blocks in (0, 1, 8, 32, 128)}

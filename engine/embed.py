@@ -49,7 +49,7 @@ from engine.common import LEADS, ConfigError, OutputError, describe_leads, leads
 from engine.data.missing_leads import unseen
 from engine.data.npz import ArrayError, load_npz, npz_names, open_npy
 from engine.data.preprocess import Input, SignalError, crops
-from engine.data.reader import Gather
+from engine.data.reader import CropReader
 from engine.data.staging import Staging
 from engine.evaluation.embedding import DatasetStream, Loaded, RecordStream, Stream, encoder, finite, schema, tables
 from engine.evaluation.probed import probe, report, roles
@@ -222,7 +222,7 @@ def dataset_stream(args: argparse.Namespace, dataset: Dataset, wanted: Input, ro
         most = CACHE_SHARDS * max(int(shard["bytes"]) for shard in dataset.shards)
         staged = {0: Staging(dataset, cache, most, order=order).hold}
     pin = args.device.startswith("cuda")
-    gather = Gather([dataset], on_corrupt=args.on_corrupt, threads=args.workers, pin=pin, staged=staged)
+    gather = CropReader([dataset], on_corrupt=args.on_corrupt, threads=args.workers, pin=pin, staged=staged)
     return DatasetStream(dataset, rows, args.batch, args.per, gather)
 
 

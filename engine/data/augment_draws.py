@@ -17,7 +17,7 @@ import numpy as np
 
 from engine.data import counter
 from engine.data.augment import PAPER_NOISE, TAU, WANDER_COMPONENTS, AugmentConfig, ThreeKG
-from engine.data.counter import Stream
+from engine.data.counter import RandomStream
 
 Params = dict[str, np.ndarray]
 ONE_FOR_ALL = (0,)  # in the place of the leads: a single draw
@@ -49,10 +49,10 @@ class _Draw:
         self.key: tuple[Any, ...] = (epoch[:, None, None, None], crop[:, None, None, None], np.arange(views)[:, None, None])
         self.seed = seed
 
-    def uniform(self, stream: Stream, leads: Sequence[int], slots: Sequence[int]) -> np.ndarray:
+    def uniform(self, stream: RandomStream, leads: Sequence[int], slots: Sequence[int]) -> np.ndarray:
         return counter.uniform(self.seed, stream, *self.key, np.array(leads)[:, None], np.array(slots))
 
-    def normal(self, stream: Stream, leads: Sequence[int], slots: Sequence[int]) -> np.ndarray:
+    def normal(self, stream: RandomStream, leads: Sequence[int], slots: Sequence[int]) -> np.ndarray:
         return counter.normal(self.seed, stream, *self.key, np.array(leads)[:, None], np.array(slots))
 
 
@@ -88,7 +88,7 @@ def _keep(draw: _Draw, config: AugmentConfig, measured_BL: np.ndarray | None) ->
     seen = np.isin(config.output_leads, config.seen)[:, None]
     if measured_BL is not None:
         seen = seen & measured_BL[:, None, list(config.output_leads), None]
-    u = np.where(seen, draw.uniform(Stream.LEAD_MASK, config.output_leads, [0]), -1.0)
+    u = np.where(seen, draw.uniform(RandomStream.LEAD_MASK, config.output_leads, [0]), -1.0)
     keep: np.ndarray = (u >= config.rlm) & seen
     if config.rlm_keep_one:
         keep |= (u == u.max(axis=-2, keepdims=True)) & seen  # the likeliest survivor: any lead is it equally often
@@ -97,8 +97,8 @@ def _keep(draw: _Draw, config: AugmentConfig, measured_BL: np.ndarray | None) ->
 
 def _powerline(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
     count, leads = config.powerline_components, _noise_leads(config)
-    amplitude = draw.uniform(Stream.POWERLINE, leads, range(2, 2 + count)) * config.amplitude_mv.powerline
-    phase = draw.uniform(Stream.POWERLINE, leads, [0]) * TAU  # one for all components, as the paper writes it
+    amplitude = draw.uniform(RandomStream.POWERLINE, leads, range(2, 2 + count)) * config.amplitude_mv.powerline
+    phase = draw.uniform(RandomStream.POWERLINE, leads, [0]) * TAU  # one for all components, as the paper writes it
     hz = np.full(amplitude.shape, config.powerline_hz) * np.arange(1, 1 + count)
     return {"powerline_amplitude": amplitude, "powerline_phase": np.broadcast_to(phase, hz.shape), "powerline_hz": hz}
 
@@ -106,14 +106,14 @@ def _powerline(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
 def _authors_powerline(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
     """50 or 60 Hz at random (augmentations.py:61)."""
     p = _powerline(draw, config, samples)
-    american = draw.uniform(Stream.POWERLINE, ONE_FOR_ALL, [1]) >= 0.5
+    american = draw.uniform(RandomStream.POWERLINE, ONE_FOR_ALL, [1]) >= 0.5
     return p | {"powerline_hz": p["powerline_hz"] / config.powerline_hz * np.where(american, 60, 50)}
 
 
 def _emg(draw: _Draw, config: AugmentConfig, samples: int, own: bool = False) -> Params:
     leads = config.noise_leads if own else _noise_leads(config)
-    amplitude = draw.uniform(Stream.EMG, leads, [0]) * config.amplitude_mv.emg
-    start = draw.uniform(Stream.WHITE, config.noise_leads, [0]) * (WHITE_BANK - samples)
+    amplitude = draw.uniform(RandomStream.EMG, leads, [0]) * config.amplitude_mv.emg
+    start = draw.uniform(RandomStream.WHITE, config.noise_leads, [0]) * (WHITE_BANK - samples)
     return {"emg_amplitude": amplitude, "white_start": start.astype(np.int32)}
 
 
@@ -124,10 +124,10 @@ def _authors_emg(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
 
 def _wander(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
     count, leads = WANDER_COMPONENTS, _noise_leads(config)
-    amplitude = draw.uniform(Stream.WANDER, leads, range(count)) * config.amplitude_mv.wander
-    phase = draw.uniform(Stream.WANDER, leads, range(count, 2 * count)) * TAU
-    base_hz = 0.01 + draw.uniform(Stream.WANDER, leads, [2 * count]) * 0.19
-    gain = 1 + 0.5 * draw.normal(Stream.WANDER, leads, [3 * count])
+    amplitude = draw.uniform(RandomStream.WANDER, leads, range(count)) * config.amplitude_mv.wander
+    phase = draw.uniform(RandomStream.WANDER, leads, range(count, 2 * count)) * TAU
+    base_hz = 0.01 + draw.uniform(RandomStream.WANDER, leads, [2 * count]) * 0.19
+    gain = 1 + 0.5 * draw.normal(RandomStream.WANDER, leads, [3 * count])
     hz = base_hz * np.arange(1, 1 + count)
     return {"wander_amplitude": amplitude, "wander_phase": phase, "wander_hz": hz, "wander_gain": gain}
 
@@ -135,25 +135,25 @@ def _wander(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
 def _authors_wander(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
     """Three frequencies on their own, C for each lead (augmentations.py:160-180)."""
     count = WANDER_COMPONENTS
-    hz = 0.01 + draw.uniform(Stream.WANDER, ONE_FOR_ALL, range(2 * count, 3 * count)) * 0.19
-    gain = 1 + 0.5 * draw.normal(Stream.WANDER, config.noise_leads, [3 * count])
+    hz = 0.01 + draw.uniform(RandomStream.WANDER, ONE_FOR_ALL, range(2 * count, 3 * count)) * 0.19
+    gain = 1 + 0.5 * draw.normal(RandomStream.WANDER, config.noise_leads, [3 * count])
     return _wander(draw, config, samples) | {"wander_hz": hz, "wander_gain": gain}
 
 
 def _shift(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
     """The paper says "a randomly sampled span" and no more: the authors' N(0.2 T, (0.04 T)^2) long, anywhere within T."""
     leads = _noise_leads(config)
-    amplitude = (2 * draw.uniform(Stream.SHIFT, leads, [0]) - 1) * config.amplitude_mv.shift
-    length = (0.2 + 0.04 * draw.normal(Stream.SHIFT, leads, [1])) * samples
+    amplitude = (2 * draw.uniform(RandomStream.SHIFT, leads, [0]) - 1) * config.amplitude_mv.shift
+    length = (0.2 + 0.04 * draw.normal(RandomStream.SHIFT, leads, [1])) * samples
     length = np.clip(length, 1, samples)  # 5 sigma either way
-    start = np.floor(draw.uniform(Stream.SHIFT, leads, [2]) * (samples - length))
+    start = np.floor(draw.uniform(RandomStream.SHIFT, leads, [2]) * (samples - length))
     return {"shift_amplitude": amplitude, "shift_start": start, "shift_stop": np.floor(start + length)}
 
 
 def _authors_shift(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
     """+1 or -1 mV for each lead, minus one U(0, max) (augmentations.py:124-126; probably meant: times)."""
-    sign = np.where(draw.uniform(Stream.SHIFT, config.noise_leads, [3]) < 0.5, 1.0, -1.0)
-    less = draw.uniform(Stream.SHIFT, ONE_FOR_ALL, [0]) * config.amplitude_mv.shift
+    sign = np.where(draw.uniform(RandomStream.SHIFT, config.noise_leads, [3]) < 0.5, 1.0, -1.0)
+    less = draw.uniform(RandomStream.SHIFT, ONE_FOR_ALL, [0]) * config.amplitude_mv.shift
     return _shift(draw, config, samples) | {"shift_amplitude": sign - less}
 
 
@@ -170,11 +170,11 @@ _NOISE = dict(zip(PAPER_NOISE, (_powerline, _emg, _wander, _shift), strict=True)
 
 
 def _threekg(draw: _Draw, threekg: ThreeKG, leads: tuple[int, ...], samples: int) -> Params:
-    u = draw.uniform(Stream.ROTATION, ONE_FOR_ALL, range(6))[:, :, 0]
+    u = draw.uniform(RandomStream.ROTATION, ONE_FOR_ALL, range(6))[:, :, 0]
     angle_rad = np.deg2rad(threekg.angle_deg) * (2 * u[..., :3] - 1)
     p = {"matrix": threekg_matrix(angle_rad, 1 + (threekg.scale - 1) * u[..., 3:])}
     if threekg.time_mask:
-        start = np.floor(draw.uniform(Stream.TIME_MASK, leads, [0]) * samples)
+        start = np.floor(draw.uniform(RandomStream.TIME_MASK, leads, [0]) * samples)
         stop = start + np.floor(threekg.time_mask * samples)
         p |= {"window_start": start, "window_stop": stop, "window_wrap": stop - samples}
     return p
@@ -209,7 +209,7 @@ def _about(axis: int, angle: np.ndarray) -> np.ndarray:
 
 def white_bank(seed: int, size: int = WHITE_BANK) -> np.ndarray:
     """Standard normal float32, to cut white noise from. At full size: 0.2 s, once."""
-    return counter.normal(seed, Stream.WHITE, np.arange(size)).astype(np.float32)
+    return counter.normal(seed, RandomStream.WHITE, np.arange(size)).astype(np.float32)
 
 
 def white(bank: Any, start: Any, samples: int) -> Any:

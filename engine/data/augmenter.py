@@ -23,7 +23,7 @@ from engine.common import ALL
 from engine.data import counter
 from engine.data.augment import AUTHORS_NOISE, WAVES, AugmentConfig, Axis, Ops, augment, axis, formula, torch_ops
 from engine.data.augment_draws import Params, draws, white, white_bank
-from engine.data.counter import Stream
+from engine.data.counter import RandomStream
 from engine.data.missing_leads import Measured
 from engine.data.order import Places
 
@@ -45,7 +45,7 @@ def parameters(config: AugmentConfig, views: Views, seed: int, places: Places, m
     crop = crop_key(places)
     p = draws(config, seed, places.epoch, crop, measured_BL=measured(places) if measured else None)
     if views == "window":
-        p["start"] = (counter.uniform(seed, Stream.WINDOW, places.epoch, crop) * (HALF + 1)).astype(np.int64)
+        p["start"] = (counter.uniform(seed, RandomStream.WINDOW, places.epoch, crop) * (HALF + 1)).astype(np.int64)
     return p
 
 

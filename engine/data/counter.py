@@ -1,15 +1,14 @@
-"""Counter-based random numbers and permutations: pure functions of a seed and some counters; there is no state to save.
+"""Counter-based random numbers and permutations: pure functions of a seed and some counters, so there is no state to save.
 
-Every random decision about a crop is drawn here, keyed by (seed, stream, epoch, crop, view, slot). So it does not depend on
-the rank, the batch size, the order of calls or a restart, and no library's next version can change it.
+Every random decision about a crop is drawn here, keyed by (seed, stream, epoch, crop, view, slot): it depends on no rank, batch
+size, order of calls, restart or library version.
 
-    u_BVS = uniform(seed, Stream.WINDOW, epoch[:, None, None], crop[:, None, None], view[None, :, None], slot[None, None, :])
+    u_BVS = uniform(seed, RandomStream.WINDOW, epoch[:, None, None], crop[:, None, None], view[None, :, None], slot)
 
-Words are folded in from left to right and broadcast as late as they can, so put the ones that vary fastest last: above, the
-first four cost one hash per crop. With 512 crops, 2 views and 16 slots: 7 ns a uniform, 40 ns a normal on one core.
+Words are folded in from left to right and broadcast as late as possible, so put the fastest-varying last: above, the first four
+cost one hash per crop. With 512 crops, 2 views and 16 slots on one core: 7 ns per uniform, 40 ns per normal.
 
-`permute` is the keyed bijection of [0, n) behind the order of samples: 0.14 ms for 512 elements of any n,
-0.3 ms where n and key differ from element to element.
+`permute` is the keyed bijection of [0, n) behind the order of samples: 0.14 ms for 512 elements of any n.
 """
 
 from enum import IntEnum
@@ -17,19 +16,19 @@ from enum import IntEnum
 import numpy as np
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd: multiples of it are spread over all 64 bits
-_WORD = 0xD1B54A32D192ED03  # tells the first counter from the second: word k adds (k + 1) times this
+_WORD = 0xD1B54A32D192ED03  # makes the result depend on the order of the counters: word k adds (k + 1) times this
 _RADIUS, _ANGLE = 0x8CB92BA72F3D8DD7, 0xAEF17502108EF2D9  # the two uniforms behind a normal
 _ALL_BITS = 2**64 - 1
 
 MAX_SIZE = 2**40  # of a permutation
-HALF_ROUNDS = 8  # with 6, pairs of elements are visibly not independent below n = 50; with 8 they are, down to 17
-TINY = 32  # below it a Feistel network cannot reach all permutations alike, however many rounds it has
+HALF_ROUNDS = 8  # with 6, pairs of elements are visibly dependent below n = 50; with 8 only below 17
+TINY = 32  # up to this size a Feistel network does not reach all permutations equally often, whatever its rounds
 
 Counter = int | np.integer | np.ndarray
 
 
-class Stream(IntEnum):
-    """What a number is drawn for: two purposes never share a draw. Values are for ever: add, never renumber."""
+class RandomStream(IntEnum):
+    """What a number is drawn for: two purposes never share a draw. Old runs depend on the values: add, never renumber."""
 
     ORDER = 1
     SHARD_ORDER = 2
@@ -48,7 +47,7 @@ class Stream(IntEnum):
 
 def mix(x: np.ndarray) -> np.ndarray:
     """SplitMix64's finaliser (Stafford's variant 13), in place: a bijection of uint64 that avalanches every bit."""
-    shifted = x >> 30  # one scratch array: fresh pages cost more than the arithmetic
+    shifted = x >> 30  # the only scratch array: fresh pages cost more than the arithmetic
     x ^= shifted
     x *= 0xBF58476D1CE4E5B9
     x ^= np.right_shift(x, 27, out=shifted)
@@ -62,7 +61,7 @@ def bits(seed: Counter, *counters: Counter) -> np.ndarray:
     words = [_word(value) for value in (seed, *counters)]
     state = np.zeros(1, np.uint64)  # one element, not a scalar: numpy's scalars warn when they wrap
     for k, word in enumerate(words):
-        # By xor, not by addition: two crops whose states lie close would otherwise draw the same numbers, shifted.
+        # xor, not addition: two crops with neighbouring states would otherwise draw the same numbers, shifted
         state = mix(state ^ (word * GOLDEN + ((k + 1) * _WORD & _ALL_BITS)))
     return state.reshape(np.broadcast_shapes(*(np.shape(value) for value in (seed, *counters))))
 
@@ -103,12 +102,12 @@ def _word(value: Counter) -> np.ndarray:
 
 
 def permute(i: Counter, n: Counter, key: Counter) -> np.ndarray:
-    """Where element i of [0, n) goes under a key: a bijection for every n from 1 to 2**40. The three broadcast. -> int64"""
+    """Where element i of [0, n) goes under a key (int64): a bijection for every n from 1 to 2**40. The arguments broadcast."""
     shape = np.broadcast_shapes(np.shape(i), np.shape(n), np.shape(key))
     x = np.broadcast_to(i, shape).reshape(-1)
     size, keys = (v.reshape(1) if v.size == 1 else np.broadcast_to(v, shape).reshape(-1) for v in (np.asarray(n), bits(key)))
     if x.size and (size.min() < 1 or size.max() > MAX_SIZE or x.min() < 0 or (x >= size).any()):
-        raise ValueError(f"element {x.max()} of {size.min()}: 0 <= element < size <= 2**40 must hold")
+        raise ValueError(f"permute: element {x.max()} of {size.min()}: 0 <= element < size <= 2**40 must hold")
     out = np.empty(x.size, np.uint64)
     tiny = np.broadcast_to(size <= TINY, x.shape)
     for scheme, at in ((_rank, np.flatnonzero(tiny)), (_walk, np.flatnonzero(~tiny))):
@@ -122,15 +121,15 @@ def _at(value: np.ndarray, at: np.ndarray) -> np.ndarray:
 
 
 def _rank(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Sorted by a hash, which is a bijection and so has no ties: every permutation equally likely."""
+    """By rank of a hash that has no ties (it is a bijection): every permutation is equally likely."""
     hashes = bits(key[:, None], np.arange(TINY))
     own = bits(key, x)
     return np.asarray(((hashes < own[:, None]) & (np.arange(TINY) < n[:, None])).sum(axis=1))
 
 
 def _walk(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """A Feistel network on [0, a * b), a = ceil(sqrt n) and b = ceil(n / a), walked on until it is back inside [0, n). The
-    domain exceeds n by less than a, so hardly an element has to; a domain of 4**k would be up to four times too large."""
+    """A Feistel network on [0, a * b), a = ceil(sqrt n) and b = ceil(n / a), applied until the result lies inside [0, n): once
+    for nearly all elements, as the domain exceeds n by less than a."""
     a = np.ceil(np.sqrt(n)).astype(np.uint64)  # IEEE: sqrt is rounded alike on every machine
     b = (n + a - 1) // a
     out = _feistel(x, a, b, key)

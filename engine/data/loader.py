@@ -31,11 +31,11 @@ from engine.data import dali
 from engine.data.augment import AugmentConfig
 from engine.data.augment_draws import Params
 from engine.data.augmenter import HALF, Augmenter, MakeCrop, Views, alone, parameters
-from engine.data.meter import Meter
+from engine.data.meter import StageTimer
 from engine.data.missing_leads import measured
-from engine.data.order import Order, Places, Rows, shards_needed
+from engine.data.order import DatasetRows, Order, Places, shards_needed
 from engine.data.prefetch import Filled, made_ahead, read_ahead
-from engine.data.reader import Bad, Desk, Gather, Hold, Report
+from engine.data.reader import Bad, CropReader, Desk, Hold, Report
 from engine.data.resident import Plan, Resident
 from engine.data.staging import Staging
 from engine.data.state import LoaderError, State, resumed_step
@@ -131,10 +131,10 @@ class Loader:
         **roles: Any,
     ) -> None:
         """`step`: where to begin without a `state`. `spare_bytes`: memory that `resident` leaves free on a GPU. `roles`: which
-        crops take part, as Rows.of has it."""
+        crops take part, as DatasetRows.of has it."""
         self.config, self.device, self.rank, self.world, self.spare_bytes = config, device, rank, world, spare_bytes
         self.backend = resolve(config.backend, device)
-        rows = tuple(Rows.of(dataset, **roles) for dataset in datasets)
+        rows = tuple(DatasetRows.of(dataset, **roles) for dataset in datasets)
         self.order = Order(rows, config.batch_crops, config.seed, config.weights, config.block_shards)
         self.order.slice(0, rank, world, micro=config.micro_batch)  # says now what cannot be
         self.crops = config.batch_crops // world
@@ -147,8 +147,8 @@ class Loader:
         self.stagings = self._stagings(datasets)
         staged: dict[int, Hold] = {d: staging.hold for d, staging in self.stagings.items()}
         self.threads, pin = config.threads or THREADS.get(device.type, 2), device.type == "cuda"
-        self.meter = Meter()
-        self.gather = Gather(
+        self.meter = StageTimer()
+        self.gather = CropReader(
             datasets, config.check, config.on_corrupt, self.threads, pin, config.source, staged, rows, self.meter
         )
 

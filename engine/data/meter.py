@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from data_tools.dataset import CROP_BYTES
 
 
-class Meter:
+class StageTimer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._begin()

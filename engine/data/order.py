@@ -1,6 +1,6 @@
 """Which crop comes when: a pure function of the seed, the position and the datasets, whose whole state is `crops_seen`.
 
-    rows = Rows.of(Dataset.open("DATASET"), pretrain=True)
+    rows = DatasetRows.of(Dataset.open("DATASET"), pretrain=True)
     order = Order((rows,), batch_crops=512, seed=0)
     order.batch(step)                       # the global batch: the same crops in the same order at every world size
     order.slice(step, rank, world)          # this rank's part of it
@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from data_tools.dataset import SHARD_CROPS, Dataset
-from engine.data.counter import MAX_SIZE, Stream, bits, permute
+from engine.data.counter import MAX_SIZE, RandomStream, bits, permute
 from engine.data.validation_split import sides
 
 DEAL = 2**30  # places over which given weights come out exactly, rounded to 2**-30
@@ -79,7 +79,7 @@ def _dealt(places: Any, quota: int, rest: int) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class DatasetRows:
     """The rows of one dataset that take part. In a zarr store a shard is one of its storage objects."""
 
     name: str
@@ -97,7 +97,7 @@ class Rows:
         halves: int | None = None,
         hold_out: float = 0.0,
         held: bool = False,
-    ) -> "Rows":
+    ) -> "DatasetRows":
         """Of a role (see Dataset.select); halves=2 leaves out the crops whose second half is empty. `hold_out`: without that
         share of the patients, or with `held` they alone (engine.data.validation_split)."""
         name, crops = dataset.root.url, [int(shard["crops"]) for shard in dataset.shards]
@@ -118,7 +118,7 @@ class Rows:
         return cls.among(name, crops, numbers)
 
     @classmethod
-    def among(cls, name: str, shard_crops: Sequence[int], numbers: np.ndarray | None = None) -> "Rows":
+    def among(cls, name: str, shard_crops: Sequence[int], numbers: np.ndarray | None = None) -> "DatasetRows":
         """The given rows of shards of these sizes."""
         shard_first = np.concatenate([[0], np.cumsum(shard_crops, dtype=np.int64)])
         if numbers is None or len(numbers) == shard_first[-1]:
@@ -160,7 +160,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Order:
-    rows: tuple[Rows, ...]
+    rows: tuple[DatasetRows, ...]
     batch_crops: int  # of all ranks together
     seed: int = 0
     weights: tuple[float, ...] | None = None  # None: by size, so that each dataset is gone through equally often
@@ -251,7 +251,7 @@ class Order:
     def _row(self, dataset: int, epoch: np.ndarray, i: np.ndarray) -> np.ndarray:
         rows = self.rows[dataset]
         if not 0 < self.block_shards < len(rows.first) - 1:  # all in one block
-            return rows.row(permute(i, len(rows), bits(self.seed, Stream.ORDER, dataset, epoch)))
+            return rows.row(permute(i, len(rows), bits(self.seed, RandomStream.ORDER, dataset, epoch)))
         index = np.empty_like(i)
         for e in np.unique(epoch).tolist():
             now = epoch == e
@@ -270,14 +270,14 @@ class _Layout:
 
 
 @lru_cache(maxsize=64)
-def _layout(rows: Rows, seed: int, dataset: int, epoch: int, block_shards: int) -> _Layout:
+def _layout(rows: DatasetRows, seed: int, dataset: int, epoch: int, block_shards: int) -> _Layout:
     """The only work that grows with the shards, done once an epoch: 1 to 5 ms for 10,000."""
     crops = np.diff(rows.first)
     filled = np.flatnonzero(crops)
-    shard = filled[permute(np.arange(len(filled)), len(filled), bits(seed, Stream.SHARD_ORDER, dataset, epoch))]
+    shard = filled[permute(np.arange(len(filled)), len(filled), bits(seed, RandomStream.SHARD_ORDER, dataset, epoch))]
     before = np.concatenate([[0], np.cumsum(crops[shard])])
     block_first = np.append(before[:-1:block_shards], before[-1])
-    keys = bits(seed, Stream.BLOCK_ORDER, dataset, epoch, np.arange(len(block_first) - 1))
+    keys = bits(seed, RandomStream.BLOCK_ORDER, dataset, epoch, np.arange(len(block_first) - 1))
     return _Layout(rows.first[shard], before, block_first, keys)
 
 

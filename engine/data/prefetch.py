@@ -1,6 +1,6 @@
 """Batches made ahead of their use, by a thread of its own, in a ring of buffers that are used again and again.
 
-requests -> read_ahead: [thread: Gather.read -> ring of depth + 1 buffers] -> batch in use
+requests -> read_ahead: [thread: CropReader.read -> ring of depth + 1 buffers] -> batch in use
 """
 
 import atexit
@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from engine.data.reader import Gather, Report
+from engine.data.reader import CropReader, Report
 
 
 class Request(Protocol):
@@ -35,7 +35,7 @@ class Filled(NamedTuple, Generic[R]):
 
 
 def read_ahead(
-    requests: Iterable[R], gather: Gather, shape: tuple[int, ...], depth: int = 2, in_use: int = 1, late: bool = False
+    requests: Iterable[R], gather: CropReader, shape: tuple[int, ...], depth: int = 2, in_use: int = 1, late: bool = False
 ) -> Generator[Filled[R], None, None]:
     """Batches in the order of their requests, at most `depth` of them ready beside those in use, in depth + in_use buffers of
     `shape` (a request may be shorter) that are allocated once.

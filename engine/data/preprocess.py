@@ -112,13 +112,13 @@ def _halved(x_BLT: Tensor) -> Tensor:
     return x_RLT
 
 
-class Crops(NamedTuple):
+class EcgCrops(NamedTuple):
     uv_BLT: np.ndarray  # int16 [B, 12, 5000]; what was not measured is zero
     start_s: tuple[float, ...]
     halves: tuple[int, ...]
 
 
-def crops(signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str, wanted: Input) -> Crops:
+def crops(signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str, wanted: Input) -> EcgCrops:
     """One ECG [L, T], cut from its start. As in a dataset, a rest of 5 s is a crop with one half, and less is not used; an ECG
     of less than 5 s is refused, being nothing that the model has ever seen. A lead with NaN (in int16 -32768, in a masked array
     what is masked) somewhere in a crop is zero in all of it; crops without a measured lead, or in which every lead is flat, are
@@ -143,7 +143,7 @@ def crops(signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str, want
             told.append((index * CROP / FS_HZ, body.shape[1] // HALF))
     if not told:
         raise SignalError("no valid lead: in every 10 s all leads are flat, or all that the model looks at have NaN")
-    return Crops(uv_BLT[: len(told)], *(tuple(column) for column in zip(*told, strict=True)))
+    return EcgCrops(uv_BLT[: len(told)], *(tuple(column) for column in zip(*told, strict=True)))
 
 
 def _values(signal: Any, rows: int) -> np.ndarray:

@@ -31,8 +31,8 @@ import google_crc32c
 import numpy as np
 
 from data_tools.dataset import CROP_BYTES, CROP_SHAPE, ChunkError, Dataset, DatasetError
-from engine.data.meter import Meter
-from engine.data.order import Rows
+from engine.data.meter import StageTimer
+from engine.data.order import DatasetRows
 from engine.data.staging import NoRoom, StagingError
 
 MAX_DESCRIPTORS = 256
@@ -101,7 +101,7 @@ class _File:
 
 
 class _Source:
-    """What Gather keeps of one dataset."""
+    """What CropReader keeps of one dataset."""
 
     def __init__(self, dataset: Dataset, source: str | None, hold: Hold | None) -> None:
         formats = dataset.meta["formats"]
@@ -140,7 +140,7 @@ class _Source:
         np.bitwise_or.at(self.checked, rows >> 3, (1 << (rows & 7)).astype(np.uint8))
 
 
-class Gather:
+class CropReader:
     """`read` is called from one thread at a time."""
 
     def __init__(
@@ -152,17 +152,17 @@ class Gather:
         pin: bool = False,
         source: Literal["tar", "zarr"] | None = None,
         staged: Mapping[int, Hold] | None = None,
-        rows: Sequence[Rows] | None = None,
-        meter: Meter | None = None,
+        rows: Sequence[DatasetRows] | None = None,
+        meter: StageTimer | None = None,
     ) -> None:
         """`source`: which twin to read, tar if it is there. `staged`: for datasets (by index) that are far away. `rows`: which
         crops of each dataset may come in the place of a bad one; None: any."""
-        self.meter = meter or Meter()
+        self.meter = meter or StageTimer()
         self.check, self.on_corrupt, self.threads, self.pin = check, on_corrupt, threads, pin
         self._sources = [_Source(dataset, source, (staged or {}).get(i)) for i, dataset in enumerate(datasets)]
         self._file = lru_cache(MAX_DESCRIPTORS - threads)(_File)  # each thread may hold one that was just evicted
         self._pool = ThreadPoolExecutor(max(1, threads - 1), "gather")  # the caller reads a share too
-        self._rows = rows or [Rows.among(dataset.root.url, [len(dataset)]) for dataset in datasets]
+        self._rows = rows or [DatasetRows.among(dataset.root.url, [len(dataset)]) for dataset in datasets]
         self._met: set[tuple[int, int]] = set()
 
     @property

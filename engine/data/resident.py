@@ -13,7 +13,7 @@ from data_tools.dataset import CROP_BYTES, CROP_SHAPE
 from engine.data.augment_draws import Params
 from engine.data.augmenter import Augmenter
 from engine.data.order import Order, Places
-from engine.data.reader import Bad, Gather, Report
+from engine.data.reader import Bad, CropReader, Report
 
 CHUNK = 1024
 Plan = dict[str, torch.Tensor]
@@ -26,7 +26,7 @@ class ResidentError(Exception):
 class Resident:
     """All rows that an order may ask for, each read and checked once."""
 
-    def __init__(self, order: Order, gather: Gather, augmenter: Augmenter, spare_bytes: float = 0) -> None:
+    def __init__(self, order: Order, gather: CropReader, augmenter: Augmenter, spare_bytes: float = 0) -> None:
         """`spare_bytes`: what the training needs beside the crops."""
         self.order, self.augmenter = order, augmenter
         self.numbers = [rows.row(np.arange(len(rows))) for rows in order.rows]

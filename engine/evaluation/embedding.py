@@ -26,7 +26,7 @@ from engine.common import ConfigError
 from engine.data.augmenter import FS_HZ, HALF
 from engine.data.prefetch import read_ahead
 from engine.data.preprocess import Input
-from engine.data.reader import Gather
+from engine.data.reader import CropReader
 from engine.data.transfer import Upload, download
 from engine.model.inference import NOT_FINITE, Trained
 
@@ -77,10 +77,10 @@ class DatasetStream:
     unit = " crops"
 
     def __init__(
-        self, dataset: Dataset, rows: np.ndarray, batch: int, per: Per, gather: Gather | None = None, threads: int = 2
+        self, dataset: Dataset, rows: np.ndarray, batch: int, per: Per, gather: CropReader | None = None, threads: int = 2
     ) -> None:
         """`rows`: in which order they come; for per="record" by record."""
-        self.gather = gather or Gather([dataset], threads=threads)
+        self.gather = gather or CropReader([dataset], threads=threads)
         self.about = dataset.table([*TEXTS, "start_s", "halves"])
         if per == "record":
             names = self.about.select(["source", "record"]).append_column("row", pa.array(np.arange(len(self.about))))

@@ -34,7 +34,7 @@ from engine.model.config import ModelConfig
 
 
 class ModelStream(IntEnum):
-    """Continues engine.data.counter.Stream, which keeps below 100. Values are for ever: add, never renumber."""
+    """Continues engine.data.counter.RandomStream, which keeps below 100. Values are for ever: add, never renumber."""
 
     ROW = 100
     SPANS = 101

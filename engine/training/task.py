@@ -32,7 +32,7 @@ class Task(ABC):
     keys: ClassVar[tuple[str, ...]]  # of a line in metrics.jsonl
     best: tuple[str, int]  # the figure of `validate` that chooses the best step; 1: the higher, -1: the lower (`chosen`)
     exports_best: ClassVar[bool]  # or the newest
-    roles: dict[str, Any]  # of the crops trained on, as engine.data.order.Rows.of has them
+    roles: dict[str, Any]  # of the crops trained on, as engine.data.order.DatasetRows.of has them
     flops_per_crop: float
     kept_per_crop: float  # numbers that a step holds of a crop
     remarks: Sequence[str] = ()  # said at the start

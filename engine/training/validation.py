@@ -23,7 +23,7 @@ from data_tools.dataset import Dataset
 from engine.config import Config, Settings, candidates
 from engine.data.augmenter import crop_key
 from engine.data.loader import Batch, Loader
-from engine.data.order import OrderError, Rows
+from engine.data.order import DatasetRows, OrderError
 from engine.data.plain import views
 from engine.data.validation_split import OWNER, owners
 from engine.model.draws import row_keys
@@ -66,7 +66,7 @@ class Patients:
 
 
 def taught(config: Config) -> dict[str, Any]:
-    """Which crops a pre-training is of, as engine.data.order.Rows.of has them."""
+    """Which crops a pre-training is of, as engine.data.order.DatasetRows.of has them."""
     roles: dict[str, Any] = {name: value for name, value in config.data.train if value is not None} | {"halves": 2}
     return roles | ({"hold_out": config.data.hold_out} if config.data.hold_out else {})
 
@@ -115,7 +115,7 @@ class HeldOut:
 def count_of(dataset: Dataset, roles: dict[str, Any], also: dict[str, Any] | None = None) -> int:
     """Crops of a role; those that are of another too."""
     try:
-        asked = [Rows.of(dataset, **one) for one in (roles, also) if one is not None]
+        asked = [DatasetRows.of(dataset, **one) for one in (roles, also) if one is not None]
     except OrderError:  # none has the role
         return 0
     some = [rows.numbers for rows in asked if rows.numbers is not None]

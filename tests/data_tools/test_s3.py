@@ -31,7 +31,7 @@ from data_tools.storage import folder
 from data_tools.synth import synthesise
 from data_tools.verify import verify
 from engine.data import staging as engine_staging
-from engine.data.reader import Gather
+from engine.data.reader import CropReader
 from engine.data.staging import Staging
 
 s3fs = pytest.importorskip("s3fs")
@@ -275,7 +275,7 @@ def test_training_over_a_bad_network(
     s3.faults += [Fault(how, "HEAD", path, 1)] if how in ("500", "404") and source == "zarr" else []
     staging = Staging(dataset, str(tmp_path / "cache"), 2**30, order=range(len(dataset.shards)))
     out = np.empty((len(rows), *CROP_SHAPE), np.int16)
-    with closing(staging), closing(Gather([dataset], source=source, staged={0: staging.hold})) as gather:
+    with closing(staging), closing(CropReader([dataset], source=source, staged={0: staging.hold})) as gather:
         gather.read(np.zeros(len(rows), int), rows, out)
     assert [fault for fault in s3.faults if fault.times] == []
     assert all(np.array_equal(crop, local.read(row)) for crop, row in zip(out, rows.tolist(), strict=True))
@@ -284,7 +284,7 @@ def test_training_over_a_bad_network(
     s3.faults = [Fault(how, "GET", path, float("inf"))]
     monkeypatch.setattr(storage, "RETRIES", 2)
     staging = Staging(dataset, str(tmp_path / "empty"), 2**30)
-    gather = Gather([dataset], source=source, staged={0: staging.hold})
+    gather = CropReader([dataset], source=source, staged={0: staging.hold})
     with closing(staging), closing(gather), pytest.raises(DataError, match=rf"^{BUCKET}/made/[^\n]*$"):
         gather.read(np.zeros(1, int), rows[:1], out[:1])
 

@@ -17,7 +17,7 @@ from data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, Dataset, fingerp
 from data_tools.storage import folder
 from data_tools.tar import TarWriter
 from engine.data.prefetch import Filled
-from engine.data.reader import Gather, Report
+from engine.data.reader import CropReader, Report
 
 
 def make_dataset(
@@ -62,7 +62,7 @@ def batches(*rows: list[int]) -> list[Batch]:
     return [Batch(np.zeros(len(r), np.int16), np.array(r)) for r in rows]
 
 
-def read(gather: Gather, rows: list[int]) -> tuple[np.ndarray, Report]:
+def read(gather: CropReader, rows: list[int]) -> tuple[np.ndarray, Report]:
     out = np.full((len(rows), *CROP_SHAPE), 7, np.int16)
     return out, gather.read(np.zeros(len(rows), np.int16), np.array(rows), out)
 

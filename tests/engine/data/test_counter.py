@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from engine.data.counter import MAX_SIZE, TINY, Stream, bits, mix, normal, permute, uniform
+from engine.data.counter import MAX_SIZE, TINY, RandomStream, bits, mix, normal, permute, uniform
 
 EPOCH, CROP, VIEW, SLOT = np.arange(4), np.arange(64), np.arange(2), np.arange(48)
 GRID = (EPOCH[:, None, None, None], CROP[:, None, None], VIEW[:, None], SLOT)
@@ -19,9 +19,9 @@ def chi2_p(counts: np.ndarray) -> float:
     return float(stats.chisquare(counts.reshape(-1)).pvalue)
 
 
-@pytest.mark.parametrize("stream", [Stream.LEAD_MASK, Stream.WINDOW, Stream.WHITE])
+@pytest.mark.parametrize("stream", [RandomStream.LEAD_MASK, RandomStream.WINDOW, RandomStream.WHITE])
 @pytest.mark.parametrize("seed", [0, 1, 2**63])
-def test_uniform_is_uniform(seed: int, stream: Stream) -> None:
+def test_uniform_is_uniform(seed: int, stream: RandomStream) -> None:
     drawn = uniform(seed, stream, *GRID)
     assert drawn.shape == (4, 64, 2, 48) and drawn.dtype == np.float64
     assert drawn.min() >= 0 and drawn.max() < 1
@@ -31,7 +31,7 @@ def test_uniform_is_uniform(seed: int, stream: Stream) -> None:
 
 
 def test_normal_is_normal() -> None:
-    drawn = normal(3, Stream.EMG, np.arange(100_000))
+    drawn = normal(3, RandomStream.EMG, np.arange(100_000))
     assert stats.kstest(drawn, "norm").pvalue > 1e-4
     assert np.isfinite(drawn).all() and 3.9 < np.abs(drawn).max() < 6
     assert abs(np.corrcoef(drawn[1:], drawn[:-1])[0, 1]) < 0.015
@@ -39,7 +39,7 @@ def test_normal_is_normal() -> None:
 
 @pytest.mark.parametrize("axis", range(4), ids=["epoch", "crop", "view", "slot"])
 def test_neighbours_along_each_counter_are_independent(axis: int) -> None:
-    drawn = uniform(5, Stream.SHIFT, *GRID)
+    drawn = uniform(5, RandomStream.SHIFT, *GRID)
     a, b = (np.take(drawn, range(start, drawn.shape[axis] - 1 + start), axis).reshape(-1) for start in (0, 1))
     assert abs(np.corrcoef(a, b)[0, 1]) < 4.5 / math.sqrt(len(a))
     pairs = np.histogram2d(a, b, bins=16, range=[[0, 1], [0, 1]])[0]
@@ -48,8 +48,13 @@ def test_neighbours_along_each_counter_are_independent(axis: int) -> None:
 
 def test_seeds_streams_and_the_number_of_words_tell_draws_apart() -> None:
     n = np.arange(20_000)
-    draws = [uniform(0, Stream.EMG, n), uniform(1, Stream.EMG, n), uniform(0, Stream.WANDER, n), uniform(0, Stream.EMG, n, 0)]
-    draws += [uniform(0, n, Stream.EMG), uniform(0, Stream.EMG, n, 1)]
+    draws = [
+        uniform(0, RandomStream.EMG, n),
+        uniform(1, RandomStream.EMG, n),
+        uniform(0, RandomStream.WANDER, n),
+        uniform(0, RandomStream.EMG, n, 0),
+    ]
+    draws += [uniform(0, n, RandomStream.EMG), uniform(0, RandomStream.EMG, n, 1)]
     correlation = np.corrcoef(draws) - np.eye(len(draws))
     assert np.abs(correlation).max() < 4.5 / math.sqrt(len(n))
 
@@ -69,16 +74,16 @@ def test_one_flipped_bit_of_a_counter_flips_half_of_the_result(word: int) -> Non
 
 
 def test_close_crops_do_not_draw_one_sequence_shifted() -> None:
-    drawn = bits(0, Stream.WHITE, np.arange(2000)[:, None], np.arange(100))
+    drawn = bits(0, RandomStream.WHITE, np.arange(2000)[:, None], np.arange(100))
     assert len(np.unique(drawn)) == drawn.size
 
 
 def test_a_draw_does_not_depend_on_what_is_drawn_with_it() -> None:
-    whole = uniform(9, Stream.ROTATION, *GRID)
+    whole = uniform(9, RandomStream.ROTATION, *GRID)
     for e, c, v, s in product((0, 3), (0, 63), (0, 1), (0, 47)):
-        alone = uniform(9, Stream.ROTATION, e, c, v, s)
+        alone = uniform(9, RandomStream.ROTATION, e, c, v, s)
         assert alone.shape == () and alone == whole[e, c, v, s]
-    assert (normal(9, Stream.EMG, CROP)[7:9] == normal(9, Stream.EMG, CROP[7:9])).all()
+    assert (normal(9, RandomStream.EMG, CROP)[7:9] == normal(9, RandomStream.EMG, CROP[7:9])).all()
     assert bits(1, np.zeros((0, 3), int)).shape == (0, 3)
 
 
@@ -99,17 +104,17 @@ def test_a_fraction_is_no_counter() -> None:
 def test_numbers_of_old_runs_come_out_again() -> None:
     """Never to be changed: a run is resumed, and a paper's table made again, by them."""
     assert bits(0).tolist() == 9370218965779684112
-    assert bits(0, Stream.ORDER, 5).tolist() == 11465996907461922957
-    assert bits(42, Stream.LEAD_MASK, np.arange(2)[:, None], np.array([0, 9_999_999])).tolist() == [
+    assert bits(0, RandomStream.ORDER, 5).tolist() == 11465996907461922957
+    assert bits(42, RandomStream.LEAD_MASK, np.arange(2)[:, None], np.array([0, 9_999_999])).tolist() == [
         [17739224505840947513, 8628901530934472146],
         [4677151155395135643, 11256478470255647343],
     ]
-    assert uniform(42, Stream.WINDOW, 3, np.array([17, 18]), 1).tolist() == [0.39652061815463724, 0.31401424694183555]
-    assert normal(42, Stream.EMG, np.arange(3)) == pytest.approx(
+    assert uniform(42, RandomStream.WINDOW, 3, np.array([17, 18]), 1).tolist() == [0.39652061815463724, 0.31401424694183555]
+    assert normal(42, RandomStream.EMG, np.arange(3)) == pytest.approx(
         [-0.3100193572069275, -2.1531534601926907, -1.4697126466600487], rel=1e-12
     )
-    assert [stream.name for stream in Stream][:4] == ["ORDER", "SHARD_ORDER", "BLOCK_ORDER", "WINDOW"]
-    assert {stream.name: stream.value for stream in Stream}.items() >= {"LEAD_MASK": 5, "MIX": 12, "WHITE": 13}.items()
+    assert [stream.name for stream in RandomStream][:4] == ["ORDER", "SHARD_ORDER", "BLOCK_ORDER", "WINDOW"]
+    assert {stream.name: stream.value for stream in RandomStream}.items() >= {"LEAD_MASK": 5, "MIX": 12, "WHITE": 13}.items()
     assert permute(np.arange(12), 12, 7).tolist() == [2, 7, 1, 9, 3, 4, 0, 10, 5, 6, 8, 11]
     assert permute(np.arange(6), 100, 7).tolist() == [16, 59, 10, 38, 39, 18]
     assert permute(np.arange(4), 2**40, 2**64 - 1).tolist() == [859268690655, 643271941931, 681987866659, 926660097324]

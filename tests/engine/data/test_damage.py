@@ -12,7 +12,7 @@ from shards_made import batches, flip, make_dataset, read, take_all, tar_path
 from data_tools import zarr_writer
 from data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset, DatasetError
 from engine.data.prefetch import read_ahead
-from engine.data.reader import Gather
+from engine.data.reader import CropReader
 
 
 def damage_tar(dataset: Dataset, kind: str) -> tuple[str, int]:
@@ -43,7 +43,7 @@ TAR_DAMAGE = ["flipped", "truncated", "emptied", "missing", "swapped", "a folder
 def test_damaged_tar_is_named_and_not_handed_out(small: Dataset, kind: str, threads: int) -> None:
     text, row = damage_tar(small, kind)
     yielded = []
-    ahead = read_ahead(batches([17, 18], [12, 13, row, 14], [16]), Gather([small], threads=threads), (4, *CROP_SHAPE))
+    ahead = read_ahead(batches([17, 18], [12, 13, row, 14], [16]), CropReader([small], threads=threads), (4, *CROP_SHAPE))
     with pytest.raises(DatasetError, match=f"^{text}[^\n]*restore the file$"):
         take_all(ahead, yielded, small)
     assert yielded == [[17, 18]]
@@ -53,7 +53,7 @@ def test_a_short_read_is_noticed_unchecked(small: Dataset) -> None:
     """Or the rest of the crop would be what was in the buffer before."""
     damage_tar(small, "truncated")
     with pytest.raises(DatasetError, match=r"crop 9 at byte \d+: the file ends 119000 bytes too early"):
-        read(Gather([small], check="never"), [8, 9])
+        read(CropReader([small], check="never"), [8, 9])
 
 
 OBJECT = "store.zarr/c/2/0/0"
@@ -107,7 +107,7 @@ ZARR_DAMAGE += ["raw size", "packed size", "no Blosc", "nowhere", "endless", "ti
 def test_damaged_zarr_is_named_and_not_handed_out(twin: Dataset, kind: str) -> None:
     damage_zarr(twin, kind)
     yielded = []
-    ahead = read_ahead(batches([17, 18], [12, 13, 9, 14], [16]), Gather([twin], source="zarr"), (4, *CROP_SHAPE))
+    ahead = read_ahead(batches([17, 18], [12, 13, 9, 14], [16]), CropReader([twin], source="zarr"), (4, *CROP_SHAPE))
     with pytest.raises(DatasetError, match=rf"{OBJECT}: crop 9: [^\n]*restore the file$"):
         take_all(ahead, yielded, twin)
     assert yielded == [[17, 18]]
@@ -116,7 +116,7 @@ def test_damaged_zarr_is_named_and_not_handed_out(twin: Dataset, kind: str) -> N
 @pytest.mark.parametrize("kind", [kind for kind in ZARR_DAMAGE if kind != "swapped"])
 def test_damaged_zarr_is_noticed_unchecked(twin: Dataset, kind: str) -> None:
     """By its own checks; and what is absent is zeros for zarr, so `never` would train on silence."""
-    gather = Gather([twin], source="zarr", check="never")
+    gather = CropReader([twin], source="zarr", check="never")
     read(gather, [0])
     damage_zarr(twin, kind)
     with pytest.raises(DatasetError, match="crop 9"):
@@ -127,7 +127,7 @@ def test_zeros_that_zarr_does_not_write_are_read(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(zarr_writer, "SHARD_CROPS", 4)
     monkeypatch.setattr(np.random, "default_rng", lambda seed: Halved(seed))
     quiet = make_dataset(tmp_path / "quiet", shards=2, crops=4, zarr=True)
-    out, _ = read(Gather([quiet], source="zarr"), [0, 1, 6, 7])
+    out, _ = read(CropReader([quiet], source="zarr"), [0, 1, 6, 7])
     assert out[::2].any() and not out[1::2].any()
     assert all(np.array_equal(crop, quiet.store[row]) for crop, row in zip(out, [0, 1, 6, 7], strict=True))
 
@@ -159,4 +159,4 @@ def test_another_layout_of_zarr_is_refused(twin: Dataset, old: str, new: str, to
     path = Path(twin.root.url, "store.zarr/zarr.json")
     path.write_text(path.read_text().replace(old, new))
     with pytest.raises(DatasetError, match=rf"zarr\.json: [^\n]*{told}"):
-        Gather([twin], source="zarr")
+        CropReader([twin], source="zarr")

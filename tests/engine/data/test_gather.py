@@ -14,7 +14,7 @@ from shards_made import flip, make_dataset, read, tar_path
 
 from data_tools.dataset import CROP_SHAPE, Dataset, DatasetError
 from engine.data import reader as module
-from engine.data.reader import Bad, Gather, Report
+from engine.data.reader import Bad, CropReader, Report
 
 # Equality
 
@@ -23,7 +23,7 @@ from engine.data.reader import Bad, Gather, Report
 @pytest.mark.parametrize("source, count", [("tar", 150), ("zarr", 150)])
 def test_gives_what_the_dataset_gives(dataset: Dataset, source: str, count: int, threads: int) -> None:
     rng = np.random.default_rng(3)
-    gather = Gather([dataset], threads=threads, source=source)
+    gather = CropReader([dataset], threads=threads, source=source)
     rows = np.concatenate([rng.integers(0, len(dataset), count), [5, 6, 7, 5, 0, len(dataset) - 1]]).tolist()
     for _ in range(2):  # checked, then unchecked
         out, report = read(gather, rows)
@@ -34,7 +34,7 @@ def test_gives_what_the_dataset_gives(dataset: Dataset, source: str, count: int,
 def test_mixes_datasets_and_formats(dataset: Dataset, small: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(small.meta, "formats", ["tar"])
     only_zarr = Dataset(dataset.root, dataset.meta | {"formats": ["zarr"]})
-    gather = Gather([dataset, small, only_zarr])
+    gather = CropReader([dataset, small, only_zarr])
     index, rows = np.array([1, 0, 2, 1, 0, 2, 2]), np.array([19, 3, 8, 0, 40, 9, 100])
     out = np.empty((7, *CROP_SHAPE), np.int16)
     gather.read(index, rows, out)
@@ -43,7 +43,7 @@ def test_mixes_datasets_and_formats(dataset: Dataset, small: Dataset, tmp_path: 
 
 
 def test_refuses_buffers_and_rows_that_do_not_fit(small: Dataset) -> None:
-    gather = Gather([small])
+    gather = CropReader([small])
     one = np.zeros(1, np.int16)
     for out in (
         np.empty((2, *CROP_SHAPE), np.int16),
@@ -59,18 +59,18 @@ def test_refuses_buffers_and_rows_that_do_not_fit(small: Dataset) -> None:
 
 def test_refuses_a_source_that_is_not_there(small: Dataset) -> None:
     with pytest.raises(DatasetError, match="holds tar, not zarr"):
-        Gather([small], source="zarr")
+        CropReader([small], source="zarr")
 
 
 def test_refuses_a_table_of_another_dataset(small: Dataset, tmp_path: Path) -> None:
     other = make_dataset(tmp_path / "other", shards=6)
     with pytest.raises(DatasetError, match=r"24 rows, dataset\.json says 20"):
-        Gather([Dataset(other.root, other.meta | {"crops": 20})])
+        CropReader([Dataset(other.root, other.meta | {"crops": 20})])
     with pytest.raises(DatasetError, match="names shards that"):
-        Gather([Dataset(other.root, other.meta | {"shards": small.shards})])
+        CropReader([Dataset(other.root, other.meta | {"shards": small.shards})])
     Path(other.root.url, "samples.parquet").replace(Path(small.root.url, "samples.parquet"))
     with pytest.raises(DatasetError, match=r"^[^\n]*/small/samples\.parquet: fails its sha256[^\n]*$"):
-        Gather([Dataset.open(small.root.url)])
+        CropReader([Dataset.open(small.root.url)])
 
 
 # Checks
@@ -79,7 +79,7 @@ def test_refuses_a_table_of_another_dataset(small: Dataset, tmp_path: Path) -> N
 @pytest.mark.parametrize("source", ["tar", "zarr"])
 def test_check_modes(twin: Dataset, source: str) -> None:
     """A byte flipped after the first reading: `always` sees it. zarr's own crc32c sees it in any mode."""
-    gathers = {check: Gather([twin], check=check, source=source) for check in ("first", "always", "never")}
+    gathers = {check: CropReader([twin], check=check, source=source) for check in ("first", "always", "never")}
     for gather in gathers.values():
         read(gather, [9])
     good = twin.read(9).copy()
@@ -94,14 +94,14 @@ def test_check_modes(twin: Dataset, source: str) -> None:
         with pytest.raises(DatasetError, match="crop 9"):
             read(gathers[check], [9])
     with pytest.raises(DatasetError, match="crop 9"):
-        read(Gather([twin], source=source), [3, 9])  # another process: its first reading
+        read(CropReader([twin], source=source), [3, 9])  # another process: its first reading
 
 
 def test_first_checks_each_crop_once(small: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     checked = []
     real = google_crc32c.value
     monkeypatch.setattr(google_crc32c, "value", lambda data: checked.append(1) or real(data))
-    gather = Gather([small])
+    gather = CropReader([small])
     for rows, due in (([3, 4, 5], 3), ([5, 4, 3], 0), ([5, 6, 11], 2), ([0, 8, 16, 19], 4), ([0, 8, 16, 19], 0)):
         checked.clear()
         read(gather, rows)
@@ -111,7 +111,7 @@ def test_first_checks_each_crop_once(small: Dataset, monkeypatch: pytest.MonkeyP
 def test_a_crop_that_failed_is_checked_again(small: Dataset) -> None:
     path, offset = tar_path(small, 7)
     flip(path, offset)
-    gather = Gather([small])
+    gather = CropReader([small])
     for _ in range(2):
         with pytest.raises(DatasetError, match="crop 7"):
             read(gather, [6, 7])
@@ -130,7 +130,7 @@ def test_skip_counts_logs_and_takes_the_next(twin: Dataset, source: str, caplog:
         flip(Path(twin.root.url, "store.zarr/c/2/0/0"), 120_000 + 50)
         flip(Path(twin.root.url, "store.zarr/c/2/0/0"), 240_000 + 50)
     rows = [3, 9, 10, 11, 9, 19]
-    gathers = [Gather([twin], on_corrupt="skip", threads=t, source=source) for t in (1, 2)]
+    gathers = [CropReader([twin], on_corrupt="skip", threads=t, source=source) for t in (1, 2)]
     with caplog.at_level(logging.WARNING):
         out, report = read(gathers[0], rows)
         read(gathers[0], rows)
@@ -145,17 +145,17 @@ def test_skip_counts_logs_and_takes_the_next(twin: Dataset, source: str, caplog:
 def test_skip_goes_round_and_ends(small: Dataset) -> None:
     damaged = Path(small.root.url, "shards", "00004.tar")
     damaged.unlink()
-    gather = Gather([small], on_corrupt="skip")
+    gather = CropReader([small], on_corrupt="skip")
     out, report = read(gather, [18])
     assert report.row.tolist() == [0] and np.array_equal(out[0], small.read(0))
     for path in damaged.parent.iterdir():
         path.unlink()
     with pytest.raises(DatasetError, match="not one of its 20 crops"):
-        read(Gather([small], on_corrupt="skip"), [18])
+        read(CropReader([small], on_corrupt="skip"), [18])
 
 
 def test_a_full_machine_is_no_reason_to_skip(small: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    gather = Gather([small], on_corrupt="skip")
+    gather = CropReader([small], on_corrupt="skip")
 
     def no_more(*_: object) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -172,7 +172,7 @@ def test_a_full_machine_is_no_reason_to_skip(small: Dataset, monkeypatch: pytest
 def test_descriptors_and_memory_are_bounded(tmp_path: Path) -> None:
     many = make_dataset(tmp_path / "many", shards=2000, crops=1, distinct=7)
     expected = [many.read(row) for row in range(7)]
-    gather, rng = Gather([many], threads=2), np.random.default_rng(0)
+    gather, rng = CropReader([many], threads=2), np.random.default_rng(0)
     before, most = len(os.listdir("/proc/self/fd")), 0
     out = np.zeros((64, *CROP_SHAPE), np.int16)
     for _ in range(60):

@@ -22,7 +22,7 @@ from engine.data.augment import AugmentConfig, ThreeKG
 from engine.data.augmenter import alone, parameters
 from engine.data.dali import DaliError, InFlight
 from engine.data.loader import Loader, LoaderConfig, LoaderError
-from engine.data.meter import Meter
+from engine.data.meter import StageTimer
 from engine.data.resident import Resident, ResidentError
 from tests.forks import started
 from tests.waiting import until
@@ -261,7 +261,7 @@ def test_the_meter_says_where_time_went(backend: str, leads: str, dataset: Datas
 
 
 def test_a_stage_within_a_stage_is_counted_once() -> None:
-    meter = Meter()
+    meter = StageTimer()
     with meter.timed("augment", without="read_wait"), meter.timed("read_wait"):
         time.sleep(0.05)
     waited = meter._busy_s["read_wait"]

@@ -14,21 +14,21 @@ from hypothesis import strategies as st
 
 from data_tools.dataset import Dataset
 from engine.data import order as order_module
-from engine.data.order import Order, OrderError, Places, Rows, deal, quality, shards_needed
+from engine.data.order import DatasetRows, Order, OrderError, Places, deal, quality, shards_needed
 
 fewer = settings(max_examples=40)
 
 
-def sized(crops: int, shard: int = 16, name: str = "fake") -> Rows:
-    return Rows.among(name, [min(shard, crops - start) for start in range(0, crops, shard)])
+def sized(crops: int, shard: int = 16, name: str = "fake") -> DatasetRows:
+    return DatasetRows.among(name, [min(shard, crops - start) for start in range(0, crops, shard)])
 
 
 @st.composite
-def any_rows(draw: st.DrawFn) -> Rows:
+def any_rows(draw: st.DrawFn) -> DatasetRows:
     """Some shards, empty ones too, of which all rows or some take part."""
     shards = draw(st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any))
     chosen = draw(st.none() | st.sets(st.integers(0, sum(shards) - 1), min_size=1))
-    return Rows.among("some", shards, None if chosen is None else np.array(sorted(chosen)))
+    return DatasetRows.among("some", shards, None if chosen is None else np.array(sorted(chosen)))
 
 
 @st.composite
@@ -39,7 +39,7 @@ def any_order(draw: st.DrawFn, datasets: int = 4) -> Order:
     return Order(rows, batch, draw(st.integers(0, 2**64)), weights, draw(st.integers(0, 5)))
 
 
-def numbers(rows: Rows) -> list[int]:
+def numbers(rows: DatasetRows) -> list[int]:
     return rows.row(np.arange(len(rows))).tolist()  # type: ignore[no-any-return]
 
 
@@ -100,7 +100,7 @@ def test_several_steps_at_once_are_those_steps(order: Order, step: int, steps: i
 
 @fewer
 @given(any_rows(), st.integers(0, 4), st.integers(0, 10**4))
-def test_all_world_sizes_share_the_same_global_batches(rows: Rows, block_shards: int, step: int) -> None:
+def test_all_world_sizes_share_the_same_global_batches(rows: DatasetRows, block_shards: int, step: int) -> None:
     order = Order((rows, sized(840)), batch_crops=840, seed=3, weights=(1, 2), block_shards=block_shards)
     whole = listed(order.batch(step))
     assert whole == listed(order.places(step * 840, 840))
@@ -200,7 +200,7 @@ def test_without_weights_every_crop_of_every_dataset_comes_once_before_any_comes
 
 @fewer
 @given(any_rows(), st.integers(1, 5), st.integers(0, 3))
-def test_in_a_block_only_its_shards_occur(rows: Rows, block_shards: int, epoch: int) -> None:
+def test_in_a_block_only_its_shards_occur(rows: DatasetRows, block_shards: int, epoch: int) -> None:
     order = Order((rows,), 1, block_shards=block_shards)
     shard = rows.shard(order.places(epoch * len(rows), len(rows)).row)
     sizes = np.bincount(shard, minlength=len(rows.first) - 1)
@@ -314,31 +314,31 @@ def test_orders_of_old_runs_come_out_again() -> None:
 
 
 def test_of_a_real_dataset(dataset: Dataset) -> None:
-    everything, pretrain = Rows.of(dataset), Rows.of(dataset, pretrain=True)
+    everything, pretrain = DatasetRows.of(dataset), DatasetRows.of(dataset, pretrain=True)
     assert len(everything) == len(dataset) and numbers(everything) == list(range(len(dataset)))
     assert numbers(pretrain) == dataset.select(pretrain=True).tolist()
-    assert numbers(Rows.of(dataset, dx="test")) == dataset.select(dx="test").tolist()
+    assert numbers(DatasetRows.of(dataset, dx="test")) == dataset.select(dx="test").tolist()
     halves = dataset.column("halves")
-    assert numbers(Rows.of(dataset, halves=2)) == np.flatnonzero(halves == 2).tolist()
-    both = Rows.of(dataset, pretrain=True, halves=2)
+    assert numbers(DatasetRows.of(dataset, halves=2)) == np.flatnonzero(halves == 2).tolist()
+    both = DatasetRows.of(dataset, pretrain=True, halves=2)
     assert numbers(both) == [row for row in dataset.select(pretrain=True) if halves[row] == 2]
     assert everything.shard(np.arange(len(dataset))).tolist() == dataset.column("shard").tolist()
     batch = Order((both,), 8, seed=1).batch(0)
     assert all(dataset.read(row).shape == (12, 5000) for row in batch.row.tolist())
     with pytest.raises(OrderError, match=r"no crop has dx='tset', halves=2; its roles are .*'train'.*: select") as error:
-        Rows.of(dataset, dx="tset", halves=2)
+        DatasetRows.of(dataset, dx="tset", halves=2)
     assert "\n" not in str(error.value)
 
 
 def test_a_zarr_store_has_shards_of_its_storage_objects(dataset: Dataset) -> None:
     alone = Dataset(dataset.root, dataset.meta | {"shards": [], "crops": 2500})
-    rows = Rows.of(alone)
+    rows = DatasetRows.of(alone)
     assert len(rows) == 2500 and rows.shard(np.array([0, 1023, 1024, 2499])).tolist() == [0, 0, 1, 2]
 
 
 def test_shards_that_do_not_add_up_are_refused(dataset: Dataset) -> None:
     with pytest.raises(OrderError, match="run data_tools verify"):
-        Rows.of(Dataset(dataset.root, dataset.meta | {"crops": 5 * len(dataset)}))
+        DatasetRows.of(Dataset(dataset.root, dataset.meta | {"crops": 5 * len(dataset)}))
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ def test_shards_that_do_not_add_up_are_refused(dataset: Dataset) -> None:
         ({"weights": (0.0,)}, "each must be positive"),
         ({"weights": (float("nan"),)}, "each must be positive"),
         ({"rows": (sized(5), sized(9)), "batch_crops": 2, "weights": (1.0, 1e-12)}, "below 2..-30"),
-        ({"rows": (Rows.among("empty", [3], np.array([], int)),)}, "empty: 0 crops selected"),
+        ({"rows": (DatasetRows.among("empty", [3], np.array([], int)),)}, "empty: 0 crops selected"),
     ],
 )
 def test_an_order_that_cannot_be_says_so_in_one_line(wrong: dict[str, object], message: str) -> None:

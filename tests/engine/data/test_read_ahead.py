@@ -17,7 +17,7 @@ from shards_made import Batch, batches
 from data_tools.dataset import CROP_SHAPE, Dataset
 from engine.data import reader as module
 from engine.data.prefetch import read_ahead
-from engine.data.reader import Gather
+from engine.data.reader import CropReader
 from tests.waiting import until
 
 
@@ -50,7 +50,7 @@ def readers() -> list[threading.Thread]:
 def test_read_ahead_order_depth_and_buffers(small: Dataset, depth: int, in_use: int) -> None:
     rows = [[i % 20, (3 * i) % 20, (7 * i) % 20] for i in range(12)] + [[4]]
     noted, buffers, seen = Noted(batches(*rows)), set(), []
-    ahead = read_ahead(noted, Gather([small]), (3, *CROP_SHAPE), depth, in_use)
+    ahead = read_ahead(noted, CropReader([small]), (3, *CROP_SHAPE), depth, in_use)
     for i, (request, crops, report) in enumerate(ahead):
         assert request.row.tolist() == rows[i] == report.row.tolist()
         if i < 3:  # long enough for every other buffer to be filled: this one must not change meanwhile
@@ -67,12 +67,12 @@ def test_read_ahead_order_depth_and_buffers(small: Dataset, depth: int, in_use: 
 
 def test_read_ahead_closed_early_stops_at_once(small: Dataset) -> None:
     noted = Noted(batches(*([[1, 2]] * 1000)))
-    ahead = read_ahead(noted, Gather([small]), (2, *CROP_SHAPE), depth=2)
+    ahead = read_ahead(noted, CropReader([small]), (2, *CROP_SHAPE), depth=2)
     next(ahead)
     assert len(readers()) == 1
     ahead.close()
     assert not readers() and noted.asked <= 4
-    ahead = read_ahead(noted, Gather([small]), (2, *CROP_SHAPE))
+    ahead = read_ahead(noted, CropReader([small]), (2, *CROP_SHAPE))
     next(ahead)
     del ahead
     gc.collect()
@@ -81,7 +81,7 @@ def test_read_ahead_closed_early_stops_at_once(small: Dataset) -> None:
 
 def test_read_ahead_closed_early_leaves_the_rest_unread(small: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second batch is read until the generator is closed."""
-    gather, noted, closed = Gather([small]), Noted(batches(*([[1, 2]] * 10))), threading.Event()
+    gather, noted, closed = CropReader([small]), Noted(batches(*([[1, 2]] * 10))), threading.Event()
     real = gather.read
 
     def gated(*batch: Any) -> Any:
@@ -104,7 +104,7 @@ def test_read_ahead_raises_in_turn(small: Dataset) -> None:
         (Noted(batches([1], [2], [99], [3])), IndexError),
         (Noted(batches([1], [2], [3, 4, 5], [3])), ValueError),
     ):
-        ahead = read_ahead(noted, Gather([small]), (2, *CROP_SHAPE), depth=3)
+        ahead = read_ahead(noted, CropReader([small]), (2, *CROP_SHAPE), depth=3)
         assert [next(ahead).request.row[0] for _ in range(2)] == [1, 2]
         with pytest.raises(error):
             next(ahead)
@@ -116,7 +116,7 @@ def test_read_ahead_gives_its_buffers_back_after_an_error(small: Dataset) -> Non
     gc.disable()  # nothing but reference counts
     try:
         size = psutil.Process().memory_info().rss
-        gather, full = Gather([small]), list(range(20)) * 3
+        gather, full = CropReader([small]), list(range(20)) * 3
         for _ in range(20):
             with pytest.raises(IndexError):
                 list(read_ahead(batches(full, [99]), gather, (64, *CROP_SHAPE), depth=0))
@@ -131,14 +131,14 @@ from contextlib import contextmanager
 import numpy as np
 from data_tools.dataset import Dataset
 from engine.data.prefetch import read_ahead
-from engine.data.reader import Gather
+from engine.data.reader import CropReader
 class B: dataset, row = np.zeros(2, int), np.array([1, 2])
 @contextmanager
 def never(shard):
     threading.Event().wait()
     yield ""
 d = Dataset.open({url!r})
-ahead = read_ahead([B] * 50, Gather([d], staged={staged}), (2, 12, 5000))
+ahead = read_ahead([B] * 50, CropReader([d], staged={staged}), (2, 12, 5000))
 {last}
 """
 

@@ -23,7 +23,7 @@ from staged import CROPS, Root, cached, named, right, room, through
 from data_tools.dataset import CROP_SHAPE, Dataset, DatasetError
 from engine.data import reader as gathering
 from engine.data import staging as module
-from engine.data.reader import Gather
+from engine.data.reader import CropReader
 from engine.data.staging import Staging, StagingError
 from tests.waiting import until
 
@@ -212,7 +212,7 @@ def test_a_server_that_fails_for_ever(
         stagings[0].path(1)
     assert type(caught.value) is error
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
-    gather = Gather([dataset], on_corrupt="skip", staged={0: stagings[0].hold})
+    gather = CropReader([dataset], on_corrupt="skip", staged={0: stagings[0].hold})
     if error is StagingError:
         with pytest.raises(StagingError):
             gather.read(np.zeros(1, int), np.array([2]), np.empty((1, *CROP_SHAPE), np.int16))
@@ -260,7 +260,7 @@ def test_a_file_of_the_cache_that_is_damaged_later_is_fetched_again(
         os.truncate(path, 100_000)
     else:
         path.unlink()
-    with closing(Gather([dataset], staged={0: stagings[0].hold})) as gather:
+    with closing(CropReader([dataset], staged={0: stagings[0].hold})) as gather:
         gather.read(np.zeros(4, int), np.arange(1, 5), out)
     assert all(np.array_equal(crop, ten.read(row)) for row, crop in enumerate(out, 1))
     assert root.shards().count(1) == 2 and gather.skipped == 0
@@ -271,7 +271,7 @@ def test_a_crop_that_is_wrong_in_a_whole_shard_names_both_files(ten: Dataset, tm
     """The shard is as dataset.json says, and samples.parquet says something else."""
     stagings.append(Staging(ten, tmp_path, room(ten, 10)))
     path = stagings[0].path(1)
-    with closing(Gather([ten], staged={0: stagings[0].hold})) as gather:
+    with closing(CropReader([ten], staged={0: stagings[0].hold})) as gather:
         gather._sources[0].crc = gather._sources[0].crc ^ 1
         with pytest.raises(DatasetError, match=rf"\A{re.escape(path)}, fetched twice: [^\n]*/00001\.tar: crop 2 "):
             gather.read(np.zeros(1, int), np.array([2]), np.empty((1, *CROP_SHAPE), np.int16))
@@ -401,7 +401,7 @@ def test_two_that_wait_for_each_others_room_let_go(
 
     def read(staging: Staging, rows: np.ndarray) -> np.ndarray:
         out = np.empty((len(rows), *CROP_SHAPE), np.int16)
-        with closing(Gather([ten], staged={0: partial(hold, staging)})) as gather:
+        with closing(CropReader([ten], staged={0: partial(hold, staging)})) as gather:
             gather.read(np.zeros(len(rows), int), rows, out)
         return out
 
@@ -416,7 +416,7 @@ def test_two_that_wait_for_each_others_room_let_go(
 def test_batches_from_staged_and_local_shards(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
     local = make_dataset(tmp_path / "local", shards=2, seed=9)
     stagings.append(Staging(ten, tmp_path / "cache", room(ten, 4), order=range(10)))
-    gather, out = Gather([local, ten], staged={1: stagings[0].hold}), np.empty((4, *CROP_SHAPE), np.int16)
+    gather, out = CropReader([local, ten], staged={1: stagings[0].hold}), np.empty((4, *CROP_SHAPE), np.int16)
     for rows in ([0, 1, 7, 3], [5, 19, 2, 11], [7, 18, 0, 10]):
         request = Batch(np.array([0, 1, 0, 1]), np.array(rows))
         gather.read(request.dataset, request.row, out)

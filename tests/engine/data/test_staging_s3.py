@@ -14,9 +14,9 @@ from staged import cached, named, room, through
 
 from data_tools import storage
 from data_tools.dataset import CROP_SHAPE, Dataset, DatasetError
-from engine.data.order import Order, Rows, shards_needed
+from engine.data.order import DatasetRows, Order, shards_needed
 from engine.data.prefetch import read_ahead
-from engine.data.reader import Gather
+from engine.data.reader import CropReader
 from engine.data.staging import Staging
 from tests.waiting import until
 
@@ -49,10 +49,10 @@ def bucket(ten: Dataset, stagings: list[Staging], monkeypatch: pytest.MonkeyPatc
 def test_training_from_a_bucket(bucket: str, ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
     """Two epochs in block order, with room for a block and two shards: right bytes, each shard fetched once an epoch."""
     dataset, root = through(Dataset.open(bucket))
-    order = Order((Rows.of(dataset),), batch_crops=2, block_shards=2)
+    order = Order((DatasetRows.of(dataset),), batch_crops=2, block_shards=2)
     staging = Staging(dataset, tmp_path, room(ten, 4), ahead=2, order=shards_needed(order, 0, 0), together=2)
     stagings.append(staging)
-    with closing(Gather([dataset], staged={0: staging.hold})) as gather:
+    with closing(CropReader([dataset], staged={0: staging.hold})) as gather:
         yielded: list[list[int]] = []
         take_all(read_ahead((order.batch(step) for step in range(20)), gather, (2, *CROP_SHAPE)), yielded, ten)
     assert sorted(row for rows in yielded for row in rows) == sorted(list(range(20)) * 2)
@@ -62,7 +62,7 @@ def test_training_from_a_bucket(bucket: str, ten: Dataset, tmp_path: Path, stagi
 
 def test_remote_shards_are_not_read_crop_by_crop(bucket: str) -> None:
     with pytest.raises(DatasetError, match=r"/ten is far away: its shards are read through a cache"):
-        Gather([Dataset.open(bucket)])
+        CropReader([Dataset.open(bucket)])
 
 
 def test_the_zarr_twin_is_read_from_a_bucket_by_ranges(bucket: str, tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_the_zarr_twin_is_read_from_a_bucket_by_ranges(bucket: str, tmp_path: Pa
     fs.put(twin.root.url, away, recursive=True)
     dataset, root = through(Dataset.open(away))
     rows, out = np.array([11, 0, 5, 0]), np.empty((4, *CROP_SHAPE), np.int16)
-    with closing(Gather([dataset], source="zarr", threads=2)) as gather:
+    with closing(CropReader([dataset], source="zarr", threads=2)) as gather:
         gather.read(np.zeros(4, int), rows, out)
     assert all(np.array_equal(crop, twin.read(row)) for crop, row in zip(out, rows, strict=True))
     assert not any(name.startswith("shards/") for name, _ in root.reads)
@@ -79,7 +79,7 @@ def test_the_zarr_twin_is_read_from_a_bucket_by_ranges(bucket: str, tmp_path: Pa
     data = bytearray(fs.cat_file(block))
     fs.pipe_file(block, bytes(data[: len(data) // 2]))
     with pytest.raises(DatasetError, match=rf"^{away}/store\.zarr/[^\n]*index fails its crc32c[^\n]*$"):
-        Gather([Dataset.open(away)], source="zarr").read(np.zeros(1, int), np.array([3]), out[:1])
+        CropReader([Dataset.open(away)], source="zarr").read(np.zeros(1, int), np.array([3]), out[:1])
 
 
 def test_a_damaged_object_is_refused(bucket: str, ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
@@ -96,9 +96,9 @@ def test_a_damaged_object_is_refused(bucket: str, ten: Dataset, tmp_path: Path, 
             stagings[0].path(shard)
     assert root.shards().count(3) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
-    gather, out = Gather([dataset], on_corrupt="skip", staged={0: stagings[0].hold}), np.empty((3, *CROP_SHAPE), np.int16)
+    gather, out = CropReader([dataset], on_corrupt="skip", staged={0: stagings[0].hold}), np.empty((3, *CROP_SHAPE), np.int16)
     report = gather.read(np.zeros(3, int), np.array([6, 1, 14]), out)
     assert report.row.tolist() == [8, 1, 16] and gather.skipped == 4
     assert all(np.array_equal(crop, ten.read(row)) for crop, row in zip(out, report.row, strict=True))
     with pytest.raises(DatasetError, match=r"00003\.tar: .*sha256, twice.*crop 6 at byte \d+"):
-        Gather([dataset], staged={0: stagings[0].hold}).read(np.zeros(1, int), np.array([6]), out[:1])
+        CropReader([dataset], staged={0: stagings[0].hold}).read(np.zeros(1, int), np.array([6]), out[:1])

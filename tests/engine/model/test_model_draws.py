@@ -11,7 +11,7 @@ from tiny import SMALL
 from torch import Tensor
 
 from engine.common import ConfigError
-from engine.data.counter import Stream, mix
+from engine.data.counter import RandomStream, mix
 from engine.model.config import ModelConfig, masked_share
 from engine.model.draws import (
     ModelStream,
@@ -41,7 +41,7 @@ def runs(mask: Tensor) -> list[int]:
 
 
 def test_streams_do_not_meet_those_of_the_pipelines() -> None:
-    assert max(Stream) < min(ModelStream)
+    assert max(RandomStream) < min(ModelStream)
 
 
 @pytest.mark.parametrize(("trim", "digest"), [(False, "2626f3127b5816fc"), (True, "b0cd01b5216f8c18")])

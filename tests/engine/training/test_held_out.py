@@ -15,7 +15,7 @@ from data_tools.dataset import Dataset
 from data_tools.sources import open_sources
 from engine.config import build
 from engine.data.loader import Loader
-from engine.data.order import Order, Rows
+from engine.data.order import DatasetRows, Order
 from engine.data.validation_split import sides
 from engine.training.validation import Patients, taught
 
@@ -90,13 +90,15 @@ def test_a_patient_has_one_number_wherever_the_records_lie() -> None:
 def test_no_patient_held_out_is_trained_on_at_any_world_size_or_restart(dataset: Dataset) -> None:
     config = build({"data": {"datasets": [dataset.root.url], "hold_out": 0.2}, "train": {"batch_crops": 16}})
     patients = Patients([dataset]).of_dataset[0]
-    held = Rows.of(dataset, **taught(config), held=True)
+    held = DatasetRows.of(dataset, **taught(config), held=True)
     out = set(patients[held.row(np.arange(len(held)))].tolist())
-    order = Order((Rows.of(dataset, **taught(config)),), 16)
+    order = Order((DatasetRows.of(dataset, **taught(config)),), 16)
     steps = 3 * order.steps_per_epoch
     seen = order.places(0, steps * 16).row
     assert out and not out & set(patients[seen].tolist())
-    everybody = set(patients[Rows.of(dataset, pretrain=True, halves=2).row(np.arange(len(held) + len(order.rows[0])))].tolist())
+    everybody = set(
+        patients[DatasetRows.of(dataset, pretrain=True, halves=2).row(np.arange(len(held) + len(order.rows[0])))].tolist()
+    )
     assert everybody == out | set(patients[order.rows[0].row(np.arange(len(order.rows[0])))].tolist())
     for world in WORLDS:
         loaders = [Loader(config.loader, [dataset], torch.device("cpu"), r, world, **taught(config)) for r in range(world)]
