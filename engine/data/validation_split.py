@@ -7,6 +7,7 @@ every run holds the same ones out, and a larger share holds out those of a small
 has a copy is on neither side.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -41,6 +42,17 @@ def owners(part: pa.RecordBatch) -> tuple[pa.DictionaryArray, np.ndarray]:
     name = pc.if_else(known, part["patient"], part["record"])
     joined = pc.binary_join_element_wise(part["source"], name, "/")
     return pc.dictionary_encode(joined), known.to_numpy(zero_copy_only=False)
+
+
+def patient_ids(datasets: Sequence[Dataset]) -> list[np.ndarray]:
+    """For each dataset an integer for the patient of every crop (for its record where the patient is unknown), int64 [crops].
+    Patients of two datasets never share one."""
+    ids: list[np.ndarray] = []
+    for number, dataset in enumerate(datasets):
+        names, known = zip(*map(owners, dataset.parts(OWNER)), strict=True)
+        codes = [part.indices.to_numpy() for part in pa.chunked_array(names).unify_dictionaries().chunks]
+        ids.append(number << 40 | np.concatenate(codes).astype(np.int64) << 1 | np.concatenate(known))
+    return ids
 
 
 def uniforms(names: pa.Array) -> np.ndarray:

@@ -1,7 +1,7 @@
 """An evaluation -> one HTML page that shows how good the model is, and where it errs, with nothing to load from elsewhere.
 
-    report(Diagnoses(labels_NK, scores_NK, records, patients, facts), Path("report.html"))
-    report(Identities(gallery_PD, gallery_ids, probe_QD, probe_ids, facts), Path("report.html"))
+    report(DiagnosisResult(labels_NK, scores_NK, records, patients, facts), Path("report.html"))
+    report(IdentificationResult(gallery_PD, gallery_ids, probe_QD, probe_ids, facts), Path("report.html"))
 
 `facts` is what stands under the title and at the end: the model, the data, the role, the leads.
 """
@@ -18,7 +18,7 @@ from engine.common import write_whole
 from engine.evaluation import charts, page, squares
 from engine.evaluation.charts import Line, Look
 from engine.evaluation.metrics import Array, outputs_of
-from engine.evaluation.results import Diagnoses, Identities, calibration
+from engine.evaluation.results import DiagnosisResult, IdentificationResult, calibration
 from engine.evaluation.run_report import flat
 
 SHOWN = 11  # classes with curves of their own, the most frequent
@@ -28,14 +28,14 @@ PERCENT = ("accuracy",)
 HEAD = ("class", "positives", "said", "AUROC", "AUPRC", "F", "sensitivity", "specificity")
 
 
-def report(evaluation: Diagnoses | Identities, out: Path) -> Path:
+def write_report(evaluation: DiagnosisResult | IdentificationResult, out: Path) -> Path:
     """All of the page or nothing."""
     write_whole(out, build(evaluation))
     return out
 
 
-def build(evaluation: Diagnoses | Identities) -> str:
-    parts = diagnosis_parts(evaluation) if isinstance(evaluation, Diagnoses) else identification_parts(evaluation)
+def build(evaluation: DiagnosisResult | IdentificationResult) -> str:
+    parts = diagnosis_parts(evaluation) if isinstance(evaluation, DiagnosisResult) else identification_parts(evaluation)
     about = page.part("The evaluation", page.table([(key, value) for key, value in flat(evaluation.facts)]))
     title = str(evaluation.facts.get("model", "model"))
     return page.page(f"{title}: evaluation", [*parts, about if evaluation.facts else ""])
@@ -59,7 +59,7 @@ def between(span: list[float], percent: bool = False) -> str:
 # Diagnosis
 
 
-def diagnosis_parts(told: Diagnoses) -> Iterator[str]:
+def diagnosis_parts(told: DiagnosisResult) -> Iterator[str]:
     half = told.half
     yield _heading("Diagnosis", told.facts, [f"{half['n']:,} halves of 5 s of {told.record['n']:,} records"])
     yield page.tiles(tiles_of(half))
@@ -86,7 +86,7 @@ def tiles_of(result: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield name, number(result["metrics"][key], percent), between(result["intervals"][key], percent)
 
 
-def threshold_charts(told: Diagnoses) -> Iterator[str]:
+def threshold_charts(told: DiagnosisResult) -> Iterator[str]:
     labels, scores = np.asarray(told.labels_NK, bool), np.asarray(told.scores_NK)
     yield squares.trade_offs("All classes together", labels.ravel(), scores.ravel())
     positives = labels.sum(0)
@@ -107,8 +107,8 @@ def class_table(classes: Mapping[str, Mapping[str, float]]) -> str:
 # Identification
 
 
-def identification_parts(told: Identities) -> Iterator[str]:
-    found = told.found
+def identification_parts(told: IdentificationResult) -> Iterator[str]:
+    found = told.scores
     counts = [f"{found['n_probes']:,} probes against {found['n_gallery']:,} in the gallery"]
     yield _heading("Patient identification", told.facts, counts)
     yield page.tiles(
@@ -139,16 +139,16 @@ def rank_curve(found: Mapping[str, Any]) -> str:
     return charts.line_chart("Patient among the most similar", lines, look)
 
 
-def similarities(told: Identities) -> str:
+def similarities(told: IdentificationResult) -> str:
     groups = [
-        ("same patient", told.found["same"]),
+        ("same patient", told.scores["same"]),
         ("other patients", other_pairs(told)),
-        ("most similar other", told.found["other"]),
+        ("most similar other", told.scores["other"]),
     ]
     return charts.histogram("Similarity to the gallery (cosine)", groups)
 
 
-def other_pairs(told: Identities) -> Array:
+def other_pairs(told: IdentificationResult) -> Array:
     """Cosines of pairs of different patients, drawn with a fixed seed."""
     rng = np.random.default_rng(0)
     p, q = (rng.integers(0, n, OTHERS) for n in (len(told.gallery_PD), len(told.probe_QD)))

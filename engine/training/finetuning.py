@@ -27,6 +27,7 @@ from engine.config import Config, FinetuneConfig, load
 from engine.data.augmenter import HALF
 from engine.data.leakage import torn
 from engine.data.loader import Batch
+from engine.data.validation_split import patient_ids
 from engine.evaluation import metrics
 from engine.evaluation.run_files import VALID
 from engine.model import inference
@@ -37,7 +38,7 @@ from engine.model.init_weights import initialise
 from engine.training.distributed import Ranks
 from engine.training.similarity import pairs
 from engine.training.task import Task, chosen, told_best
-from engine.training.validation import Patients, count_of, dtype_of, encode, to_device
+from engine.training.validation import count_crops, dtype_of, eval_mode, predict_on_ranks, to_device
 
 DIAGNOSED = 64  # crops
 RANDOM = "random"  # weights of a start that is a YAML
@@ -60,7 +61,7 @@ class Finetuning(Task):
         if told := torn(datasets, "dx_role" if self.diagnosis else "id_role"):
             raise ConfigError(f"data.datasets: {told}: build them with one --plan and --seed, or leave one out")
         for dataset in datasets:
-            if not count_of(dataset, self.roles):
+            if not count_crops(dataset, self.roles):
                 raise ConfigError(f"data.datasets: {dataset.root.url} has no crop with {role}=train: nothing to learn from")
         self.source, weights = read_start(config.start)
         self.architecture = config.tuned(self.source["model"])
@@ -125,11 +126,7 @@ class Finetuning(Task):
     def validate(self, engine: Any) -> dict[str, float]:
         if not self.held:
             return {}
-        engine.eval()
-        try:
-            out_BSD = encode(self.config, self.ranks, self.held, lambda x: self._outputs(engine, x)).cpu()
-        finally:
-            engine.train()
+        out_BSD = self._outputs(engine, self.held)
         return self._diagnosed(out_BSD) if self.diagnosis else self._identified(out_BSD)
 
     def diagnostics(self, engine: Any, batch: Batch) -> dict[str, np.ndarray]:
@@ -137,20 +134,22 @@ class Finetuning(Task):
         found = super().diagnostics(engine, batch)
         if self.diagnosis or not self.held:
             return found
-        engine.eval()
-        try:
-            c_BSD = encode(self.config, self.ranks, self.held[:DIAGNOSED], lambda x: self._outputs(engine, x)).cpu()
-        finally:
-            engine.train()
+        c_BSD = self._outputs(engine, self.held[:DIAGNOSED])
         names_R = torch.from_numpy(self.held_labels[:DIAGNOSED]).repeat_interleave(c_BSD.shape[1])
         same, other = pairs(c_BSD.flatten(0, 1), names_R)
         return found | {"same_similarity": same, "other_similarity": other}
 
-    def _outputs(self, engine: Any, x_BSLT: Tensor) -> Tensor:
-        c_RD: Tensor = engine(x_BSLT)
-        out_RD: Tensor = engine.module.logits(c_RD) if self.diagnosis else c_RD
-        out_BSD: Tensor = out_RD.view(*x_BSLT.shape[:2], -1)
-        return out_BSD
+    def _outputs(self, engine: Any, crops: Sequence[tuple[Dataset, int]]) -> Tensor:
+        """Logits, or embeddings, of both halves of each crop."""
+
+        def forward(x_RLT: Tensor) -> Tensor:
+            c_RD: Tensor = engine(x_RLT.unflatten(0, (-1, 2)))
+            y_RD: Tensor = engine.module.logits(c_RD) if self.diagnosis else c_RD
+            return y_RD
+
+        with eval_mode(engine):
+            y_RD = predict_on_ranks(self.config, self.ranks, crops, forward)
+        return y_RD.view(-1, 2, y_RD.shape[1])
 
     def _diagnosed(self, logits_BSC: Tensor) -> dict[str, float]:
         """Each half that is there is a sample, as in the paper."""
@@ -242,7 +241,7 @@ def diagnoses(datasets: Sequence[Dataset], where: Where) -> tuple[list[np.ndarra
 
 def identities(datasets: Sequence[Dataset], where: Where) -> tuple[list[np.ndarray], np.ndarray, int]:
     """The class of every crop, 0 where it is none that is trained on; patients of the held-out crops; how many classes."""
-    patients = Patients(datasets).of_dataset
+    patients = patient_ids(datasets)
     taught = np.unique(np.concatenate([patients[n][d.select(identity="train")] for n, d in enumerate(datasets)]))
     of_crop = [np.clip(np.searchsorted(taught, ids), 0, len(taught) - 1) for ids in patients]
     held = np.array([patients[n][row] for n, row in zip(*where, strict=True)], np.int64)

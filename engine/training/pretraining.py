@@ -14,14 +14,15 @@ from engine.common import ConfigError
 from engine.config import Config, candidates, micro_batch
 from engine.data.augmenter import HALF
 from engine.data.loader import Batch
+from engine.data.validation_split import patient_ids
 from engine.evaluation.run_files import VALID
 from engine.model.config import flops_per_crop, kept_per_crop, masked_share
 from engine.model.pretrainer import Pretrainer
 from engine.model.quantizer import temperature
 from engine.training.distributed import Ranks
-from engine.training.similarity import Seen
+from engine.training.similarity import Capture
 from engine.training.task import Task, chosen, told_best
-from engine.training.validation import HeldOut, Patients, Probe, arguments, taught
+from engine.training.validation import PatientProbe, ValidationLoss, eval_mode, model_inputs, training_roles
 
 DIAGNOSED = 16  # crops of a rank
 COLLAPSED_SHARE, COLLAPSED_LOGS = 0.02, 3  # of all codes; log lines in a row
@@ -38,12 +39,12 @@ class Pretraining(Task):
     def __init__(self, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
         self.best = chosen(config.train.best, ("loss", "identification_accuracy"))
-        self.roles = taught(config)
-        self.ids = Patients(datasets) if config.objective.needs_ids else None
-        self.held_out, self.probe = HeldOut(config, datasets, ranks), Probe(config, datasets, ranks)
+        self.roles = training_roles(config)
+        self.patients = patient_ids(datasets) if config.objective.needs_ids else None
+        self.held_out, self.probe = ValidationLoss(config, datasets, ranks), PatientProbe(config, datasets, ranks)
         if not self.held_out.crops:
             self.remarks = [nothing_held_out(config)]
-        elif not config.data.hold_out and (seen := self.held_out.taught()):
+        elif not config.data.hold_out and (seen := self.held_out.trained_on()):
             self.remarks = [f"validates on {seen} crops that it is trained on (data.train, data.valid): no held-out loss"]
         self.flops_per_crop = flops_per_crop(config.model, HALF, local=config.objective.local > 0)
         self.kept_per_crop = kept_per_crop(config.model, HALF)
@@ -59,7 +60,7 @@ class Pretraining(Task):
 
     def arguments(self, batch: Batch, step: int) -> tuple[Tensor | None, ...]:
         tau = torch.tensor(temperature(self.config.model, step)).to(self.ranks.device, non_blocking=True)
-        return arguments(batch, self.config, self.ids, tau)
+        return model_inputs(batch, self.config, self.patients, tau)
 
     def explained(self) -> dict[str, Any]:
         c = self.config
@@ -107,7 +108,7 @@ class Pretraining(Task):
         )
 
     def validate(self, engine: Any) -> dict[str, float]:
-        row = self.held_out.losses(engine) if self.held_out.crops else {}
+        row = self.held_out.measure(engine) if self.held_out.crops else {}
         if self.probe.pairs:
             row["identification_accuracy"] = self.probe.accuracy(engine)
         return row
@@ -116,13 +117,9 @@ class Pretraining(Task):
         """How the model sees the first crops of the batch, with nothing dropped out."""
         few = min(DIAGNOSED, micro_batch(self.config, self.ranks.world)[0])
         given = (a if a is None or a.ndim == 0 else a[:few] for a in self.arguments(batch, 0))
-        engine.eval()
-        try:
-            with Seen(engine.module) as seen, torch.no_grad():
-                engine(*given)
-        finally:
-            engine.train()
-        return super().diagnostics(engine, batch) | seen.arrays(batch.x_BSLT.shape[1])
+        with eval_mode(engine), Capture(engine.module) as captured, torch.no_grad():
+            engine(*given)
+        return super().diagnostics(engine, batch) | captured.similarities(batch.x_BSLT.shape[1])
 
     @staticmethod
     def described(config: Config, state: dict[str, Any]) -> dict[str, Any]:

@@ -1,22 +1,18 @@
-"""What a run is worth while it runs: the loss on crops that it does not see, and whether it knows a patient again.
+"""Validation during training: the loss on held-out crops, and how many patients the model recognises.
 
-    HeldOut(config, datasets, ranks).losses(engine)      # the same crops, masks and negatives every time
-    Probe(config, datasets, ranks).accuracy(engine)
-
-The probe needs no labels: mean-pooled encodings of the first 5 s of each patient's gallery crop; a probe crop is recognised if
-the most similar of them (cosine) is the same patient's (paper, section "Patient identification").
+ValidationLoss(config, datasets, ranks).measure(engine)      # the same crops, masks and negatives every time
+PatientProbe(config, datasets, ranks).accuracy(engine)       # needs no labels
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from data_tools.dataset import Dataset
@@ -24,14 +20,17 @@ from engine.config import Config, Settings, candidates
 from engine.data.augmenter import crop_key
 from engine.data.loader import Batch, Loader
 from engine.data.order import DatasetRows, OrderError
-from engine.data.plain import views
-from engine.data.validation_split import OWNER, owners
+from engine.data.preprocess import Input
+from engine.data.validation_split import patient_ids
+from engine.evaluation.metrics import identification
+from engine.evaluation.predict import CropBatch, predict
 from engine.model.draws import row_keys
 from engine.model.heads import pool
 from engine.objectives.gather import apart, gather_constant, total
 from engine.training.distributed import Ranks
 
-GROUP = 16  # crops encoded at a time
+BATCH = 16  # crops encoded at a time
+LOGGED = ("loss", "loss_local", "loss_global", "accuracy_local", "accuracy_global")
 
 
 def dtype_of(config: Settings) -> torch.dtype:
@@ -43,125 +42,129 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def arguments(batch: Batch, config: Config, ids: "Patients | None", tau: Tensor | None = None) -> tuple[Tensor | None, ...]:
-    """A batch as engine.model.pretrainer.Pretrainer takes it."""
+def model_inputs(
+    batch: Batch, config: Config, patients: list[np.ndarray] | None, tau: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
+    """A batch as arguments of engine.model.pretrainer.Pretrainer. `patients`: patient_ids of the datasets."""
     x, places = batch.x_BSLT, batch.places
     keys = to_device(row_keys(config.train.seed, places.epoch, crop_key(places), x.shape[1]), x.device)
-    patients = to_device(ids.of(places.dataset, places.row), x.device) if ids else None
-    return x.to(dtype_of(config)), keys, tau, patients
+    ids = None
+    if patients:
+        crops = zip(places.dataset.tolist(), places.row.tolist(), strict=True)
+        ids = to_device(np.array([patients[dataset][row] for dataset, row in crops], np.int64), x.device)
+    return x.to(dtype_of(config)), keys, tau, ids
 
 
-class Patients:
-    """A number for each patient; for each record where patients are not known."""
-
-    def __init__(self, datasets: Sequence[Dataset]) -> None:
-        self.of_dataset: list[np.ndarray] = []
-        for number, dataset in enumerate(datasets):
-            names, known = zip(*map(owners, dataset.parts(OWNER)), strict=True)
-            codes = [part.indices.to_numpy() for part in pa.chunked_array(names).unify_dictionaries().chunks]
-            self.of_dataset.append(number << 40 | np.concatenate(codes).astype(np.int64) << 1 | np.concatenate(known))
-
-    def of(self, dataset: np.ndarray, row: np.ndarray) -> np.ndarray:
-        return np.array([self.of_dataset[d][r] for d, r in zip(dataset.tolist(), row.tolist(), strict=True)], np.int64)
+@contextmanager
+def eval_mode(engine: Any) -> Iterator[None]:
+    engine.eval()
+    try:
+        yield
+    finally:
+        engine.train()
 
 
-def taught(config: Config) -> dict[str, Any]:
-    """Which crops a pre-training is of, as engine.data.order.DatasetRows.of has them."""
+def training_roles(config: Config) -> dict[str, Any]:
+    """Which crops pre-training draws, as arguments of engine.data.order.DatasetRows.of."""
     roles: dict[str, Any] = {name: value for name, value in config.data.train if value is not None} | {"halves": 2}
     return roles | ({"hold_out": config.data.hold_out} if config.data.hold_out else {})
 
 
-class HeldOut:
-    """Crops for validation, `crops` at a time; 0: there are too few."""
+def count_crops(dataset: Dataset, roles: dict[str, Any], also: dict[str, Any] | None = None) -> int:
+    """Crops with these roles; with `also`, those that have both."""
+    try:
+        selected = [DatasetRows.of(dataset, **one) for one in (roles, also) if one is not None]
+    except OrderError:  # no crop has the role
+        return 0
+    some = [rows.numbers for rows in selected if rows.numbers is not None]
+    return len(np.intersect1d(some[0], some[1], assume_unique=True)) if len(some) == 2 else min(map(len, selected))
+
+
+class ValidationLoss:
+    """`crops`: how many are in a batch; 0 if there are too few to validate on."""
 
     def __init__(self, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
-        self.roles = taught(config) | {"held": True} if config.data.hold_out else {**dict(config.data.valid), "halves": 2}
-        counts = [count_of(dataset, self.roles) for dataset in datasets]
+        if config.data.hold_out:
+            self.roles = training_roles(config) | {"held": True}
+        else:
+            self.roles = {**dict(config.data.valid), "halves": 2}
+        counts = [count_crops(dataset, self.roles) for dataset in datasets]
         self.datasets = [dataset for dataset, count in zip(datasets, counts, strict=True) if count]
         contrasted = config.objective.contrast > 0
-        most = candidates(config, ranks.world) if contrasted else config.train.batch_crops
-        self.crops = min(most, sum(counts)) if sum(counts) > contrasted else 0
+        largest = candidates(config, ranks.world) if contrasted else config.train.batch_crops
+        self.crops = min(largest, sum(counts)) if sum(counts) > contrasted else 0
         self.batches = min(config.train.valid_batches, sum(counts) // max(self.crops, 1))
-        self.ids = Patients(self.datasets) if self.crops and config.objective.needs_ids else None
+        self.patients = patient_ids(self.datasets) if self.crops and config.objective.needs_ids else None
 
-    def taught(self) -> int:
-        """How many of all that could be drawn are trained on too."""
-        return sum(count_of(dataset, self.roles, taught(self.config)) for dataset in self.datasets)
+    def trained_on(self) -> int:
+        """How many of the validation crops are trained on as well."""
+        return sum(count_crops(dataset, self.roles, training_roles(self.config)) for dataset in self.datasets)
 
-    def losses(self, engine: Any) -> dict[str, float]:
-        """Means over the batches; one pass, at most train.valid_batches. A rank has some of them whole, so that the figures
-        hang neither on the ranks nor on the micro-batch; all call the engine equally often, as ZeRO stage 3 must."""
+    def measure(self, engine: Any) -> dict[str, float]:
+        """Means over at most train.valid_batches batches. Each rank takes whole batches, so the result depends neither on the
+        number of ranks nor on the micro-batch; all ranks call the engine equally often, as ZeRO stage 3 requires."""
         settings = replace(self.config.loader, backend="torch", batch_crops=self.crops, micro_batch=None, weights=None)
-        each = -(-self.batches // self.ranks.world)
-        first = self.ranks.rank * each
+        share = -(-self.batches // self.ranks.world)
+        first = self.ranks.rank * share
         loader = Loader(settings, self.datasets, self.ranks.device, step=first, **self.roles)
-        engine.eval()
         sums: dict[str, Tensor] = {}
         try:
-            with torch.no_grad(), apart():
-                for number, (batch, _) in enumerate(islice(loader, each), first):
-                    for name, value in engine(*arguments(batch, self.config, self.ids)).items():
+            with eval_mode(engine), torch.no_grad(), apart():
+                for number, (batch, _) in enumerate(islice(loader, share), first):
+                    for name, value in engine(*model_inputs(batch, self.config, self.patients)).items():
                         counted = value.float() if number < self.batches else torch.zeros_like(value, dtype=torch.float32)
                         sums[name] = sums.get(name, 0) + counted
         finally:
             loader.close()
-            engine.train()
         means = total(torch.stack(list(sums.values()))) / self.batches
-        wanted = ("loss", "loss_local", "loss_global", "accuracy_local", "accuracy_global")
-        return {name: value for name, value in zip(sums, means.tolist(), strict=True) if name in wanted}
+        return {name: value for name, value in zip(sums, means.tolist(), strict=True) if name in LOGGED}
 
 
-def count_of(dataset: Dataset, roles: dict[str, Any], also: dict[str, Any] | None = None) -> int:
-    """Crops of a role; those that are of another too."""
-    try:
-        asked = [DatasetRows.of(dataset, **one) for one in (roles, also) if one is not None]
-    except OrderError:  # none has the role
-        return 0
-    some = [rows.numbers for rows in asked if rows.numbers is not None]
-    return len(np.intersect1d(some[0], some[1], assume_unique=True)) if len(some) == 2 else min(map(len, asked))
-
-
-def by_patient(dataset: Dataset, rows: np.ndarray) -> dict[tuple[str, str], int]:
-    """The last of each patient's: two sources may number theirs alike."""
-    names = dataset.table(["source", "patient"]).take(rows).to_pydict().values()
-    return dict(zip(zip(*names, strict=True), rows.tolist(), strict=True))
-
-
-class Probe:
-    """Gallery and probe crops of the first patients that have both."""
+class PatientProbe:
+    """Patient identification (paper, section "Patient identification") for the first patients with a gallery and a probe crop.
+    Embeddings are means over the tokens of the first 5 s."""
 
     def __init__(self, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
-        self.pairs: list[tuple[Dataset, tuple[int, int]]] = []
-        for dataset in datasets:
-            gallery, probes = (by_patient(dataset, dataset.select(identity=role)) for role in ("gallery", "probe"))
-            self.pairs += [(dataset, (gallery[name], probes[name])) for name in gallery if name in probes]
+        self.pairs: list[tuple[Dataset, int, int]] = []  # dataset, gallery row, probe row
+        for dataset, patients in zip(datasets, patient_ids(datasets), strict=True):
+            gallery, probe = (
+                {patients[row]: row for row in dataset.select(identity=role).tolist()} for role in ("gallery", "probe")
+            )
+            self.pairs += [(dataset, gallery[patient], probe[patient]) for patient in gallery if patient in probe]
         self.pairs = self.pairs[: config.train.probe_patients]
 
     def accuracy(self, engine: Any) -> float:
-        engine.eval()
-        try:
-            gallery_PD, probe_PD = (self._encode(engine, [(d, pair[side]) for d, pair in self.pairs]) for side in (0, 1))
-        finally:
-            engine.train()
-        nearest_P = (probe_PD @ gallery_PD.t()).argmax(1)
-        return float((nearest_P == torch.arange(len(nearest_P), device=nearest_P.device)).float().mean())
+        def encode(crops: list[tuple[Dataset, int]]) -> np.ndarray:
+            encoder = engine.module.encoder
+            return predict_on_ranks(self.config, self.ranks, crops, lambda x_RLT: pool(encoder(x_RLT)), halves=1).numpy()
 
-    def _encode(self, engine: Any, crops: Sequence[tuple[Dataset, int]]) -> Tensor:
-        def unit(x_BSLT: Tensor) -> Tensor:
-            return F.normalize(pool(engine.module.encoder(x_BSLT[:, 0])), dim=-1)
-
-        return encode(self.config, self.ranks, crops, unit)
+        with eval_mode(engine):
+            gallery_PD = encode([(dataset, row) for dataset, row, _ in self.pairs])
+            probe_PD = encode([(dataset, row) for dataset, _, row in self.pairs])
+        ids = range(len(self.pairs))
+        return float(identification(gallery_PD, ids, probe_PD, ids)["accuracy"])
 
 
-@torch.no_grad()
-def encode(config: Settings, ranks: Ranks, crops: Sequence[tuple[Dataset, int]], forward: Callable[[Tensor], Tensor]) -> Tensor:
-    """forward(x_BSLT) of all crops, known to all ranks; each does its share, in the same number of calls."""
+def predict_on_ranks(
+    config: Settings,
+    ranks: Ranks,
+    crops: Sequence[tuple[Dataset, int]],
+    forward: Callable[[Tensor], Tensor],
+    halves: int = 2,
+) -> Tensor:
+    """forward(x_RLT) of the first `halves` halves of all crops, in order, on the CPU of every rank. Ranks share the work and
+    call the model equally often."""
     share = math.ceil(len(crops) / ranks.world)
     mine = [crops[min(i, len(crops) - 1)] for i in range(ranks.rank * share, (ranks.rank + 1) * share)]
-    parts = []
-    for at in range(0, share, GROUP):
-        crops_BLT = np.stack([dataset.read(row) for dataset, row in mine[at : at + GROUP]])
-        parts.append(forward(views(crops_BLT, config.augment).to(ranks.device, dtype_of(config))))
-    return gather_constant(torch.cat(parts))[: len(crops)]
+
+    def batches() -> Iterator[CropBatch]:
+        for at in range(0, share, BATCH):
+            uv_BLT = np.stack([dataset.read(row) for dataset, row in mine[at : at + BATCH]])
+            yield CropBatch(uv_BLT, np.full(len(uv_BLT), halves))
+
+    prepare, dtype = Input(config.augment.output_leads, config.augment.seen).halves, dtype_of(config)
+    outputs = predict(batches(), prepare, lambda x_RLT: forward(x_RLT.to(dtype)), ranks.device)
+    y_RD = torch.from_numpy(np.concatenate([y for _, y in outputs])).to(ranks.device)
+    return gather_constant(y_RD)[: halves * len(crops)].cpu()

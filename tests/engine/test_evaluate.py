@@ -22,7 +22,7 @@ from data_tools.synth import synthesise
 from engine.common import LEADS
 from engine.data.leakage import split_of
 from engine.evaluate import main
-from engine.evaluation import predict as heldout
+from engine.evaluation import results as heldout
 from engine.evaluation.metrics import challenge_score
 from engine.model.folder import seal
 

@@ -22,6 +22,7 @@ from engine import evaluate
 from engine.common import ConfigError
 from engine.config import CONFIGS, FinetuneConfig, build, check, load
 from engine.data.leakage import split_of, torn
+from engine.data.validation_split import patient_ids
 from engine.evaluation.run_files import DIAGNOSTICS, read_diagnostics
 from engine.model.classifier import HeadConfig, Tuned
 from engine.model.encoder import Encoder
@@ -29,7 +30,6 @@ from engine.model.init_weights import initialise
 from engine.objectives.arcface import arcface_logits
 from engine.training.finetuning import fitted, read_start
 from engine.training.task import chosen
-from engine.training.validation import Patients
 
 EXACT = ("step", "crops_seen", "loss", "accuracy", "lr", "grad_norm")
 
@@ -210,7 +210,7 @@ def test_classes_are_numbered_by_patient(dataset: Dataset) -> None:
 
     of_crop, _, classes = identities([dataset], (np.array([], np.int64), np.array([], np.int64)))
     taught = dataset.select(identity="train")
-    patients = Patients([dataset]).of_dataset[0][taught]
+    patients = patient_ids([dataset])[0][taught]
     assert classes == len(np.unique(patients)) == of_crop[0][taught].max() + 1
     same = patients[:, None] == patients
     assert ((of_crop[0][taught][:, None] == of_crop[0][taught]) == same).all()

@@ -14,26 +14,26 @@ import pytest
 from data_tools.record import ABBREVIATIONS
 from engine.evaluation import evaluation_report, squares
 from engine.evaluation.metrics import MetricError, challenge_score, outputs_of
-from engine.evaluation.results import Diagnoses, Identities, by_record, calibration
+from engine.evaluation.results import DiagnosisResult, IdentificationResult, by_record, calibration
 
 FACTS = {"model": "runs/<b>w2v</b>", "data": "0f3a", "role": "test", "leads": "I,II,V2"}
 NAN = math.nan
 
 
-def diagnoses(labels: Any, scores: Any, **more: Any) -> Diagnoses:
+def diagnoses(labels: Any, scores: Any, **more: Any) -> DiagnosisResult:
     names = [f"r{i // 2}" for i in range(len(labels))]
-    return Diagnoses(np.asarray(labels), np.asarray(scores), names, names, FACTS, resamples=20, **more)
+    return DiagnosisResult(np.asarray(labels), np.asarray(scores), names, names, FACTS, resamples=20, **more)
 
 
-def usual(n: int = 200) -> Diagnoses:
+def usual(n: int = 200) -> DiagnosisResult:
     rng = np.random.default_rng(0)
     labels = np.repeat(rng.random((n // 2, 26)) < np.linspace(0, 0.3, 26), 2, 0)
     return diagnoses(labels, np.clip(0.4 * labels + 0.7 * rng.random(labels.shape), 0, 1))
 
 
-def identities(gallery: Any, probes: Any, ids: Any = None) -> Identities:
+def identities(gallery: Any, probes: Any, ids: Any = None) -> IdentificationResult:
     own = [f"p{i}" for i in range(len(gallery))]
-    return Identities(
+    return IdentificationResult(
         np.asarray(gallery), own, np.asarray(probes), own[: len(probes)] if ids is None else ids, FACTS, resamples=20
     )
 
@@ -69,7 +69,7 @@ def check(html: str) -> list[ElementTree.Element]:
 
 
 ROW, NONE = np.eye(26, dtype=bool)[:1], np.zeros((6, 26), bool)
-STRANGE: dict[str, Diagnoses | Identities] = {
+STRANGE: dict[str, DiagnosisResult | IdentificationResult] = {
     "usual diagnoses": usual(),
     "no positives at all": diagnoses(NONE, np.full((6, 26), 0.2)),
     "every class of every row": diagnoses(~NONE, np.full((6, 26), 0.9)),
@@ -85,12 +85,12 @@ STRANGE: dict[str, Diagnoses | Identities] = {
 
 
 @pytest.mark.parametrize("told", STRANGE.values(), ids=STRANGE)
-def test_no_numbers_are_too_strange(told: Diagnoses | Identities, tmp_path: Path) -> None:
-    html = evaluation_report.report(told, tmp_path / "page.html").read_text()
+def test_no_numbers_are_too_strange(told: DiagnosisResult | IdentificationResult, tmp_path: Path) -> None:
+    html = evaluation_report.write_report(told, tmp_path / "page.html").read_text()
     assert len(check(html)) >= 2 and len(html) < 1_000_000
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
     document = json.loads(json.dumps(told.document(), allow_nan=False))
-    key = "challenge" if isinstance(told, Diagnoses) else "accuracy"
+    key = "challenge" if isinstance(told, DiagnosisResult) else "accuracy"
     assert document["score"] == document["metrics"][key]
     assert (document["role"], document["leads"]) == ("test", "I,II,V2")
 
@@ -151,5 +151,5 @@ def test_curves_end_where_they_must() -> None:
 def test_broken_models_are_an_error_of_one_line() -> None:
     scores = usual().scores_NK.copy()
     scores[[3, 8], 1] = NAN
-    with pytest.raises(MetricError, match="NaN for 2 of 200 rows"):
+    with pytest.raises(MetricError, match="NaN for 2 of 200"):
         diagnoses(usual().labels_NK, scores).document()

@@ -8,7 +8,6 @@ import pytest
 
 from engine.evaluation import probed
 from engine.evaluation.probes import Rows, linear, logistic, nearest, standardised, votes
-from engine.training.validation import by_patient
 
 RNG = np.random.default_rng(0)
 
@@ -95,4 +94,3 @@ def test_equal_numbers_of_two_sources_are_two_patients() -> None:
     told = scores["identification"]
     assert (told["accuracy"], told["n_probes"], told["one_sided"]) == (0, 3, 1) and told["chance"] == pytest.approx(1 / 3)
     assert "1 of patients whom the gallery lacks, never hits" in probed.report(scores)
-    assert by_patient(data, np.array([0, 2])) == {("a", "1"): 0, ("b", "1"): 2}

@@ -293,7 +293,7 @@ def test_errors_are_one_line(case: str, tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_the_command_runs_as_a_script_too(full: Path) -> None:
-    script = [sys.executable, str(ROOT / "engine" / "scoring" / "report.py"), str(full)]
+    script = [sys.executable, str(ROOT / "engine" / "evaluation" / "run_report.py"), str(full)]
     done = subprocess.run(script, cwd=full, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(full / "report.html") and (full / "report.html").stat().st_size > 10_000
 

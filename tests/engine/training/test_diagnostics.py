@@ -12,7 +12,7 @@ from engine.evaluation.run_files import DIAGNOSTICS, read_diagnostics
 from engine.model.config import ModelConfig
 from engine.model.pretrainer import Pretrainer
 from engine.objectives.config import ObjectiveConfig
-from engine.training.similarity import MOST, Seen, pairs, sampled
+from engine.training.similarity import MAX_PAIRS, Capture, pairs, thinned
 
 SMALL = ModelConfig(conv=((16, 2),) * 4, width=32, layers=1, heads=4, ffn=48, position_kernel=16, position_groups=4, codes=8,
                     code_width=16, projection=16)  # fmt: skip
@@ -29,8 +29,8 @@ def test_pairs_are_each_pair_once() -> None:
     found = pairs(c_AD, torch.tensor(names))
     for mine, same in zip(found, (True, False), strict=True):
         np.testing.assert_allclose(mine, [value for is_same, value in every if is_same == same], atol=1e-6)
-    assert len(sampled(torch.randn(3 * MOST + 1))) <= MOST and len(sampled(torch.randn(MOST))) == MOST
-    assert len(sampled(torch.randn(0))) == 0
+    assert len(thinned(torch.randn(3 * MAX_PAIRS + 1))) <= MAX_PAIRS and len(thinned(torch.randn(MAX_PAIRS))) == MAX_PAIRS
+    assert len(thinned(torch.randn(0))) == 0
 
 
 def test_contexts_are_compared_with_what_the_loss_compares_them_with() -> None:
@@ -39,9 +39,9 @@ def test_contexts_are_compared_with_what_the_loss_compares_them_with() -> None:
     model = Pretrainer(SMALL, objective, generator=torch.Generator().manual_seed(0)).eval()
     x_BSLT = torch.randn(2, 2, 12, 640, generator=torch.Generator().manual_seed(1))
     keys_BS = torch.arange(4).view(2, 2)
-    with Seen(model) as seen, torch.no_grad():
+    with Capture(model) as seen, torch.no_grad():
         losses = model(x_BSLT, keys_BS, torch.tensor(1.0))
-    found, draws = seen.arrays(views=2), seen.draws
+    found, draws = seen.similarities(views=2), seen.draws
     assert draws is not None and seen.compared is not None
     valid, times = draws.valid_RM.numpy(), draws.times_RMM.numpy() > 0
     assert len(found["positive_similarity"]) == valid.sum() == found["code_usage"].sum() / SMALL.codebooks

@@ -25,7 +25,7 @@ from engine.data.order import DatasetRows, Order
 from engine.pretrain import main as pretrain_main
 from engine.training import checkpoint
 from engine.training import train as course
-from engine.training.validation import taught
+from engine.training.validation import training_roles
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
@@ -153,7 +153,7 @@ def test_a_rank_whose_crops_are_bad_says_which(dataset: Dataset, tmp_path: Path)
     shutil.copytree(dataset.root.url, tmp_path / "damaged")
     damaged = Dataset.open(str(tmp_path / "damaged"))
     config = load(tmp_path / "tiny.yaml", settings(tmp_path, damaged.root.url)[3::2], Config)
-    order = Order((DatasetRows.of(damaged, **taught(config)),), 8)
+    order = Order((DatasetRows.of(damaged, **training_roles(config)),), 8)
     row = int(order.slice(3, 1, 2).row[0])  # of rank 1, in the fourth step
     shard, offset, _ = damaged.addresses
     with open(tmp_path / "damaged" / "shards" / damaged.shards[shard[row]]["name"], "r+b") as file:

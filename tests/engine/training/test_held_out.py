@@ -16,8 +16,8 @@ from data_tools.sources import open_sources
 from engine.config import build
 from engine.data.loader import Loader
 from engine.data.order import DatasetRows, Order
-from engine.data.validation_split import sides
-from engine.training.validation import Patients, taught
+from engine.data.validation_split import patient_ids, sides
+from engine.training.validation import training_roles
 
 WORLDS = (1, 2, 4)
 
@@ -57,8 +57,8 @@ def test_the_share_of_patients_is_held_out_whole(share: float) -> None:
 
 def test_a_patient_and_a_record_of_one_name_are_two() -> None:
     data: Any = Named(source=["s", "s", "s", "t"], patient=["7", None, "", "7"], record=["1", "7", "7", "2"])
-    assert len(set(Patients([data]).of_dataset[0].tolist())) == 3
-    assert Patients([data, data]).of_dataset[1].min() > Patients([data]).of_dataset[0].max()
+    assert len(set(patient_ids([data])[0].tolist())) == 3
+    assert patient_ids([data, data])[1].min() > patient_ids([data])[0].max()
 
 
 def test_more_data_moves_nobody() -> None:
@@ -83,16 +83,16 @@ def test_nobody_held_out_and_everybody() -> None:
 def test_a_patient_has_one_number_wherever_the_records_lie() -> None:
     names = [f"p{i % 700}" for i in range(5000)]
     data: Any = Named(source=["s"] * 5000, patient=names, record=[f"r{i}" for i in range(5000)])
-    (numbers,) = Patients([data]).of_dataset
+    (numbers,) = patient_ids([data])
     assert len(set(numbers.tolist())) == 700 and (numbers == numbers[np.arange(5000) % 700]).all()
 
 
 def test_no_patient_held_out_is_trained_on_at_any_world_size_or_restart(dataset: Dataset) -> None:
     config = build({"data": {"datasets": [dataset.root.url], "hold_out": 0.2}, "train": {"batch_crops": 16}})
-    patients = Patients([dataset]).of_dataset[0]
-    held = DatasetRows.of(dataset, **taught(config), held=True)
+    patients = patient_ids([dataset])[0]
+    held = DatasetRows.of(dataset, **training_roles(config), held=True)
     out = set(patients[held.row(np.arange(len(held)))].tolist())
-    order = Order((DatasetRows.of(dataset, **taught(config)),), 16)
+    order = Order((DatasetRows.of(dataset, **training_roles(config)),), 16)
     steps = 3 * order.steps_per_epoch
     seen = order.places(0, steps * 16).row
     assert out and not out & set(patients[seen].tolist())
@@ -101,11 +101,13 @@ def test_no_patient_held_out_is_trained_on_at_any_world_size_or_restart(dataset:
     )
     assert everybody == out | set(patients[order.rows[0].row(np.arange(len(order.rows[0])))].tolist())
     for world in WORLDS:
-        loaders = [Loader(config.loader, [dataset], torch.device("cpu"), r, world, **taught(config)) for r in range(world)]
+        loaders = [
+            Loader(config.loader, [dataset], torch.device("cpu"), r, world, **training_roles(config)) for r in range(world)
+        ]
         first = [next(iter(loader)) for loader in loaders]
         assert np.concatenate([batch.places.row for batch, _ in first]).tolist() == seen[:16].tolist()
         state = first[0][1]
-        again = Loader(config.loader, [dataset], torch.device("cpu"), 0, world, state, **taught(config))
+        again = Loader(config.loader, [dataset], torch.device("cpu"), 0, world, state, **training_roles(config))
         batch, _ = next(iter(again))
         assert batch.places.row.tolist() == seen[16 : 16 + 16 // world].tolist()
         for loader in (*loaders, again):
