@@ -1,35 +1,37 @@
-"""The paper's tables, made again beside its numbers: pre-train, fine-tune, evaluate whatever a table needs, once.
+"""Reproduce the paper's tables: pre-train, fine-tune and evaluate what they need, and print the scores beside the paper's.
 
-    python -m engine.reproduce --table 1 --data DATASET --out DIR --dry-run              what it would run, and how long
+    python -m engine.reproduce --table 1 --data DATASET --out DIR --dry-run              the commands, and how long they take
     python -m engine.reproduce --table 1 --data DATASET --out DIR --scale small --jobs 4
-    python -m engine.reproduce --table 1 2 3 4 --data DATASET --out DIR --scale paper --hosts hosts.txt
-    python -m engine.reproduce --table 1 --data DATASET --out DIR --scale paper --slurm --jobs 64     writes a script for sbatch
-    python -m engine.reproduce --table 1 --out DIR --collect-only                        the tables from what is there
+    python -m engine.reproduce --table 1 2 3 4 --data DATASET --out DIR --scale paper --cluster tcp://SCHEDULER:8786
+    python -m engine.reproduce --table 1 --out DIR --collect-only                        the tables, from the scores in DIR
 
-Scales: smoke (minutes, synthetic data: does it work?), demo (what `make demo` ends with), small (hours on a small machine),
-paper (its configurations), or a file of your own like configs/reproduce/scales/*.yaml. Killed at any moment and run again it
-goes on; workers on many hosts share DIR alone. DIR/table-N.md, .csv and .json are remade after each score. Exit 0: all done, or
-asked to stop (SIGTERM, Ctrl-C). Exit 1: jobs failed; run again, they are retried. Exit 2: a setting or a file is wrong.
+Scales: smoke (minutes: does it work?), demo (used by `make demo`), small (hours on a small machine), paper (the paper's
+configurations), or your own file like configs/reproduce/scales/*.yaml. Run the same command again after a kill or a failure: it
+continues. DIR/table-N.md, .csv and .json are updated after each score. Exit 0: all done, or stopped by SIGTERM or Ctrl-C.
+Exit 1: jobs failed. Exit 2: a setting or a file is wrong.
 """
 
 import argparse
-import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
 from pathlib import Path
 
+from data_tools.cli import say
+from data_tools.cluster import connected
 from data_tools.dataset import META, DataError, Dataset
 from engine.common import ConfigError, Parser
-from engine.reproduction import claims, cost, launch, results
-from engine.reproduction.paper import LEADS, TABLES, TASKS, Scale, Table, tables
-from engine.reproduction.plan import KINDS, Choice, Data, Job, Plan, make
-from engine.reproduction.work import ROOT, Worker, spoken
-from engine.reproduction.workdir import Place, begin, known
+from engine.reproduction.cost import expected_seconds, flops_per_s
+from engine.reproduction.jobs import ROOT, duration, on_this_machine, run_jobs
+from engine.reproduction.paper import LEADS, TABLES, TASKS, ReproductionScale, Table, tables
+from engine.reproduction.plan import PROGRAMS, DatasetInfo, Job, JobPlan, make_plan
+from engine.reproduction.results import write_table
+from engine.reproduction.workdir import WorkDir, read_json
 
-NEEDED = [("pretrain", ""), *(("dx", role) for role in ("train", "valid", "test"))]
-NEEDED += [("id", role) for role in ("train", "valid", "gallery", "probe")]
+NEEDED_ROLES = [("pretrain", ""), *(("dx", role) for role in ("train", "valid", "test"))]
+NEEDED_ROLES += [("id", role) for role in ("train", "valid", "gallery", "probe")]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,14 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return run(options)
     except (ConfigError, DataError) as error:
-        return say(error, 2)
+        return _say(error, 2)
     except OSError as error:
-        return say(f"{error.filename or options.out}: {error.strerror or error}: choose another --out, or make room", 2)
-    except KeyboardInterrupt:  # while no worker runs
-        return say("stopped: the same command goes on", 0)
+        return _say(f"{error.filename or options.out}: {error.strerror or error}: use another --out, or make room", 2)
+    except KeyboardInterrupt:  # while no job runs
+        return _say("stopped; run the same command again to continue", 0)
 
 
-def say(error: object, code: int) -> int:
+def _say(error: object, code: int) -> int:
     print(f"engine.reproduce: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
     return code
 
@@ -53,24 +55,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("python -m engine.reproduce", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--table", type=int, nargs="+", choices=TABLES, required=True, metavar="N", help="1, 2, 3, 4: one or several")
-    add("--out", required=True, metavar="DIR", help="runs, scores and tables; of one dataset and one scale")
-    add("--data", metavar="DATASET", help="a directory or s3:// address, with roles of the plan `paper`")
+    add("--out", required=True, metavar="DIR", help="for runs, scores and tables of one dataset and one scale")
+    add("--data", metavar="DATASET", help="a folder or s3:// address, built with --plan paper")
     add("--scale", default="paper", help="smoke, demo, small, paper (the default), or a YAML file")
-    add("--seeds", type=positive, default=3, metavar="K", help="fine-tunings of each cell (3)")
-    add("--rows", nargs="+", default=(), metavar="NAME", help="only these, as the table calls them: W2V+CMSC+RLM")
+    add("--seeds", type=_positive, default=3, metavar="K", help="fine-tunings per cell (3)")
+    add("--rows", nargs="+", default=(), metavar="NAME", help="only these rows of the tables, such as W2V+CMSC+RLM")
     add("--leads", nargs="+", type=int, choices=LEADS, default=(), metavar="N", help="only these columns: 12 6 3 2 1")
     add("--tasks", nargs="+", choices=sorted(TASKS), default=(), metavar="T", help="only Dx, only Id")
-    add("--dry-run", action="store_true", help="print every job's command and its expected time, and do nothing")
-    add("--collect-only", action="store_true", help="make the tables from what is there")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--hosts", metavar="FILE", help="one host a line: a worker on each, by ssh")
-    how.add_argument("--slurm", action="store_true", help="write DIR/reproduce.sbatch: an array of --jobs workers")
-    how.add_argument("--worker", nargs="?", const="", metavar="STOP", help="be one worker, until the file STOP appears")
-    add("--jobs", type=positive, default=1, metavar="N", help="workers on this machine, or in the array (1)")
+    add("--dry-run", action="store_true", help="print every job's command and its expected time, and run nothing")
+    add("--collect-only", action="store_true", help="make the tables from the scores in DIR, and run nothing")
+    add("--jobs", type=_positive, default=1, metavar="N", help="jobs at a time on this machine, each on one GPU (1)")
+    add("--cluster", metavar="ADDRESS", help="run jobs on a Dask cluster instead, one for each thread of its workers")
     return parser.parse_args(arguments)
 
 
-def positive(text: str) -> int:
+def _positive(text: str) -> int:
     number = int(text) if text.isdecimal() else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from 1")
@@ -79,140 +78,96 @@ def positive(text: str) -> int:
 
 def run(options: argparse.Namespace) -> int:
     chosen = [tables()[number] for number in dict.fromkeys(options.table)]
-    place = Place(Path(options.out).absolute())
-    if place.out.exists() and not place.out.is_dir():
-        raise ConfigError(f"--out {options.out}: is a file: name a folder")
-    if (place.out / META).exists():
-        raise ConfigError(f"--out {options.out}: is a dataset: name another folder")
-    scale, data = of_before(place) if options.collect_only else (Scale.read(options.scale), opened(options.data))
-    choice = Choice(tuple(options.rows), tuple(options.leads), tuple(options.tasks))
-    plan = make(chosen, scale, data, place.out, options.seeds, choice)
+    folder = WorkDir(Path(options.out).absolute())
+    if folder.path.is_file() or (folder.path / META).exists():
+        raise ConfigError(f"--out {options.out}: is a file or a dataset: name another folder")
+    if options.collect_only:
+        scale, data = _started_with(folder)
+    else:
+        scale, data = ReproductionScale.read(options.scale), _open(options.data)
+    plan = make_plan(chosen, scale, data, folder.path, options.seeds, options.rows, options.leads, options.tasks)
     if options.dry_run:
-        return show(plan, place)
+        return _show(plan, folder)
 
     def collect(job: Job | None = None) -> None:
         for table in chosen if job is None or job.kind == "evaluate" else ():
-            results.write(place, table, plan, scale, data, options.seeds)
+            write_table(folder, table, plan, options.seeds)
 
-    if options.collect_only:
+    failed, missing = dict[str, str](), []
+    if not options.collect_only:
+        folder.start(plan)
         collect()
-        return end(place, plan, chosen, 0)
-    begin(place, plan, scale, data)
-    if options.worker is not None:
-        return work(place, plan, collect, options.worker)
+        missing = folder.missing(plan)
+    if missing:
+        with _executor(options) as (executor, slots):
+            speed = executor.submit(flops_per_s, next(iter(plan.models.values()))).result()
+            say(_forecast(plan, expected_seconds(plan, folder, speed), slots()))
+            failed = run_jobs(plan, folder, executor, slots, collect)
     collect()
-    again = [*own(options, chosen, scale, data), "--out", str(place.out)]
-    if options.slurm:
-        return slurm(place, again, options.jobs, chosen)
-    since = claims.now(place.jobs)
-    stopped = together(place, plan, options, again)
-    collect()
-    failed = [job for job in plan.jobs if place.failed_since(job, since) and not place.done(job)]
-    return end(place, plan, chosen, 1 if not stopped and left(place, plan) else 0, failed)
+    return _end(folder, plan, chosen, failed)
 
 
-def opened(url: str | None) -> Data:
-    """The dataset, if its roles are those that both tasks need."""
+@contextmanager
+def _executor(options: argparse.Namespace) -> Iterator[tuple[Executor, Callable[[], int]]]:
+    """What runs the jobs, and a function that tells how many at a time."""
+    if options.cluster:
+        with connected(options.cluster) as client:
+            yield client.get_executor(pure=False), lambda: sum(client.nthreads().values())
+    else:
+        with on_this_machine(options.jobs) as executor:
+            yield executor, lambda: options.jobs
+
+
+def _open(url: str | None) -> DatasetInfo:
     if not url:
-        raise ConfigError("--data: name the dataset, as python -m data_tools shard ... --out DATASET made it")
+        raise ConfigError("--data is missing: name a dataset made by python -m data_tools shard ... --out DATASET")
     dataset = Dataset.open(url)
     path = url if "://" in url else str(Path(url).absolute())
-    data = Data(path, dataset.fingerprint, str(dataset.meta["plan"]), dataset.meta["roles"])
-    for group, role in NEEDED:
+    data = DatasetInfo(path, dataset.fingerprint, str(dataset.meta["plan"]), dataset.meta["roles"])
+    for group, role in NEEDED_ROLES:
         if not data.count(group, role):
-            name = " ".join(filter(None, (group, role)))
-            raise ConfigError(
-                f"--data {url}: no crop has the role {name} (it was built with --plan {data.split}): "
-                "build it with --plan paper, from the sources of the paper"
-            )
+            built = f"it was built with --plan {data.split}: use --plan paper and the paper's sources"
+            raise ConfigError(f"--data {url}: no crop has the role {f'{group} {role}'.strip()}: {built}")
     return data
 
 
-def of_before(place: Place) -> tuple[Scale, Data]:
-    """What DIR was begun with."""
-    was = known(place, "data")
-    if was is None:
-        raise ConfigError(f"--out {place.out}: nothing was made here: run it without --collect-only")
+def _started_with(folder: WorkDir) -> tuple[ReproductionScale, DatasetInfo]:
+    path = folder.path / "settings" / "data.json"
+    settings = read_json(path)
     try:
-        scale, data = str(was.pop("scale")), Data(**was)
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"{place.out}/settings/data.json: is not as it was written ({error}): use another --out") from None
-    return Scale.read(scale), data
+        return ReproductionScale.read(str(settings.pop("scale"))), DatasetInfo(**settings)
+    except (KeyError, TypeError):
+        raise ConfigError(f"{path}: missing or damaged: run without --collect-only first, or use another --out") from None
 
 
-def own(options: argparse.Namespace, chosen: Sequence[Table], scale: Scale, data: Data) -> list[str]:
-    """The arguments of a worker."""
-    found = ["--table", *(str(table.number) for table in chosen), "--data", data.path, "--scale", scale.name]
-    for name in ("rows", "leads", "tasks"):
-        values = [str(value) for value in getattr(options, name)]
-        found += [f"--{name}", *values] if values else []
-    return [*found, "--seeds", str(options.seeds)]
-
-
-def show(plan: Plan, place: Place) -> int:
-    expected = cost.estimate(plan, place, cost.speed(plan, place))
+def _show(plan: JobPlan, folder: WorkDir) -> int:
+    expected = expected_seconds(plan, folder, flops_per_s(next(iter(plan.models.values()))))
     print(f"cd {shlex.quote(str(ROOT))}")
-    for job in plan.jobs:
-        state = "done" if place.done(job) else f"about {spoken(expected.seconds[job.name])}"
+    for job in plan.ordered:
+        state = f"about {duration(expected[job.name])}" if job.name in expected else "done"
         print(f"# {job.name}: {state}\npython {shlex.join(job.command)}")
-    print(f"# {forecast(plan, expected, 1)}")
+    print(f"# {_forecast(plan, expected, 1)}")
     return 0
 
 
-def forecast(plan: Plan, expected: cost.Estimate, workers: int) -> str:
-    each = ", ".join(f"{sum(job.kind == kind for job in plan.jobs)} {kind}" for kind in KINDS)
-    text = f"{len(plan.jobs)} jobs ({each}), {len(expected.seconds)} to do: about {spoken(expected.total_s)} of one worker"
-    if workers > 1:
-        text += f", {spoken(expected.total_s / workers)} of {workers}"
-    return f"{text}; {expected.disk / 1e9:.1f} GB"
+def _forecast(plan: JobPlan, expected: dict[str, float], workers: int) -> str:
+    each = ", ".join(f"{sum(job.kind == kind for job in plan.ordered)} {kind}" for kind in PROGRAMS)
+    total = sum(expected.values())
+    many = f" on one worker, {duration(total / workers)} on {workers}" if workers > 1 else ""
+    disk = sum(plan.jobs[name].disk for name in expected) / 1e9
+    return f"{len(plan.jobs)} jobs ({each}), {len(expected)} to run: about {duration(total)}{many}; {disk:.1f} GB of results"
 
 
-def work(place: Place, plan: Plan, collect: Callable[[Job | None], None], stop: str) -> int:
-    worker = Worker(place, plan, collect, tell, Path(stop) if stop else None)
-    worker.work()
-    collect(None)
-    return 1 if any(place.failed_since(job, worker.since) and not place.done(job) for job in plan.jobs) else 0
-
-
-def tell(text: str) -> None:
-    with suppress(OSError):  # nobody listens any more
-        print(text, flush=True)
-
-
-def together(place: Place, plan: Plan, options: argparse.Namespace, again: Sequence[str]) -> bool:
-    """Workers here or on other hosts, until they have ended; whether they were asked to."""
-    hosts = launch.read_hosts(Path(options.hosts)) if options.hosts else []
-    if not left(place, plan):
-        return False
-    print(forecast(plan, cost.estimate(plan, place, cost.speed(plan, place)), len(hosts) or options.jobs), flush=True)
-    stop = place.jobs / f"stop.{claims.here().replace('/', '.')}.{os.getpid()}"
-    started = launch.by_ssh(again, hosts, stop) if hosts else launch.local(again, options.jobs, stop)
-    return launch.watch(started, stop, len(plan.jobs), lambda: len(plan.jobs) - len(left(place, plan)))
-
-
-def left(place: Place, plan: Plan) -> list[Job]:
-    return [job for job in plan.jobs if not place.done(job)]
-
-
-def slurm(place: Place, again: Sequence[str], jobs: int, chosen: Sequence[Table]) -> int:
-    path = place.out / "reproduce.sbatch"
-    name = "omnilead-table-" + "-".join(str(table.number) for table in chosen)
-    path.write_text(launch.slurm_script(again, jobs, place.out, name))
-    print(f"sbatch {path}")
-    return 0
-
-
-def end(place: Place, plan: Plan, chosen: Sequence[Table], code: int, failed: Sequence[Job] = ()) -> int:
-    for job in failed:
-        print(f"engine.reproduce: {job.name} failed: {place.why(job)}", file=sys.stderr)
-    paths = [place.out / f"table-{table.number}.md" for table in chosen]
+def _end(folder: WorkDir, plan: JobPlan, chosen: Sequence[Table], failed: dict[str, str]) -> int:
+    for name, why in failed.items():
+        _say(f"{name} failed: {why}", 1)
+    paths = [folder.path / f"table-{table.number}.md" for table in chosen]
     for path in paths:
         print("\n".join(line for line in path.read_text().splitlines() if line.startswith(("#", "|", "Each cell"))) + "\n")
-    files = ", ".join(map(str, paths))
-    undone = len(left(place, plan))
-    more = "; the same command goes on" if undone else ""
-    print(f"{files}: {len(plan.jobs) - undone} of {len(plan.jobs)} jobs done{more}")
-    return code
+    done = len(plan.jobs) - len(folder.missing(plan))
+    again = "" if done == len(plan.jobs) else "; run the same command again to continue"
+    print(f"{', '.join(map(str, paths))}: {done} of {len(plan.jobs)} jobs done{again}")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The paper's tables, made again: plan, claims, workers, tables. The door is engine/reproduce.py."""
+"""Reproduce the paper's tables: the jobs they need, running them, collecting scores. Used by engine/reproduce.py."""

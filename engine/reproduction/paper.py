@@ -1,12 +1,12 @@
-"""What the paper printed (configs/reproduce/paper.yaml) and at which scale it is made again (configs/reproduce/scales/).
+"""The paper's tables (configs/reproduce/paper.yaml) and the scales to reproduce them at (configs/reproduce/scales/*.yaml).
 
-tables()[1].rows["W2V"].printed["Dx"][12] -> (0.714, 0.011)
-Scale.read("small").sets["pretrain"] -> {"model.width": 128, ...}, to be set over configs/pretrain/METHOD.yaml
+tables()[1].rows["W2V"].printed["Dx"][12]           # [0.714, 0.011]
+ReproductionScale.read("small").settings["pretrain"]  # {"model.width": 128, ...}: set over configs/pretrain/METHOD.yaml
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,28 +16,27 @@ from engine.config import CONFIGS
 from engine.yaml_files import read
 
 HERE = CONFIGS / "reproduce"
-TASKS = {"Dx": "diagnosis", "Id": "identification"}  # as the paper calls them; configs/finetune/TASK.yaml
+TASKS = {"Dx": "diagnosis", "Id": "identification"}  # as the paper calls them: configs/finetune/TASK.yaml
 LEADS = (12, 6, 3, 2, 1)
 TABLES = (1, 2, 3, 4)
 STAGES = ("pretrain", *TASKS.values())
-Printed = tuple[float, float] | None  # mean and half of the interval; None: no such cell
 
 
 @dataclass(frozen=True)
 class Row:
     name: str
     pretrain: str  # the method: configs/pretrain/NAME.yaml
-    random: bool  # only its architecture, with random weights
-    against: str | None  # the row that it should be better than, where the table is about that
-    tuning: Mapping[str, Mapping[str, Any]]  # settings of fine-tuning that are this row's own
-    printed: Mapping[str, Mapping[int, Printed]]  # task, leads
+    printed: Mapping[str, Mapping[int, list[float] | None]]  # by task and leads: mean, half of the interval; None: no such cell
+    random: bool = False  # random weights instead of pre-trained ones
+    against: str = ""  # the row it is compared with, where the table shows gains
+    finetune: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by task: settings of this row alone
 
 
 @dataclass(frozen=True)
 class Table:
     number: int
     title: str
-    padded: bool  # pre-trained once on 12 leads; absent leads are zeros
+    padded: bool  # pre-trained once on 12 leads; missing leads are zeros
     bold: str  # best: of a column; gain: better than the row `against`
     rows: Mapping[str, Row]
 
@@ -48,66 +47,53 @@ class Table:
 @cache
 def tables() -> dict[int, Table]:
     if not (HERE / "paper.yaml").is_file():  # the package was installed without the repository
-        raise ConfigError(f"{HERE}: no such folder: clone the repository, then `pip install -e .` in it, or run from there")
+        raise ConfigError(f"{HERE}: no such folder: clone the repository and `pip install -e .` there, or run in the clone")
     return {
-        number: Table(number, t["title"], t["padded"], t["bold"], {name: _row(name, row) for name, row in t["rows"].items()})
-        for number, t in read(HERE / "paper.yaml")["tables"].items()
+        number: Table(**table | {"number": number, "rows": {name: Row(name, **row) for name, row in table["rows"].items()}})
+        for number, table in read(HERE / "paper.yaml")["tables"].items()
     }
 
 
-def _row(name: str, row: dict[str, Any]) -> Row:
-    printed = {task: {leads: tuple(cell) if cell else None for leads, cell in row[task].items()} for task in TASKS}
-    tuning = {task: row.get(task, {}) for task in TASKS.values()}
-    return Row(name, row["pretrain"], row.get("start") == "random", row.get("against"), tuning, printed)
-
-
 @dataclass(frozen=True)
-class Scale:
+class ReproductionScale:
+    """Settings that make the models smaller or the training shorter, by stage and dotted key."""
+
     name: str
-    sets: Mapping[str, Mapping[str, Any]]  # stage, dotted key
+    settings: Mapping[str, Mapping[str, Any]]
 
     @classmethod
-    def read(cls, name: str) -> "Scale":
-        """One that is shipped, or a file of the same form."""
+    def read(cls, name: str) -> "ReproductionScale":
+        """A shipped scale, or a YAML file of the same form."""
         shipped = HERE / "scales" / f"{name}.yaml"
         path = shipped if name in scales() else Path(name).absolute()
         if not path.is_file():
-            raise ConfigError(f"--scale {name!r}: no such scale: use {', '.join(scales())}, or a YAML file of their form")
+            raise ConfigError(f"--scale {name!r}: no such scale: use {', '.join(scales())}, or a YAML file like theirs")
         tree = read(path)
-        unknown = [stage for stage in tree if stage not in STAGES]
-        if unknown:
+        if unknown := [stage for stage in tree if stage not in STAGES]:
             raise ConfigError(f"{path}: {unknown[0]}: no such stage: use {', '.join(STAGES)}")
-        sets = {stage: _over_base(tree.get(stage) or {}, path) for stage in STAGES}
-        return cls(name if path == shipped else str(path), sets)
+        settings = {}
+        for stage in STAGES:
+            section = tree.get(stage) or {}
+            if not isinstance(section, dict):
+                raise ConfigError(f"{path}: {stage}: {section!r}: write a table of keys and values")
+            base = read(path.parent / str(section.pop("base"))) if "base" in section else {}
+            both = flat(base) | flat(section)  # where a run is written and on which data is up to its job
+            settings[stage] = {key: value for key, value in both.items() if key not in ("run", "data.datasets")}
+        return cls(name if path == shipped else str(path), settings)
 
 
 def scales() -> list[str]:
     return sorted(path.stem for path in (HERE / "scales").glob("*.yaml"))
 
 
-def _over_base(section: Any, path: Path) -> dict[str, Any]:
-    """A section over the file that its `base` names, less what a job says itself: where it runs, on which data."""
-    if not isinstance(section, dict):
-        raise ConfigError(f"{path}: {section!r}: a stage is a table of keys and values")
-    base = section.get("base")
-    below = flat(read(path.parent / str(base))) if base else {}
-    both = below | flat({name: value for name, value in section.items() if name != "base"})
-    return {key: value for key, value in both.items() if key not in ("run", "data.datasets")}
-
-
-def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} -> {"a.b": 1}"""
-    return dict(_leaves(tree, ""))
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    leaves: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+        leaves |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}": value}
+    return leaves
 
 
-def as_arguments(sets: Mapping[str, Any]) -> list[str]:
-    """For --set: values in JSON, which YAML reads alike."""
-    return [f"{key}={json.dumps(value)}" for key, value in sets.items()]
+def as_arguments(settings: Mapping[str, Any]) -> list[str]:
+    """For --set; JSON is also YAML."""
+    return [f"{key}={json.dumps(value)}" for key, value in settings.items()]

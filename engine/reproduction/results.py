@@ -1,138 +1,105 @@
-"""What has been measured so far -> DIR/table-N.md, .csv, .json, beside what the paper printed.
+"""Scores measured so far -> DIR/table-N.md, .csv, .json, beside the paper's.
 
-    write(place, table, plan, scale, data, seeds)
+    write_table(folder, table, plan, seeds)
 
 A cell is the mean and half of the 95 % interval (Student's t) over the seeds of fine-tuning.
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from dataclasses import asdict
+from typing import Any
 
 from data_tools.dataset import as_csv
 from engine.common import write_whole
 from engine.config import CONFIGS, Config, load
 from engine.evaluation.metrics import over_seeds
-from engine.reproduction.paper import LEADS, TASKS, Row, Scale, Table, as_arguments, flat
-from engine.reproduction.plan import Data, Job, Plan, parameters
-from engine.reproduction.workdir import Place
+from engine.reproduction.paper import LEADS, TASKS, ReproductionScale, Row, Table, as_arguments, flat
+from engine.reproduction.plan import DatasetInfo, Job, JobPlan, parameters
+from engine.reproduction.workdir import WorkDir, write_json
 from engine.yaml_files import read
 
-State = Literal["done", "part", "failed", "not yet", "not asked", "none in the paper"]
-MARKS: dict[State, str] = {
+LEGEND = {
     "not yet": "...: not run yet.",
-    "part": "[1/3]: of so many seeds.",
-    "failed": "failed: run again, it is retried.",
+    "part": "[1/3]: 1 of 3 seeds is done.",
+    "failed": "failed: run the same command again to retry.",
 }
 PAPER_DATA = {"pretrain": "about 85,000", "dx": "32,640 / 4,079 / 4,079 halves", "id": "2,127"}
-# Settings of a run that its result does not hang on.
-SILENT = {f"train.{name}" for name in ("log_every", "save_every_minutes", "keep", "zero_stage", "deepspeed", "best")}
+# Settings without an influence on scores, or mentioned elsewhere.
+UNMENTIONED = {f"train.{name}" for name in ("log_every", "save_every_minutes", "keep", "zero_stage", "deepspeed", "best")}
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A line of the csv."""
-
-    table: int
-    row: str
-    task: str
-    leads: int
-    column: str
-    mean: float | None
-    interval: float | None
-    bold: bool
-    seeds_done: int
-    seeds_asked: int
-    state: State
-    paper_mean: float | None
-    paper_interval: float | None
-    scores: tuple[float, ...]
-    auroc: float | None  # of diagnosis, beside the score that the paper printed
-    auroc_interval: float | None
+Cell = dict[str, Any]  # a line of the csv
 
 
-def cells(place: Place, table: Table, plan: Plan) -> list[Cell]:
-    found = [_cell(place, table, row, task, leads, plan) for row in table.rows.values() for task in TASKS for leads in LEADS]
-    return [_with_bold(cell, table, found) for cell in found]
+def table_cells(folder: WorkDir, table: Table, plan: JobPlan) -> list[Cell]:
+    cells = [_cell(folder, table, row, task, leads, plan) for row in table.rows.values() for task in TASKS for leads in LEADS]
+    for cell in cells:
+        cell["bold"] = _is_bold(cell, table, cells)
+    return cells
 
 
-def _cell(place: Place, table: Table, row: Row, task: str, leads: int, plan: Plan) -> Cell:
-    jobs = [plan.named[name] for name in plan.cells.get((table.number, row.name, task, leads), ())]
-    scores = tuple(score for score in map(place.score, jobs) if score is not None)
-    areas = tuple(area for area in (place.score(job, "auroc") for job in jobs) if area is not None) if task == "Dx" else ()
-    mean, interval = over_seeds(scores) if scores else (None, None)
-    auroc, auroc_interval = over_seeds(areas) if areas else (None, None)
+def _cell(folder: WorkDir, table: Table, row: Row, task: str, leads: int, plan: JobPlan) -> Cell:
+    jobs = [plan.jobs[name] for name in plan.cells.get((table.number, row.name, task, leads), ())]
+    scores = [score for job in jobs if (score := folder.score(job)) is not None]
     printed = row.printed[task][leads]
-    state: State = "not yet"
-    if printed is None:
-        state = "none in the paper"
-    elif not jobs:
-        state = "not asked"
-    elif scores:
+    if scores:
         state = "done" if len(scores) == len(jobs) else "part"
-    elif any(place.why(job) for end in jobs for job in chain_of(plan, end)):
-        state = "failed"
-    return Cell(
-        table=table.number,
-        row=row.name,
-        task=task,
-        leads=leads,
-        column=table.column(leads),
-        mean=mean,
-        interval=interval if len(scores) > 1 else None,
-        bold=False,
-        seeds_done=len(scores),
-        seeds_asked=len(jobs),
-        state=state,
-        paper_mean=printed[0] if printed else None,
-        paper_interval=printed[1] if printed else None,
-        scores=scores,
-        auroc=auroc,
-        auroc_interval=auroc_interval if len(areas) > 1 else None,
-    )
+    elif jobs:
+        state = "failed" if any(folder.failure(job) for last in jobs for job in _with_needs(plan, last)) else "not yet"
+    else:
+        state = "not asked" if printed else "none in the paper"
+    cell = {"table": table.number, "row": row.name, "task": task, "leads": leads, "column": table.column(leads)}
+    cell |= _spread(scores) | {"bold": False, "seeds_done": len(scores), "seeds_asked": len(jobs), "state": state}
+    cell |= dict(zip(("paper_mean", "paper_interval"), printed or (None, None), strict=True)) | {"scores": scores}
+    areas = [area for job in jobs if task == "Dx" and (area := folder.score(job, "auroc")) is not None]
+    return cell | _spread(areas, "auroc", "auroc_interval")  # which the paper does not print
 
 
-def chain_of(plan: Plan, job: Job) -> list[Job]:
-    """A job and all that it needs."""
-    return [job, *(before for needed in job.needs for before in chain_of(plan, plan.named[needed]))]
+def _spread(values: list[float], mean: str = "mean", interval: str = "interval") -> Cell:
+    center, half = over_seeds(values) if values else (None, None)
+    return {mean: center, interval: half if len(values) > 1 else None}
 
 
-def _with_bold(cell: Cell, table: Table, found: list[Cell]) -> Cell:
-    """As the table's caption has it; scores that print alike are alike."""
-    rivals = [o for o in found if (o.task, o.leads) == (cell.task, cell.leads) and o.mean is not None and o.row != cell.row]
+def _with_needs(plan: JobPlan, job: Job) -> list[Job]:
+    return [job, *(before for name in job.needs for before in _with_needs(plan, plan.jobs[name]))]
+
+
+def _is_bold(cell: Cell, table: Table, cells: list[Cell]) -> bool:
+    """As in the table's caption, by the scores as printed."""
+    column = [other for other in cells if (other["task"], other["leads"]) == (cell["task"], cell["leads"])]
+    scores = {other["row"]: round(other["mean"], 3) for other in column if other["mean"] is not None}
+    mine = scores.pop(cell["row"], None)
     if table.bold == "gain":
-        rivals = [other for other in rivals if other.row == table.rows[cell.row].against]
-    if cell.mean is None or not rivals:
-        return cell
-    mine, best = round(cell.mean, 3), max(round(other.mean or 0.0, 3) for other in rivals)
-    return replace(cell, bold=mine > best or (table.bold == "best" and mine == best))
+        return mine is not None and mine > scores.get(table.rows[cell["row"]].against, mine)
+    return mine is not None and bool(scores) and mine >= max(scores.values())
 
 
-def write(place: Place, table: Table, plan: Plan, scale: Scale, data: Data, seeds: int) -> None:
-    found, told = cells(place, table, plan), protocol(scale, data, seeds)
-    path = place.out / f"table-{table.number}"
-    about = {"table": table.number, "title": table.title, "protocol": told, "scale": scale.name, "data": asdict(data)}
-    place.keep(path.with_suffix(".json"), about | {"cells": [asdict(cell) for cell in found]})
-    rows = [asdict(cell) | {"scores": " ".join(map(repr, cell.scores))} for cell in found]
-    write_whole(path.with_suffix(".csv"), as_csv([list(rows[0]), *(list(row.values()) for row in rows)]))
-    write_whole(path.with_suffix(".md"), markdown(table, found, told))
+def write_table(folder: WorkDir, table: Table, plan: JobPlan, seeds: int) -> None:
+    cells, text = table_cells(folder, table, plan), protocol(plan.scale, plan.data, seeds)
+    path = folder.path / f"table-{table.number}"
+    about = {"table": table.number, "title": table.title, "protocol": text, "scale": plan.scale.name, "data": asdict(plan.data)}
+    write_json(path.with_suffix(".json"), about | {"cells": cells})
+    lines = [cell | {"scores": " ".join(map(repr, cell["scores"]))} for cell in cells]
+    write_whole(path.with_suffix(".csv"), as_csv([list(cells[0]), *(list(line.values()) for line in lines)]))
+    write_whole(path.with_suffix(".md"), markdown(table, cells, text))
 
 
-def markdown(table: Table, found: list[Cell], told: str) -> str:
+def markdown(table: Table, cells: list[Cell], text: str) -> str:
     """The rows and columns that were asked for."""
-    asked = [cell for cell in found if cell.state not in ("not asked", "none in the paper")] or found
-    rows, tasks = {cell.row for cell in asked}, [task for task in TASKS if task in {cell.task for cell in asked}]
-    columns = [leads for leads in LEADS if leads in {cell.leads for cell in asked}]
+    asked = [cell for cell in cells if cell["state"] not in ("not asked", "none in the paper")] or cells
+    tasks = [task for task in TASKS if any(cell["task"] == task for cell in asked)]
+    columns = [leads for leads in LEADS if any(cell["leads"] == leads for cell in asked)]
     head = ["Methods", "", *(table.column(leads) for leads in columns)]
-    lines = [f"# Table {table.number}: {table.title}", "", told, "", _line(head), _line(["---"] * len(head))]
-    for row in (row for row in table.rows.values() if row.name in rows):
+    lines = [f"# Table {table.number}: {table.title}", "", text, "", _line(head), _line(["---"] * len(head))]
+    for row in dict.fromkeys(cell["row"] for cell in asked):
         for task in tasks:
-            own = [cell for cell in found if (cell.row, cell.task) == (row.name, task) and cell.leads in columns]
-            lines.append(_line([row.name if task == tasks[0] else "", f"{task}.", *map(_text, own)]))
-            if any(cell.auroc is not None for cell in own):
-                lines.append(_line(["", "AUROC", *(_number(cell.auroc, cell.auroc_interval) for cell in own)]))
+            own = [cell for cell in cells if (cell["row"], cell["task"]) == (row, task) and cell["leads"] in columns]
+            lines.append(_line([row if task == tasks[0] else "", f"{task}.", *map(_cell_text, own)]))
+            if any(cell["auroc"] is not None for cell in own):
+                lines.append(_line(["", "AUROC", *(_number(cell["auroc"], cell["auroc_interval"]) for cell in own)]))
     bold = "the best of its column" if table.bold == "best" else "better than without random lead masking"
-    lines += ["", f"Each cell: ours / the paper's. Bold: {bold}, among ours. {_marks(asked)}".rstrip()]
+    legend = [text for state, text in LEGEND.items() if any(cell["state"] == state for cell in asked)]
+    lines += ["", " ".join([f"Each cell: ours / the paper's. Bold: {bold}, among ours.", *legend])]
     return "\n".join(lines) + "\n"
 
 
@@ -140,15 +107,13 @@ def _line(parts: list[str]) -> str:
     return "| " + " | ".join(parts) + " |"
 
 
-def _text(cell: Cell) -> str:
-    if cell.state == "none in the paper":
+def _cell_text(cell: Cell) -> str:
+    if cell["state"] == "none in the paper":
         return "-"
-    ours = {"failed": "failed", "not yet": "...", "not asked": ""}.get(cell.state) or _number(cell.mean, cell.interval)
-    if cell.bold:
-        ours = f"**{ours}**"
-    if cell.state == "part":
-        ours += f" [{cell.seeds_done}/{cell.seeds_asked}]"
-    return f"{ours} / {_number(cell.paper_mean, cell.paper_interval)}".strip()
+    ours = {"failed": "failed", "not yet": "...", "not asked": ""}.get(cell["state"]) or _number(cell["mean"], cell["interval"])
+    ours = f"**{ours}**" if cell["bold"] else ours
+    part = f" [{cell['seeds_done']}/{cell['seeds_asked']}]" if cell["state"] == "part" else ""
+    return f"{ours}{part} / {_number(cell['paper_mean'], cell['paper_interval'])}".strip()
 
 
 def _number(mean: float | None, interval: float | None) -> str:
@@ -157,50 +122,38 @@ def _number(mean: float | None, interval: float | None) -> str:
     return f"{mean:.3f}" + (f" ± {interval:.3f}" if interval is not None else "")
 
 
-def _marks(found: list[Cell]) -> str:
-    states = {cell.state for cell in found}
-    return " ".join(text for state, text in MARKS.items() if state in states)
-
-
-def protocol(scale: Scale, data: Data, seeds: int) -> str:
+def protocol(scale: ReproductionScale, data: DatasetInfo, seeds: int) -> str:
     """How this differs from the paper, in one paragraph."""
-    parts = [f"Scale `{scale.name}`, {_data(data)}"]
-    parts.append(
-        f"A cell is the mean over {seeds} seed{'s' * (seeds != 1)} of fine-tuning, from one pre-trained model"
-        + (", ± half of the 95 % interval (Student's t)" if seeds > 1 else "")
-        + "; Dx. is the CinC score, AUROC the mean over the classes of the same outputs, Id. the accuracy of identification."
-    )
-    best = flat(scale.sets["diagnosis"]).get("train.best", "auroc")
-    parts.append(f"Dx. keeps the step with the best {'CinC score' if best == 'challenge' else best.upper()} of validation.")
-    changed = list(_changes(scale))
-    parts.append(
-        f"Otherwise than in the configurations of the paper: {'; '.join(changed)}."
-        if changed
-        else "The settings of pre-training and fine-tuning are those of the paper's configurations."
-    )
-    return " ".join(parts)
-
-
-def _data(data: Data) -> str:
     dx = " / ".join(f"{data.count('dx', role):,}" for role in ("train", "valid", "test"))
-    leak = ", split by crop as in the authors' code: crops of one ECG lie on both sides" if data.split == "paper-split" else ""
+    leak = ", split by crop as in the authors' code: crops of one ECG are on both sides" if data.split == "paper-split" else ""
+    over = f"{seeds} seeds of fine-tuning ± half of the 95 % interval (Student's t)" if seeds > 1 else "1 seed of fine-tuning"
+    best = scale.settings["diagnosis"].get("train.best", "auroc")
+    changes = "; ".join(_changes(scale))
     return (
-        f"dataset {data.fingerprint[:12]}: {data.count('pretrain'):,} crops of 10 s for pre-training (the paper: "
-        f"{PAPER_DATA['pretrain']}), {dx} for training, validation and test of diagnosis ({PAPER_DATA['dx']}), "
-        f"{data.count('id', 'probe'):,} probes for identification ({PAPER_DATA['id']}){leak}."
+        f"Scale `{scale.name}`, dataset {data.fingerprint[:12]}: {data.count('pretrain'):,} crops of 10 s for pre-training "
+        f"(the paper: {PAPER_DATA['pretrain']}), {dx} for training, validation and test of diagnosis ({PAPER_DATA['dx']}), "
+        f"{data.count('id', 'probe'):,} probes for identification ({PAPER_DATA['id']}){leak}. "
+        f"A cell is the mean over {over}, from one pre-trained model. Dx. is the CinC score, AUROC the mean over the classes "
+        "of the same outputs, Id. the accuracy of identification. "
+        f"Dx. keeps the step with the best {'CinC score' if best == 'challenge' else best.upper()} in validation. "
+        + (
+            f"Changed from the paper's configurations: {changes}."
+            if changes
+            else "All settings are as in the paper's configurations."
+        )
     )
 
 
-def _changes(scale: Scale) -> Iterator[str]:
-    """Only what a scale sets to another value than the file below it."""
+def _changes(scale: ReproductionScale) -> Iterator[str]:
+    """The settings that a scale changes, by stage."""
     files = {"pretrain": CONFIGS / "pretrain" / "w2v_cmsc_rlm.yaml"}
     files |= {stage: CONFIGS / "finetune" / f"{stage}.yaml" for stage in TASKS.values()}
     for stage, path in files.items():
-        below = flat(read(path))
-        changed = {key: value for key, value in scale.sets[stage].items() if below.get(key) != value and value is not None}
-        told = [f"{key} {value}" for key, value in changed.items() if key not in SILENT]
-        if stage == "pretrain" and told:
-            config: Config = load(path, as_arguments(scale.sets[stage]))
-            told.insert(0, f"a model of {parameters(config.model) / 1e6:.2g} M parameters")
-        if told:
-            yield f"{stage}: {', '.join(told)}"
+        base, settings = flat(read(path)), scale.settings[stage]
+        changed = {key: value for key, value in settings.items() if value is not None and value != base.get(key)}
+        shown = [f"{key} {value}" for key, value in changed.items() if key not in UNMENTIONED]
+        if stage == "pretrain" and shown:
+            config: Config = load(path, as_arguments(settings))
+            shown.insert(0, f"a model of {parameters(config.model) / 1e6:.2g} M parameters")
+        if shown:
+            yield f"{stage}: {', '.join(shown)}"
