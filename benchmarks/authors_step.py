@@ -19,9 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.model.config import ModelConfig
-from engine.model.features import ScaleGradient
-from engine.objectives.config import ObjectiveConfig
+from engine.model.config import ModelConfig, ObjectiveConfig
+from engine.model.encoder import ScaleGradient
 
 
 class TheirDraws(NamedTuple):

@@ -21,20 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import cost, step
 from benchmarks.measure import Progress, call_fresh, spread
 from benchmarks.step import OURS, Run
 from data_tools.cli import keep_freed_memory
-from engine.model.config import ModelConfig
+from engine.model.config import ModelConfig, ObjectiveConfig
 from engine.model.draws import draw
-from engine.model.heads import pool, take
-from engine.model.kernels.dropout import dropout
-from engine.model.kernels.gelu import gelu
-from engine.model.pretrainer import Pretrainer
-from engine.objectives.cmsc import cmsc_loss
-from engine.objectives.config import ObjectiveConfig
+from engine.model.encoder import pool
+from engine.model.kernels import pick
+from engine.model.pretrainer import Pretrainer, take
+from engine.objectives.contrastive import nt_xent
 from engine.objectives.local import diversity, local_loss
 from engine.training.throughput import AGAIN, COMPILED
 
@@ -77,7 +76,7 @@ def timed(model: Pretrainer, batch: int, precision: str, device: str, inner: Inn
     found |= local_parts(model, rows, tokens, some, inner)
     objective, pooled = model.objective, inner(pool)
     found["global loss"] = (
-        lambda c: cmsc_loss(pooled(c).unflatten(0, (-1, 2)), objective.temperature, True, False)[0],
+        lambda c: nt_xent(pooled(c).unflatten(0, (-1, 2)), objective.temperature, True, False)[0],
         (some(rows, tokens, config.width),),
     )
     return found
@@ -90,10 +89,10 @@ def convolutions(model: Pretrainer, rows: int, some: Callable[..., Tensor]) -> d
     for i, ((out, kernel), block) in enumerate(zip(config.conv, model.encoder.conv.blocks, strict=True)):
         keep //= kernel
         if i == 0:
-            function = partial(lambda block, keep, x: block(x.transpose(1, 2).to(block.weight.dtype), keep), block, keep)
+            function = partial(lambda block, x: block(x.transpose(1, 2).to(block.weight.dtype)), block)
             found["convolution 1"] = (function, (some(rows, width, length, dtype=torch.float32, wanted=False),))
         else:
-            function = partial(lambda block, keep, x: block(x, keep), block, keep)
+            function = partial(lambda block, x: block(x), block)
             found[f"convolution {i + 1}"] = (function, (some(rows, keep * kernel, width),))
         width = out
     return found
@@ -104,7 +103,7 @@ def before_layers(model: Pretrainer, rows: int, tokens: int, some: Callable[...,
     mask_RN1 = torch.rand(rows, tokens, 1, device=some(1).device) < 0.5
 
     def masked(x: Tensor) -> Tensor:
-        return torch.where(mask_RN1, encoder.mask_embedding.to(x.dtype), dropout(x, config.input_dropout))
+        return torch.where(mask_RN1, encoder.mask_embedding.to(x.dtype), encoder.input_dropout(x))
 
     d = (rows, tokens, config.width)
     z = (rows, tokens, config.feature_width)
@@ -112,7 +111,7 @@ def before_layers(model: Pretrainer, rows: int, tokens: int, some: Callable[...,
         "feature norm and penalty": (lambda x: (encoder.feature_norm(x), x.float().square().mean()), (some(*z),)),
         "dropout and mask": (masked, (some(*d),)),
         "positional convolution": (encoder.position, (some(*d),)),
-        "norm before the layers": (lambda x, y: dropout(encoder.norm(x + y), config.dropout), (some(*d), some(*d))),
+        "norm before the layers": (lambda x, y: encoder.dropout(encoder.norm(x + y)), (some(*d), some(*d))),
     }
     if config.feature_width != config.width:
         found["projection"] = (encoder.project, (some(*z),))
@@ -127,7 +126,7 @@ def layer_parts(layer: Any, config: ModelConfig, rows: int, tokens: int, some: C
     x = some(*d, wanted=False)
 
     def joined(norm: nn.Module, x: Tensor, y: Tensor) -> Any:
-        return norm(x + dropout(y, config.dropout))
+        return norm(x + layer.dropout(y))
 
     return {
         "qkv": (layer.attention.qkv, (some(*d),)),
@@ -135,7 +134,7 @@ def layer_parts(layer: Any, config: ModelConfig, rows: int, tokens: int, some: C
         "attention out": (layer.attention.out, (some(*d),)),
         "dropout, residual, norm 1": (partial(joined, layer.norm1), (some(*d), some(*d))),
         "fc1": (layer.fc1, (some(*d),)),
-        "GELU": (lambda x: dropout(gelu(x), config.activation_dropout), (some(*wide),)),
+        "GELU": (lambda x: layer.activation_dropout(pick("gelu", F.gelu, config.kernels, x)(x)), (some(*wide),)),
         "fc2": (layer.fc2, (some(*wide),)),
         "dropout, residual, norm 2": (partial(joined, layer.norm2), (some(*d), some(*d))),
     }
@@ -153,14 +152,14 @@ def local_parts(model: Pretrainer, rows: int, tokens: int, some: Callable[..., T
         quantised = local.quantizer(take(z_RNF, draws.slot_RM).to(local.quantizer.codebook.dtype), draws.valid_RM, tau, None)
 
     def codes(z_RNF: Tensor) -> Any:
-        z_RMF = dropout(take(z_RNF, draws.slot_RM), config.feature_dropout)
+        z_RMF = local.dropout(take(z_RNF, draws.slot_RM))
         return local.quantizer(z_RMF, draws.valid_RM, tau, draws.noise_RMGV)
 
     chosen = inner(codes)
 
     def quantiser(z_RNF: Tensor) -> Any:
         q = chosen(z_RNF)
-        return q.values_RMP, diversity(q, True)[0]
+        return q.values_RMP, diversity(q.share_GV, q.hard_GV, q.tokens, True)[0]
 
     def loss(context_RMP: Tensor, target_RMP: Tensor) -> Tensor:
         return local_loss(context_RMP, target_RMP, draws.times_RMM, draws.valid_RM, quantised.codes_RMG, objective.temperature)[

@@ -34,12 +34,11 @@ from data_tools.cli import keep_freed_memory
 from engine.common import ConfigError
 from engine.config import CONFIGS, load
 from engine.model import fairseq
-from engine.model.config import ModelConfig, flops_per_crop
+from engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop
 from engine.model.draws import Draws, row_keys
 from engine.model.pretrainer import Pretrainer
 from engine.model.quantizer import temperature
 from engine.model.reference import Adam, draws_of
-from engine.objectives.config import ObjectiveConfig
 from engine.parity import authors_adam
 from engine.training.throughput import compile_model
 from engine.training.validation import to_device
@@ -49,12 +48,8 @@ BATCHES = {"cpu": (4,), "cuda": (64, 256)}  # crops of 10 s
 STEPS = {"cpu": 2, "cuda": 20}  # that count
 WAYS = {"cpu": ("eager",), "cuda": ("layers", "step", "eager")}  # of compiling, the loop's own first
 KINDS = {  # that a suite tries, one after the other
-    "cpu": {"attention": ("sdpa", "manual"), "position": ("conv", "dft")},  # compiling takes minutes there, for nothing
-    "cuda": {
-        "attention": ("short", "efficient", "cudnn", "flash", "manual"),
-        "position": ("conv", "dft", "blocks"),
-        "compiled": ("step", "eager"),
-    },
+    "cpu": {"kernels": ("plain",)},  # compiling takes minutes there, for nothing
+    "cuda": {"kernels": ("all",), "compiled": ("step", "eager")},
 }
 WARM_UP = {"cpu": 1, "cuda": 3}
 FIGURE = {"cpu": "per_cpu_s", "cuda": "per_s"}  # what is compared: on shared cores seconds are also those of others
@@ -74,8 +69,7 @@ class Run:
     precision: str
     batch: int = 0
     model: str = "paper"
-    attention: str = "auto"
-    position: str = "auto"
+    kernels: str = "auto"
     compiled: str = "eager"
     device: str = "cpu"
     threads: int = 2
@@ -84,15 +78,14 @@ class Run:
     @property
     def name(self) -> str:
         how = [self.precision]
-        how += [self.attention] if self.attention != "auto" else []
-        how += [f"position by {self.position}"] if self.position != "auto" else []
+        how += [f"{self.kernels} kernels"] if self.kernels != "auto" else []
         how += [f"{self.compiled} compiled"] if self.compiled != "eager" else []
         how += [f"{self.batch} crops"] if self.batch else []
         return f"{self.side}: {', '.join(how)}"
 
     @property
     def config(self) -> ModelConfig:
-        return replace(model_of(self.model), attention=self.attention, position=self.position)  # type: ignore[arg-type]
+        return replace(model_of(self.model), kernels=self.kernels)  # type: ignore[arg-type]
 
 
 def model_of(name: str) -> ModelConfig:
@@ -121,7 +114,7 @@ def runs(base: Run, batches: Sequence[int], compiled: Sequence[str]) -> list[Run
 
 def by_value(base: Run, batches: Sequence[int]) -> list[Run]:
     """What a suite measures on a GPU, what is worth most first: ours in bf16 and the re-creation's autocast at the usual batch,
-    then other batches, ways to compile, and kinds of attention and of positional convolution."""
+    then other batches, ways to compile, and model.kernels."""
     small, usual, *others = batches
     mine = replace(base, side=OURS, precision="bf16", batch=usual, compiled=WAYS[base.device][0])
     peer = replace(base, side=RECREATION, precision="autocast", batch=usual)
@@ -140,8 +133,7 @@ def fastest(results: dict[str, dict[str, Any]], chosen: Sequence[Run]) -> Run | 
 
 def settings(run: Run) -> tuple[str, ...]:
     """For --set."""
-    kinds = (f"model.attention={run.attention}", f"model.position={run.position}")
-    return (f"train.micro_batch={run.batch}", f"train.compile={run.compiled}", *kinds)
+    return (f"train.micro_batch={run.batch}", f"train.compile={run.compiled}", f"model.kernels={run.kernels}")
 
 
 def cases(chosen: Sequence[Run]) -> dict[str, Case]:

@@ -9,10 +9,10 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from engine.model.inference import Trained
+    from engine.model.inference import TrainedModel
 
 
-def load(path: str | os.PathLike[str]) -> "Trained":
+def load(path: str | os.PathLike[str]) -> "TrainedModel":
     """A model that was trained here or converted, in eval mode. torch is imported now and not with the package."""
     from engine.model.inference import load
 

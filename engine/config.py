@@ -25,9 +25,8 @@ from engine.data.augment import AugmentConfig
 from engine.data.augmenter import HALF
 from engine.data.loader import LoaderConfig
 from engine.model.classifier import HeadConfig
-from engine.model.config import ModelConfig
+from engine.model.config import ModelConfig, ObjectiveConfig, current_settings
 from engine.model.draws import max_masked
-from engine.objectives.config import ObjectiveConfig
 from engine.yaml_files import over, parse, read
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -228,6 +227,8 @@ def build(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # type: ign
     for other, door in ((Config, "engine/pretrain.py"), (FinetuneConfig, "engine/finetune.py")):
         if foreign := sorted(tree.keys() & (other.model_fields.keys() - kind.model_fields.keys())):
             raise ConfigError(f"{foreign[0]}: is a setting of {door}: name other settings, or another run")
+    if isinstance(tree.get("model"), dict):
+        tree = tree | {"model": current_settings(tree["model"])}
     _known(tree, list(keys(kind)))
     tree = over(kind.defaults, tree)
     augment = tree.get("augment")

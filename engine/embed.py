@@ -54,8 +54,8 @@ from engine.data.staging import Staging
 from engine.evaluation.embedding import DatasetStream, Loaded, RecordStream, Stream, encoder, finite, schema, tables
 from engine.evaluation.probed import probe, report, roles
 from engine.evaluation.table_parts import Parts
-from engine.model.inference import Trained, load
-from engine.model.position import exact_float32
+from engine.model.inference import TrainedModel, load
+from engine.model.kernels import disable_tf32
 
 CACHE_SHARDS = 8
 ARRAYS = (".npy", ".npz")
@@ -168,7 +168,7 @@ def check(args: argparse.Namespace) -> None:
             writable(place, flag)
 
 
-def prepare_model(args: argparse.Namespace) -> tuple[Trained, Input]:
+def prepare_model(args: argparse.Namespace) -> tuple[TrainedModel, Input]:
     """The model where it computes, and what it takes."""
     try:
         device = torch.device(args.device)
@@ -178,14 +178,14 @@ def prepare_model(args: argparse.Namespace) -> tuple[Trained, Input]:
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     keep_freed_memory()
-    exact_float32()
+    disable_tf32()
     model = load(args.model)
     args.precision = precision_of(args.precision, device, model)
     model.to(device, torch.bfloat16 if args.precision == "bf16" else torch.float32)
     return model, model.input.limited_to(args.leads) if args.leads else model.input
 
 
-def precision_of(asked: str, device: torch.device, model: Trained) -> str:
+def precision_of(asked: str, device: torch.device, model: TrainedModel) -> str:
     if asked != "auto":
         return asked
     return "bf16" if device.type == "cuda" and model.history.get("precision") == "bf16" else "fp32"
@@ -200,7 +200,7 @@ def is_dataset(url: str) -> bool:
         return False
 
 
-def write(args: argparse.Namespace, stream: Stream, parts: Parts, model: Trained, wanted: Input) -> int:
+def write(args: argparse.Namespace, stream: Stream, parts: Parts, model: TrainedModel, wanted: Input) -> int:
     todo = parts.missing(stream.parts)
     total, left = stream.count(range(stream.parts)), stream.count(todo)
     with tqdm(total=total, initial=total - left, unit=stream.unit, desc="embed", disable=None) as bar:
@@ -361,7 +361,7 @@ def looked_at(found: Loaded, wanted: Input) -> Loaded | ReadError:
     return found._replace(uv_BLT=found.uv_BLT[there], start_s=starts, halves=[found.halves[i] for i in there])
 
 
-def score(args: argparse.Namespace, model: Trained, wanted: Input) -> None:
+def score(args: argparse.Namespace, model: TrainedModel, wanted: Input) -> None:
     dataset = Dataset.open(args.data[0])
     args.per = "half"
     rows = roles(dataset)

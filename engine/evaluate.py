@@ -32,7 +32,7 @@ from engine.common import ConfigError, OutputError, writable, write_whole, writi
 from engine.evaluation.evaluation_report import write_report
 from engine.evaluation.metrics import MetricError
 from engine.evaluation.results import DiagnosisResult, EvalOptions, IdentificationResult, diagnose, identify, task_of
-from engine.model.position import exact_float32
+from engine.model.kernels import disable_tf32
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,7 +101,7 @@ def _device(name: str) -> torch.device:
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise ConfigError("--device cuda: PyTorch finds no GPU: use --device cpu")
-    exact_float32()
+    disable_tf32()
     return torch.device("cuda" if available and name != "cpu" else "cpu")
 
 

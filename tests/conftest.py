@@ -78,9 +78,8 @@ def save_model(
 
     from engine.common import LEADS
     from engine.model import folder as folders
-    from engine.model.config import ModelConfig
+    from engine.model.config import ModelConfig, ObjectiveConfig
     from engine.model.pretrainer import Pretrainer
-    from engine.objectives.config import ObjectiveConfig
 
     small = {
         "conv": ((16, 2),) * 4,

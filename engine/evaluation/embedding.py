@@ -28,7 +28,7 @@ from engine.data.prefetch import read_ahead
 from engine.data.preprocess import Input
 from engine.data.reader import CropReader
 from engine.data.transfer import Upload, download
-from engine.model.inference import NOT_FINITE, Trained
+from engine.model.inference import NOT_FINITE, TrainedModel
 
 Per = Literal["crop", "record", "half"]
 PART_BATCHES = 16
@@ -211,7 +211,7 @@ def ahead(pool: ThreadPoolExecutor, call: Callable[[int], T], numbers: Iterable[
             future.cancel()
 
 
-def encoder(model: Trained, wanted: Input) -> Callable[[Crops], Encoded]:
+def encoder(model: TrainedModel, wanted: Input) -> Callable[[Crops], Encoded]:
     """Launches the encoder; the crops' memory may then be used again."""
     upload = Upload(model.device) if model.device.type == "cuda" else None
 

@@ -29,7 +29,7 @@ from engine.data.preprocess import Input
 from engine.data.validation_split import patient_ids
 from engine.evaluation.metrics import METRICS, Array, Diagnosis, MetricError, bootstrap, identification, outputs_of
 from engine.evaluation.predict import dataset_batches, predict
-from engine.model.inference import Trained
+from engine.model.inference import TrainedModel
 
 RESAMPLES = 1000
 BINS = 10  # of probabilities, equally wide
@@ -169,7 +169,7 @@ def nullable(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def diagnose(model: Trained, dataset: Dataset, options: EvalOptions) -> DiagnosisResult:
+def diagnose(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> DiagnosisResult:
     if model.head is None:
         kind = f"fine-tuned for {task_of(model)}" if model.config.get("head") else "only pre-trained"
         raise ConfigError(f"--task diagnosis: the model has no head, it is {kind}: fine-tune it with engine/finetune.py")
@@ -189,7 +189,7 @@ def diagnose(model: Trained, dataset: Dataset, options: EvalOptions) -> Diagnosi
     return DiagnosisResult(labels[crop_R], scores, names, patients, _facts(dataset, options, model_input), notes)
 
 
-def identify(model: Trained, dataset: Dataset, options: EvalOptions) -> IdentificationResult:
+def identify(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> IdentificationResult:
     model_input, notes = _input(model, dataset, options)
     patients = patient_ids([dataset])[0]
     if options.role == "valid":
@@ -207,7 +207,7 @@ def identify(model: Trained, dataset: Dataset, options: EvalOptions) -> Identifi
     return IdentificationResult(gallery_PD, ids[0], probe_QD, ids[1], _facts(dataset, options, model_input), notes)
 
 
-def task_of(model: Trained) -> str:
+def task_of(model: TrainedModel) -> str:
     return str((model.config.get("head") or {}).get("task", "identification"))
 
 
@@ -221,7 +221,7 @@ def _rows(dataset: Dataset, kind: str, role: str, source: str, halves: int = 1) 
     raise ConfigError(f"{dataset.root.url}: no crop has {what}: {made}")
 
 
-def _input(model: Trained, dataset: Dataset, options: EvalOptions) -> tuple[Input, list[str]]:
+def _input(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> tuple[Input, list[str]]:
     """What the model is shown of a crop, and warnings about the data; data of another rate or unit are refused."""
     for key, value in (("fs_hz", model.preprocessing.get("fs_hz")), ("uv_per_lsb", 1.0)):
         if (has := dataset.meta.get(key)) != value:
@@ -254,7 +254,7 @@ def _facts(dataset: Dataset, options: EvalOptions, model_input: Input) -> dict[s
 
 def _predict(
     forward: Callable[[Tensor], Tensor],
-    model: Trained,
+    model: TrainedModel,
     dataset: Dataset,
     rows: Array,
     model_input: Input,

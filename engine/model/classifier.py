@@ -1,6 +1,6 @@
 """An encoder under a task: mean over time -> linear layer (diagnosis) or unit vectors against class vectors (identification).
 
-    model = Tuned(encoder, HeadConfig(task="diagnosis"), classes=26)
+    model = Classifier(encoder, HeadConfig(task="diagnosis"), classes=26)
     losses = model(x_BSLT, labels_BC, there_BS)                # training
     model(x_BSLT)                                              # c_RD, float32: pooled encodings, for validation
     model.logits(c_RD)
@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.common import ConfigError
-from engine.model.heads import pool
+from engine.model.encoder import pool
 from engine.objectives.arcface import arcface_logits, cosines
-from engine.objectives.gather import total, world_size
+from engine.objectives.contrastive import sum_over_ranks, world_size
 
 TASKS = ("diagnosis", "identification")
 
@@ -37,7 +37,7 @@ class HeadConfig:
             raise ConfigError(f"head.scale={self.scale}, head.margin={self.margin}: must be 1 to 10000 and 0 to 3")
 
 
-class Tuned(nn.Module):
+class Classifier(nn.Module):
     def __init__(self, encoder: nn.Module, config: HeadConfig, classes: int, generator: torch.Generator | None = None) -> None:
         super().__init__()
         width = int(encoder.width)  # type: ignore[arg-type]
@@ -58,7 +58,7 @@ class Tuned(nn.Module):
         assert there_BS is not None
         labels_R, there_R = labels.repeat_interleave(x_BSLT.shape[1], 0), there_BS.flatten().float()
         loss_R, right_R = self._diagnosis(c_RD, labels_R) if self.config.task == "diagnosis" else self._patient(c_RD, labels_R)
-        many = total(there_R.sum()) / world_size()  # as the mean over ranks is taken of what they return
+        many = sum_over_ranks(there_R.sum()) / world_size()  # as the mean over ranks is taken of what they return
         return {"loss": (loss_R * there_R).sum() / many, "accuracy": (right_R.float() * there_R).sum().detach() / many}
 
     def logits(self, c_RD: Tensor) -> Tensor:

@@ -1,88 +1,85 @@
-"""The model's settings, checked on construction, and its cost in floating-point operations.
+"""Settings of the model and of the pre-training objectives, and the model's cost in floating-point operations.
 
-Defaults are those of the authors (fairseq-signals w2v_cmsc_rlm.yaml and the dataclasses beneath it), which the paper's
-section "Pre-training" describes: 90,883,072 parameters, 156 tokens for 5 s, 175.9 GFLOP for a 10 s crop, forward and
-backward.
+The defaults are the authors' (fairseq-signals w2v_cmsc_rlm.yaml and the dataclasses beneath it), described in the paper's
+section "Pre-training": 90,883,072 parameters, 156 tokens for 5 s, 175.9 GFLOP for a 10 s crop, forward and backward.
 
-Letters in shapes, in all of engine/model and engine/objectives:
-    B crops  S halves or views of a crop  R = B * S rows  L leads  T samples  N tokens  D encoder's width  F features' width
-    H heads  M slots for masked tokens    K negatives     G codebooks (groups)  V codes of each  P width of the projections
+    loss = local * L_local + diversity * L_diversity + features * L_features + contrast * L_global
+
+| method of the paper | ObjectiveConfig |
+|---|---|
+| W2V + CMSC (+ RLM) | the defaults |
+| W2V | contrast: 0 |
+| CMSC | local: 0 |
+| SimCLR | local: 0, method: simclr |
+| 3KG | local: 0, method: 3kg |
+| as the authors compute it | form: authors, detach_norm: true, gathered: false |
+
+Random lead masking and views belong to the data loader. The diversity loss and the feature penalty are part of the local
+objective: without it they are off too.
+
+Letters in the names of tensors, in all of engine/model and engine/objectives:
+    B crops  S halves or views of a crop  R = B * S rows  L leads  T samples  N tokens  D encoder width  F feature width
+    H heads  M slots for masked tokens    K negatives     G codebooks (groups)  V codes of each  P projection width
 """
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
 from math import prod
-from typing import Literal
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from engine.common import ConfigError
 
-MAX_WIDTH, MAX_LAYERS = 65_536, 1_000  # a stranger's config must not ask for all memory
+STRICT = ConfigDict(strict=True, extra="forbid")
+OBSOLETE = ("attention", "position")  # settings of earlier versions, replaced by `kernels`
+SHOWN = 80  # characters of a wrong value in a message
+Count = Annotated[int, Field(ge=1, le=65_536)]  # bounded, since a config may come from anywhere
+Probability = Annotated[float, Field(ge=0, le=0.99, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+Kind = TypeVar("Kind")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class ModelConfig:
-    leads: int = 12
-    conv: tuple[tuple[int, int], ...] = ((256, 2),) * 4  # (width, kernel = stride) of each block
+    leads: Count = 12
+    conv: Annotated[tuple[tuple[Count, Annotated[int, Field(ge=1, le=1024)]], ...], Field(min_length=1, max_length=16)] = (
+        ((256, 2),) * 4  # (width, kernel = stride) of each block
+    )
     conv_norm: Literal["group", "layer"] = "group"  # group: one group norm, in block 0 (authors); layer: in each block (paper)
-    feature_grad: float = 0.1  # factor on the gradient that reaches the convolutions; 0 freezes them
-    width: int = 768
-    layers: int = 12
-    heads: int = 12
-    ffn: int = 3072
-    position_kernel: int = 128
-    position_groups: int = 16
-    position: Literal["auto", "conv", "blocks", "dft"] = "auto"  # how it is computed: engine.model.position
-    dropout: float = 0.1
-    attention_dropout: float = 0.1
-    activation_dropout: float = 0.0
-    input_dropout: float = 0.1  # on the projected features
-    feature_dropout: float = 0.1  # on the features that are quantised
-    # auto: sdpa, torch's choice of a fused kernel; on a CPU with dropout manual, which is faster. Others: that kernel on a GPU;
-    # short: our own for up to 256 tokens in 16 bits (engine.model.kernels.short), else sdpa
-    attention: Literal["auto", "sdpa", "flash", "efficient", "cudnn", "short", "manual"] = "auto"
-    codebooks: int = 2
-    codes: int = 320
-    code_width: int = 256  # of all codebooks together
-    projection: int = 256  # where contexts and targets meet
-    tau_start: float = 2.0  # Gumbel temperature: start * decay ** updates, not below end
-    tau_end: float = 0.5
-    tau_decay: float = 0.999995
-    mask_share: float = 0.65  # spans * span / tokens before they overlap; about half of the tokens after
-    mask_span: int = 10
+    feature_grad: Share = 0.1  # factor on the gradient that reaches the convolutions; 0 freezes them
+    width: Count = 768
+    layers: Annotated[int, Field(ge=1, le=1000)] = 12
+    heads: Count = 12
+    ffn: Count = 3072
+    position_kernel: Count = 128
+    position_groups: Count = 16
+    kernels: Literal["plain", "auto", "all"] = "auto"  # faster replacements of plain operations: engine.model.kernels
+    dropout: Probability = 0.1
+    attention_dropout: Probability = 0.1
+    activation_dropout: Probability = 0.0
+    input_dropout: Probability = 0.1  # on the projected features
+    feature_dropout: Probability = 0.1  # on the features that are quantised
+    codebooks: Count = 2
+    codes: Count = 320
+    code_width: Count = 256  # of all codebooks together
+    projection: Count = 256  # width at which contexts and targets are compared
+    tau_start: Annotated[float, Field(ge=1e-3, le=1e3)] = 2.0  # Gumbel temperature: start * decay ** updates, at least end
+    tau_end: Annotated[float, Field(ge=1e-3, le=1e3)] = 0.5
+    tau_decay: Annotated[float, Field(gt=0, le=1)] = 0.999995
+    mask_share: Share = 0.65  # spans * span / tokens before they overlap; about half of the tokens after
+    mask_span: Count = 10
     mask_trim: bool = False  # cut every row to the smallest count of the batch (authors)
 
     def __post_init__(self) -> None:
-        for key in ("leads", "width", "heads", "ffn", "position_kernel", "position_groups", "mask_span"):
-            _count(f"model.{key}", getattr(self, key), MAX_WIDTH)
-        _count("model.layers", self.layers, MAX_LAYERS)
-        for key in ("codebooks", "codes", "code_width", "projection"):
-            _count(f"model.{key}", getattr(self, key), MAX_WIDTH)
-        for key in ("dropout", "attention_dropout", "activation_dropout", "input_dropout", "feature_dropout"):
-            _share(f"model.{key}", getattr(self, key), 0.99)
-        _share("model.feature_grad", self.feature_grad, 1)
-        _share("model.mask_share", self.mask_share, 1)
-        if not self.conv or len(self.conv) > 16:
-            raise ConfigError(f"model.conv={self.conv!r}: needs 1 to 16 blocks (width, kernel)")
-        for width, kernel in self.conv:
-            _count("model.conv width", width, MAX_WIDTH)
-            _count("model.conv kernel", kernel, 1024)
-        for key, allowed in (
-            ("conv_norm", ("group", "layer")),
-            ("position", ("auto", "conv", "blocks", "dft")),
-            ("attention", ("auto", "sdpa", "flash", "efficient", "cudnn", "short", "manual")),
-        ):
-            if getattr(self, key) not in allowed:
-                raise ConfigError(f"model.{key}={getattr(self, key)!r}: use {' or '.join(allowed)}")
-        _divides("model.width", self.width, "model.heads", self.heads)
-        if self.attention == "short" and self.width // self.heads not in (16, 32, 64):
-            seen = f"model.attention=short, model.width={self.width}, model.heads={self.heads}"
-            raise ConfigError(f"{seen}: heads must be 16, 32 or 64 wide: use attention auto")
-        _divides("model.width", self.width, "model.position_groups", self.position_groups)
-        _divides("model.code_width", self.code_width, "model.codebooks", self.codebooks)
-        if not 1e-3 <= self.tau_end <= self.tau_start <= 1e3 or not 0 < self.tau_decay <= 1:
-            seen = f"{self.tau_start}, {self.tau_end}, {self.tau_decay}"
-            raise ConfigError(
-                f"model.tau_start, tau_end, tau_decay={seen}: 0.001 <= end <= start <= 1000 and 0 < decay <= 1 must hold"
-            )
+        for key, divisor in (("width", "heads"), ("width", "position_groups"), ("code_width", "codebooks")):
+            value, by = getattr(self, key), getattr(self, divisor)
+            if value % by:
+                raise ConfigError(f"model.{key}={value}: must be a multiple of model.{divisor}={by}")
+        if self.tau_start < self.tau_end:
+            raise ConfigError(f"model.tau_start={self.tau_start}: must be at least model.tau_end={self.tau_end}")
 
     @property
     def feature_width(self) -> int:
@@ -90,35 +87,64 @@ class ModelConfig:
 
     @property
     def patch(self) -> int:
-        """Samples to a token."""
+        """Samples of a token."""
         return prod(kernel for _, kernel in self.conv)
 
     def tokens(self, samples: int) -> int:
         if samples < self.patch:
-            raise ConfigError(f"model.conv: a token takes {self.patch} samples, of {samples}: use fewer or shorter blocks")
+            raise ConfigError(f"model.conv: a token takes {self.patch} of {samples} samples: use fewer or shorter blocks")
         return samples // self.patch
 
 
-def _count(key: str, value: object, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise ConfigError(f"{key}={value!r}: must be a whole number from 1 to {most}")
+@dataclass(frozen=True, config=STRICT)
+class ObjectiveConfig:
+    local: Weight = 1.0
+    diversity: Weight = 0.1
+    features: Weight = 10.0
+    contrast: Weight = 1.0
+    method: Literal["cmsc", "simclr", "3kg"] = "cmsc"  # the global objective
+    form: Literal["paper", "authors"] = "paper"  # of CMSC
+    temperature: Annotated[float, Field(ge=1e-4, le=1e4)] = 0.1  # of the local and the global objective
+    negatives: Annotated[int, Field(ge=1, le=10_000)] = 100
+    gathered: bool = True  # candidates and code usage from all ranks, with gradient
+    detach_norm: bool = False  # no gradient through the norm of global representations (CMSC's form `authors` never has one)
+
+    def __post_init__(self) -> None:
+        if self.local == 0 and self.contrast == 0:
+            raise ConfigError("objective.local=0 and objective.contrast=0: nothing is left to learn: give one of them a weight")
+
+    @property
+    def across_ranks(self) -> bool:
+        """Whether crops of other ranks are among the candidates."""
+        return self.gathered and (self.method, self.form) != ("cmsc", "authors")
+
+    @property
+    def needs_ids(self) -> bool:
+        """Whether the loss needs to know which patient each crop belongs to."""
+        return self.contrast > 0 and (self.method == "3kg" or (self.method == "cmsc" and self.form == "authors"))
 
 
-def _share(key: str, value: object, most: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
-        raise ConfigError(f"{key}={value!r}: must be a number from 0 to {most}")
+def validated(kind: type[Kind], settings: Mapping[str, Any], section: str) -> Kind:
+    """A dataclass of settings from a JSON object; ConfigError names the first wrong key as `section.key`."""
+    try:
+        return TypeAdapter(kind).validate_json(json.dumps(settings))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key, value = ".".join(map(str, (section, *first["loc"][:1]))), repr(first["input"])
+        value = value if len(value) <= SHOWN else f"{value[:SHOWN]}..."
+        raise ConfigError(f"{key}={value}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
 
 
-def _divides(key: str, value: int, by: str, divisor: int) -> None:
-    if value % divisor:
-        raise ConfigError(f"{key}={value}: must be a multiple of {by}={divisor}")
+def current_settings(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a model that an earlier version saved, without those that no longer exist."""
+    return {name: value for name, value in model.items() if name not in OBSOLETE}
 
 
 def flops_per_segment(config: ModelConfig, samples: int = 2500, negatives: int = 100, local: bool = True) -> float:
     """Multiply-adds counted as two, of one segment, forward and backward = three times forward; matrix products only.
 
-    The quantiser and the projections see the masked half of the tokens. It is the work that the objective needs, whatever the
-    implementation: the authors' gather of negatives is counted as the cosines it yields, the product with the codebook once.
+    The quantiser and the projections see the masked half of the tokens. This is the work that the objective needs, whatever
+    the implementation: the authors' gather of negatives counts as the cosines it yields, the product with the codebook once.
     """
     length, width, flops = samples, config.leads, 0.0
     for out, kernel in config.conv:
@@ -143,18 +169,18 @@ def flops_per_crop(config: ModelConfig, samples: int = 2500, segments: int = 2, 
 
 
 def kept_per_crop(config: ModelConfig, samples: int = 2500, segments: int = 2) -> int:
-    """Numbers that a training step holds of a crop for its gradients, at most: for each token, in each layer, 20 times the
-    encoder's width (of which the feed-forward has 10), and as much as in two layers for what stands before them."""
+    """Upper bound on the activations of a crop that a training step keeps for the backward pass: for each token 20 times the
+    encoder width per layer (10 of them in the feed-forward), and as much as two layers for what comes before."""
     return 20 * segments * config.tokens(samples) * config.width * (config.layers + 2)
 
 
 def masked_share(config: ModelConfig, tokens: int) -> float:
-    """Expected share of masked tokens: each is spared if none of its possible starts is among those drawn."""
+    """Expected share of masked tokens. A token stays unmasked if no span starts where it would cover the token."""
     starts = tokens - config.mask_span
     if starts < 1:
         return config.mask_share
-    spared, spans = 0.0, min(config.mask_share * tokens / config.mask_span, float(starts))
+    unmasked, spans = 0.0, min(config.mask_share * tokens / config.mask_span, float(starts))
     for n in range(tokens):
-        own = min(n, starts - 1) - max(0, n - config.mask_span + 1) + 1  # starts whose span covers token n
-        spared += prod(max(0.0, 1 - spans / (starts - j)) for j in range(own))
-    return 1 - spared / tokens
+        covering = min(n, starts - 1) - max(0, n - config.mask_span + 1) + 1  # starts whose span covers token n
+        unmasked += prod(max(0.0, 1 - spans / (starts - j)) for j in range(covering))
+    return 1 - unmasked / tokens

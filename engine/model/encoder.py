@@ -1,32 +1,30 @@
-"""Local features to contexts: the transformer of wav2vec 2.0, and what any other encoder must offer to be pre-trained.
+"""The encoder of wav2vec 2.0 for ECGs, and what any other encoder needs to be pre-trained.
 
     x_RLT -> ConvStack -> z_RNF -> layer norm            (features: what the quantiser sees, with the penalty on their size)
           -> projection -> dropout -> mask embedding -> + GELU(positional convolution) -> layer norm -> dropout
           -> layers x [attention, + residual, norm, feed-forward, + residual, norm] -> c_RND                      (context)
 
+`pick` replaces plain operations by faster ones (engine.model.kernels). Weights of convolutions are kept as matrix products want
+them, [out, kernel * in]; engine.model.fairseq turns them into the authors' [out, in, kernel].
+
 Source: paper, section "Pre-training"; fairseq-signals models/wav2vec2/wav2vec2.py, models/transformer.py:87 (post-norm, no
-norm after the last layer), modules/conv_positional_encoding.py:15-28, modules/multi_head_attention.py. Shapes:
-engine.model.config.
+norm after the last layer), modules/conv_feature_extraction.py:21-60 (no bias, one group norm of as many groups as channels, in
+block 0), modules/conv_positional_encoding.py:15-28, modules/multi_head_attention.py. Shapes: engine.model.config; K taps.
 """
 
-from contextlib import nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.model.config import ModelConfig
-from engine.model.features import ConvStack
-from engine.model.kernels.dropout import dropout
-from engine.model.kernels.gelu import gelu
-from engine.model.position import PositionalConvolution
+from engine.model.kernels import pick
 
 
 @runtime_checkable
 class MaskedEncoder(Protocol):
-    """What the local objective asks of an encoder. For the global ones, `width` and forward(x_RLT) -> c_RND are enough."""
+    """What the local objective needs of an encoder. For the global ones, `width` and forward(x_RLT) -> c_RND are enough."""
 
     width: int  # D
     feature_width: int  # F
@@ -38,117 +36,160 @@ class MaskedEncoder(Protocol):
         """c_RND, with the masked tokens hidden."""
 
 
-FUSED = {  # on a GPU; on a CPU torch has one
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-}
+class Dropout(nn.Module):
+    def __init__(self, p: float, kernels: str) -> None:
+        super().__init__()
+        self.p, self.kernels = p, kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        return pick("dropout", F.dropout, self.kernels, x)(x, self.p, self.training)
+
+
+class Linear(nn.Linear):
+    def __init__(self, inputs: int, outputs: int, kernels: str) -> None:
+        super().__init__(inputs, outputs)
+        self.kernels = kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        return pick("linear", F.linear, self.kernels, x)(x, self.weight, self.bias)
+
+
+class ScaleGradient(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by a factor (fairseq's GradMultiply)."""
+
+    @staticmethod
+    def forward(x: Tensor, factor: float) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.factor, None
+
+
+class ConvBlock(nn.Module):
+    """x [R, T, C] -> [R, T // kernel, out]: convolution, norm or none, GELU.
+
+    The kernel is the stride, so with time before channels a patch is a view and the convolution one matrix product."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, norm: str, kernels: str) -> None:
+        super().__init__()
+        self.kernel, self.over_time, self.kernels = kernel, norm == "group", kernels
+        self.weight = nn.Parameter(torch.empty(outputs, kernel * inputs))
+        self.norm = nn.LayerNorm(outputs) if norm else None  # holds the group norm's weights too
+
+    def forward(self, x_RTC: Tensor) -> Tensor:
+        rows, length, width = x_RTC.shape
+        steps = length // self.kernel
+        patches = x_RTC[:, : steps * self.kernel].reshape(rows, steps, self.kernel * width)
+        y_RTC = F.linear(patches, self.weight)
+        if self.norm is not None and self.over_time:
+            normalise = pick("group_norm_gelu", group_norm_gelu, self.kernels, y_RTC)
+            return normalise(y_RTC, self.norm.weight, self.norm.bias, self.norm.eps)
+        if self.norm is not None:
+            y_RTC = self.norm(y_RTC)
+        return pick("gelu", F.gelu, self.kernels, y_RTC)(y_RTC)
+
+
+def group_norm_gelu(y_RTC: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float) -> Tensor:
+    """GELU of a group norm over time, a group for each channel, in float32 like the authors' (modules/fp32_group_norm.py)."""
+    y = y_RTC.float()
+    variance_R1C, mean_R1C = torch.var_mean(y, dim=1, correction=0, keepdim=True)
+    scale_R1C = torch.rsqrt(variance_R1C + eps) * weight_C.float()
+    return F.gelu(torch.addcmul(bias_C.float() - mean_R1C * scale_R1C, y, scale_R1C).to(y_RTC.dtype))
+
+
+class ConvStack(nn.Module):
+    """x_RLT -> z_RNF."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.feature_grad = config.feature_grad
+        widths = [config.leads, *(width for width, _ in config.conv)]
+        norms = ["layer" if config.conv_norm == "layer" else "group" if i == 0 else "" for i in range(len(config.conv))]
+        self.blocks = nn.ModuleList(
+            ConvBlock(widths[i], width, kernel, norms[i], config.kernels) for i, (width, kernel) in enumerate(config.conv)
+        )
+
+    def forward(self, x_RLT: Tensor) -> Tensor:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.feature_grad > 0):
+            z_RNF = x_RLT.transpose(1, 2).to(next(self.parameters()).dtype)
+            for block in self.blocks:
+                z_RNF = block(z_RNF)
+        if self.feature_grad in (0, 1) or not torch.is_grad_enabled():
+            return z_RNF
+        scaled: Tensor = ScaleGradient.apply(z_RNF, self.feature_grad)
+        return scaled
+
+
+class PositionalConvolution(nn.Module):
+    """x_RND -> GELU(grouped convolution over time), as long as the input. A tap's weight is gain * direction / |direction|."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.groups, self.kernels = config.position_groups, config.kernels
+        self.gain = nn.Parameter(torch.empty(1, 1, config.position_kernel))
+        self.direction = nn.Parameter(torch.empty(config.width, config.width // self.groups, config.position_kernel))
+        self.bias = nn.Parameter(torch.empty(config.width))
+
+    def weight(self) -> Tensor:
+        direction = self.direction.to(torch.promote_types(self.direction.dtype, torch.float32))  # a sum of thousands of squares
+        norm = direction.square().sum((0, 1), keepdim=True).sqrt()
+        return (direction * (self.gain.to(norm.dtype) / norm)).to(self.direction.dtype)
+
+    def forward(self, x_RND: Tensor) -> Tensor:
+        convolution = pick("convolve", convolve, self.kernels if self.training else "plain", x_RND)
+        y_RND = convolution(x_RND, self.weight(), self.bias, self.groups)
+        return pick("gelu", F.gelu, self.kernels, y_RND)(y_RND)
+
+
+def convolve(x_RND: Tensor, weight_DcK: Tensor, bias_D: Tensor, groups: int) -> Tensor:
+    taps = weight_DcK.shape[2]
+    x_RDN = F.pad(x_RND.transpose(1, 2), (taps // 2, (taps - 1) // 2))  # authors: both sides alike, and the last step dropped
+    return F.conv1d(x_RDN, weight_DcK, bias_D, groups=groups).transpose(1, 2)
 
 
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.heads, self.dropout, self.kind = config.heads, config.attention_dropout, config.attention
-        self.qkv = Linear(config.width, 3 * config.width)
-        self.out = Linear(config.width, config.width)
+        self.heads, self.dropout, self.kernels = config.heads, config.attention_dropout, config.kernels
+        self.qkv = Linear(config.width, 3 * config.width, config.kernels)
+        self.out = Linear(config.width, config.width, config.kernels)
 
     def forward(self, x_RND: Tensor) -> Tensor:
-        rows, tokens, width = x_RND.shape
-        qkv = self.qkv(x_RND)
-        dropout_p = self.dropout if self.training else 0.0
-        if self.kind == "short" and qkv.is_cuda and qkv.dtype != torch.float32 and tokens <= 256:
-            from engine.model.kernels import short  # needs triton, which torch for a GPU brings
-
-            short_y: Tensor = self.out(short.attention(qkv, self.heads, dropout_p))
-            return short_y
-        if x_RND.device.type == "cpu":
-            q_RHNd, k_RHNd, v_RHNd = qkv.view(rows, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4).contiguous().unbind(0)
-        else:
-            q_RHNd, k_RHNd, v_RHNd = (part.view(rows, tokens, self.heads, -1).transpose(1, 2) for part in qkv.chunk(3, -1))
-        slow = dropout_p > 0 and x_RND.device.type == "cpu"  # there, torch fuses it without dropout only
-        manual = self.kind == "manual" or (self.kind == "auto" and slow)
-        if manual:
-            y_RHNd = manual_attention(q_RHNd, k_RHNd, v_RHNd, dropout_p)
-        else:
-            with sdpa_kernel(FUSED[self.kind]) if self.kind in FUSED and x_RND.device.type != "cpu" else nullcontext():
-                y_RHNd = F.scaled_dot_product_attention(q_RHNd, k_RHNd, v_RHNd, dropout_p=dropout_p)
-        y: Tensor = self.out(y_RHNd.transpose(1, 2).reshape(rows, tokens, width))
+        attend = pick("attention", attention, self.kernels, x_RND)
+        y: Tensor = self.out(attend(self.qkv(x_RND), self.heads, self.dropout if self.training else 0.0))
         return y
 
 
-def manual_attention(q_RHNd: Tensor, k_RHNd: Tensor, v_RHNd: Tensor, dropout_p: float = 0.0) -> Tensor:
-    """The reference; in bf16 on some CPUs the faster one at 156 tokens."""
-    scores = (q_RHNd * q_RHNd.shape[-1] ** -0.5) @ k_RHNd.transpose(-1, -2)
-    shares: Tensor = Softmax.apply(scores)
-    return dropout(shares, dropout_p) @ v_RHNd
-
-
-class Softmax(torch.autograd.Function):
-    """Over the last axis, in float32; its gradient from what it gave, in whatever precision that is kept."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.float().softmax(-1).to(x.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (shares,) = ctx.saved_tensors
-        return torch._softmax_backward_data(grads[0], shares, -1, shares.dtype)
-
-
-class Linear(nn.Linear):
-    """On a CPU the bias is added after the product: one that starts from copies of the bias takes 3 % longer."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() and x.dim() == 3 and not torch.is_autocast_enabled(x.device.type):
-            y: Tensor = Product.apply(x, self.weight, self.bias)
-            return y
-        if x.device.type != "cpu":
-            return super().forward(x)
-        return F.linear(x, self.weight).add_(self.bias)
-
-
-class Product(torch.autograd.Function):
-    """x @ weight + bias for a compiler: the bias's gradient is summed row by row first, in the kernel that makes y's gradient,
-    which is not read again for it."""
-
-    @staticmethod
-    def forward(x_RNI: Tensor, weight_OI: Tensor, bias_O: Tensor) -> Tensor:
-        return F.linear(x_RNI, weight_OI, bias_O)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[:2])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x_RNI, weight_OI = ctx.saved_tensors
-        bias_O = grads[0].sum(1, dtype=torch.float32).sum(0)
-        y_XO = grads[0].flatten(0, 1)
-        return (y_XO @ weight_OI).view_as(x_RNI), y_XO.t() @ x_RNI.flatten(0, 1), bias_O.to(weight_OI.dtype)
+def attention(qkv: Tensor, heads: int, dropout_p: float) -> Tensor:
+    """qkv [R, N, 3 D]: queries, keys and values, each with its heads side by side -> [R, N, D]."""
+    q_RHNd, k_RHNd, v_RHNd = (part.unflatten(2, (heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1))
+    y_RHNd = F.scaled_dot_product_attention(q_RHNd, k_RHNd, v_RHNd, dropout_p=dropout_p)
+    return y_RHNd.transpose(1, 2).flatten(2)
 
 
 class Layer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.dropout, self.activation_dropout = config.dropout, config.activation_dropout
+        self.kernels = config.kernels
         self.attention = Attention(config)
         self.norm1 = nn.LayerNorm(config.width)
-        self.fc1 = Linear(config.width, config.ffn)
-        self.fc2 = Linear(config.ffn, config.width)
+        self.fc1 = Linear(config.width, config.ffn, config.kernels)
+        self.fc2 = Linear(config.ffn, config.width, config.kernels)
         self.norm2 = nn.LayerNorm(config.width)
+        self.dropout = Dropout(config.dropout, config.kernels)
+        self.activation_dropout = Dropout(config.activation_dropout, config.kernels)
 
     def forward(self, x_RND: Tensor) -> Tensor:
-        """Sums and norms are of one long matrix: from rows of tokens a compiler would make norm 1's input again, in float32."""
-        x_XD = x_RND.flatten(0, 1)
-        x_XD = self.norm1(x_XD + dropout(self.attention(x_RND).flatten(0, 1), self.dropout, self.training))
-        hidden_RNI = dropout(gelu(self.fc1(x_XD.view_as(x_RND))), self.activation_dropout, self.training)
-        y: Tensor = self.norm2(x_XD + dropout(self.fc2(hidden_RNI).flatten(0, 1), self.dropout, self.training))
-        return y.view_as(x_RND)
+        x_RND = self.norm1(x_RND + self.dropout(self.attention(x_RND)))
+        hidden_RNI = self.fc1(x_RND)
+        hidden_RNI = self.activation_dropout(pick("gelu", F.gelu, self.kernels, hidden_RNI)(hidden_RNI))
+        y: Tensor = self.norm2(x_RND + self.dropout(self.fc2(hidden_RNI)))
+        return y
 
 
 class Encoder(nn.Module):
@@ -157,14 +198,15 @@ class Encoder(nn.Module):
     def __init__(self, config: ModelConfig, mask: bool = True) -> None:
         super().__init__()
         self.width, self.feature_width = config.width, config.feature_width
-        self.input_dropout, self.dropout = config.input_dropout, config.dropout
         self.conv = ConvStack(config)
         self.feature_norm = nn.LayerNorm(config.feature_width)
         same = config.feature_width == config.width  # then the authors project nothing (ecg_transformer.py)
         self.project: nn.Module = nn.Identity() if same else nn.Linear(config.feature_width, config.width)
+        self.input_dropout = Dropout(config.input_dropout, config.kernels)
         self.mask_embedding = nn.Parameter(torch.empty(config.width)) if mask else None
-        self.position = PositionalConvolution(config.width, config.position_kernel, config.position_groups, config.position)
+        self.position = PositionalConvolution(config)
         self.norm = nn.LayerNorm(config.width)
+        self.dropout = Dropout(config.dropout, config.kernels)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
 
     def features(self, x_RLT: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,12 +221,18 @@ class Encoder(nn.Module):
 
     def enter(self, z_RNF: Tensor, mask_RN: Tensor | None) -> Tensor:
         """What the first layer sees."""
-        x_RND = dropout(self.project(z_RNF), self.input_dropout, self.training)
+        x_RND = self.input_dropout(self.project(z_RNF))
         if mask_RN is not None:
             assert self.mask_embedding is not None, "this encoder was built without a mask embedding"
             x_RND = torch.where(mask_RN[..., None], self.mask_embedding.to(x_RND.dtype), x_RND)
-        x_RND = self.norm(x_RND + self.position(x_RND))
-        return dropout(x_RND, self.dropout, self.training)
+        y_RND: Tensor = self.dropout(self.norm(x_RND + self.position(x_RND)))
+        return y_RND
 
     def forward(self, x_RLT: Tensor) -> Tensor:
         return self.context(self.features(x_RLT)[0], None)
+
+
+def pool(c_RND: Tensor) -> Tensor:
+    """The mean over tokens, in float32. The authors divide by the number of entries that are not zero (wav2vec2_cmsc.py:28-37),
+    which of a layer norm's output are all of them."""
+    return c_RND.float().mean(1)

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from engine.common import ConfigError
-from engine.model.config import ModelConfig
+from engine.model.config import ModelConfig, ObjectiveConfig
 from engine.model.pretrainer import Pretrainer
-from engine.objectives.config import ObjectiveConfig
 
 Spelling = Literal["parametrizations", "weight_g"]
 _NORM_KEYS: dict[Spelling, tuple[str, str]] = {

@@ -21,10 +21,9 @@ from torch import Tensor, nn
 
 from engine.common import ConfigError
 from engine.data.preprocess import Input, SignalError, crops
-from engine.model.config import ModelConfig
-from engine.model.encoder import Encoder
+from engine.model.config import ModelConfig, current_settings, validated
+from engine.model.encoder import Encoder, pool
 from engine.model.folder import CONFIG, FORMAT, PREPROCESSING, WEIGHTS, LoadError, document_of, model_folder
-from engine.model.heads import pool
 
 TASKS = ("diagnosis", "identification")
 ROWS = 64  # segments encoded at a time
@@ -32,7 +31,7 @@ SHOWN = 4  # names in a message
 NOT_FINITE = "the model gives embeddings that are not finite: its weights are broken"
 
 
-class Trained(nn.Module):
+class TrainedModel(nn.Module):
     """In eval mode. R segments of 5 s, L leads, T samples; D is `encoder.width`. `digest` is that of its files."""
 
     def __init__(
@@ -102,31 +101,28 @@ class Trained(nn.Module):
         return c_BD if several else c_BD[0]
 
 
-def load(path: str | os.PathLike[str]) -> Trained:
+def load(path: str | os.PathLike[str]) -> TrainedModel:
     with model_folder(path) as (folder, digest):
         document, preprocessing = document_of(folder / CONFIG), document_of(folder / PREPROCESSING)
         config = config_of(document, folder / CONFIG)
         encoder, head = _load_weights(folder / WEIGHTS, config, _classes(document, folder / CONFIG))
         try:
-            return Trained(encoder, head, document, preprocessing, digest)
+            return TrainedModel(encoder, head, document, preprocessing, digest)
         except ConfigError as error:
             raise LoadError(f"{folder / PREPROCESSING}: {error}") from None
 
 
 def config_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> ModelConfig:
-    """ModelConfig of config.json, where JSON has made lists of tuples."""
-    version = document.get("format_version")
+    """The architecture that config.json describes."""
+    version, model = document.get("format_version"), document.get("model")
     if version != FORMAT:
         raise LoadError(f"{path}: format_version={version!r}: this program reads {FORMAT}")
+    if not isinstance(model, dict):
+        raise LoadError(f"{path}: no settings of a model in it: is it a config.json of omnilead?")
     try:
-        model = dict(document["model"])
-        model["conv"] = tuple((int(width), int(kernel)) for width, kernel in model["conv"])
-        return ModelConfig(**model)
+        return validated(ModelConfig, current_settings(model), "model")
     except ConfigError as error:
         raise LoadError(f"{path}: {error}") from None
-    except (KeyError, TypeError, ValueError) as error:
-        told = str(error).replace("ModelConfig.__init__() ", "")
-        raise LoadError(f"{path}: no settings of a model of ours: {told}") from None
 
 
 def _classes(document: Mapping[str, Any], path: Path) -> int:

@@ -21,9 +21,7 @@ import math
 import torch
 from torch import nn
 
-from engine.model.encoder import Encoder, Layer
-from engine.model.features import PatchBlock
-from engine.model.position import PositionalConvolution
+from engine.model.encoder import ConvBlock, Encoder, Layer, PositionalConvolution
 from engine.model.quantizer import Quantizer
 
 
@@ -39,10 +37,10 @@ def initialise(model: nn.Module, generator: torch.Generator | None = None) -> No
             for weights in (module.weight, module.bias):
                 if weights is not None:
                     nn.init.uniform_(weights, -bound, bound, generator)
-        elif isinstance(module, PatchBlock):
+        elif isinstance(module, ConvBlock):
             nn.init.normal_(module.weight, 0, math.sqrt(2 / module.weight.shape[1]), generator)
         elif isinstance(module, PositionalConvolution):
-            nn.init.normal_(module.direction, 0, math.sqrt(4 / (module.kernel * len(module.bias))), generator)
+            nn.init.normal_(module.direction, 0, math.sqrt(4 / (module.gain.numel() * len(module.bias))), generator)
             module.gain.copy_(module.direction.square().sum((0, 1), keepdim=True).sqrt())
             nn.init.zeros_(module.bias)
     for module in model.modules():  # after their linear maps were drawn as plain ones

@@ -2,7 +2,7 @@
 
     python -m engine.convert to-onnx RUN OUT.onnx
 
-Any number of segments, any length. x is what `Trained.segments` gives: the file's metadata holds `preprocessing` (leads in
+Any number of segments, any length. x is what `TrainedModel.segments` gives: the file's metadata holds `preprocessing` (leads in
 order, rate, scale) and `config` (classes of the logits) as JSON. Before the file gets its name, onnxruntime has given
 PyTorch's numbers at several sizes.
 """
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.common import ConfigError
-from engine.model.inference import Trained
+from engine.model.inference import TrainedModel
 
 NEEDED = ("onnx", "onnxscript", "onnxruntime")
 SIZES = ((1, 2500), (3, 2500), (2, 5000), (5, 1237))  # segments, samples
@@ -32,7 +32,7 @@ class OnnxError(ConfigError):
 
 
 class Outputs(nn.Module):
-    def __init__(self, model: Trained) -> None:
+    def __init__(self, model: TrainedModel) -> None:
         super().__init__()
         self.model = model
 
@@ -41,14 +41,14 @@ class Outputs(nn.Module):
         return embedding if self.model.head is None else (embedding, self.model.head(embedding))
 
 
-def to_onnx(trained: Trained, out: Path) -> float:
+def to_onnx(trained: TrainedModel, out: Path) -> float:
     """Writes the file; the largest difference that was found."""
     lacking = [name for name in NEEDED if find_spec(name) is None]
     if lacking:
         raise OnnxError(f"{', '.join(lacking)} is not installed: pip install 'omnilead[onnx]'")
     if out.exists():
         raise OnnxError(f"{out}: exists: choose another name")
-    model = plain(trained)
+    model = Outputs(deepcopy(trained).cpu().float().eval())
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         _write(model, temporary)
@@ -59,14 +59,6 @@ def to_onnx(trained: Trained, out: Path) -> float:
     finally:
         temporary.unlink(missing_ok=True)
     return worst
-
-
-def plain(trained: Trained) -> Outputs:
-    """The same numbers without what serves training or GPUs only."""
-    model = deepcopy(trained).cpu().float().eval()
-    model.encoder.conv.feature_grad = 1.0
-    model.encoder.position.form = "conv"
-    return Outputs(model)
 
 
 def _write(outputs: Outputs, path: Path) -> None:

@@ -1,34 +1,60 @@
-"""One training step's forward pass: [B, S, L, T] -> losses.
+"""The forward pass of a pre-training step: [B, S, L, T] -> losses.
 
     model = Pretrainer(ModelConfig(), ObjectiveConfig())
     keys_BS = torch.from_numpy(row_keys(seed, epoch_B, crop_B, halves=2))       # engine.model.draws
     losses = model(x_BSLT, keys_BS, torch.tensor(temperature(config, updates)))  # engine.model.quantizer
     losses["loss"].backward()
 
-All halves and views go through the encoder in one batch. Every shape is fixed by those of the input and nothing waits for the
-device, so the step compiles once. Any encoder can take the authors' place: one with `features` and `context` (MaskedEncoder)
-for every objective, one that only maps x_RLT to c_RND and has a `width` for the global ones.
+All halves and views go through the encoder in one batch. Shapes depend on the input's shape alone and nothing waits for the
+device, so the step compiles once. Any encoder can take the place of the authors': one with `features` and `context`
+(MaskedEncoder) for every objective, one that only maps x_RLT to c_RND and has a `width` for the global ones.
 
-Source: paper, section "Pre-training"; fairseq-signals models/wav2vec2/wav2vec2_cmsc.py. Shapes: engine.model.config.
+Source: paper, section "Pre-training"; fairseq-signals models/wav2vec2/wav2vec2.py (project_q, final_proj), wav2vec2_cmsc.py.
+Shapes: engine.model.config.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from engine.common import ConfigError
-from engine.model.config import ModelConfig
+from engine.model.config import ModelConfig, ObjectiveConfig
 from engine.model.draws import Draws, draw
-from engine.model.encoder import Encoder, MaskedEncoder
-from engine.model.heads import LocalHead, pool
+from engine.model.encoder import Dropout, Encoder, MaskedEncoder, pool
 from engine.model.init_weights import initialise
-from engine.model.quantizer import Quantized
-from engine.objectives.cmsc import authors_cmsc_loss, cmsc_loss
-from engine.objectives.config import ObjectiveConfig
+from engine.model.quantizer import Quantized, Quantizer
+from engine.objectives.contrastive import authors_cmsc_loss, nt_xent, threekg_loss
 from engine.objectives.local import diversity, local_loss
-from engine.objectives.simclr import simclr_loss
-from engine.objectives.threekg import threekg_loss
+
+
+class LocalOutput(NamedTuple):
+    context_RMP: Tensor
+    target_RMP: Tensor
+    quantized: Quantized
+
+
+class LocalHead(nn.Module):
+    """Projections of the contexts and the quantised features of masked tokens, for the local objective only."""
+
+    def __init__(self, config: ModelConfig, width: int, feature_width: int) -> None:
+        super().__init__()
+        self.dropout = Dropout(config.feature_dropout, config.kernels)
+        self.quantizer = Quantizer(config, feature_width)
+        self.target = nn.Linear(config.code_width, config.projection)
+        self.context = nn.Linear(width, config.projection)
+
+    def forward(self, c_RND: Tensor, z_RNF: Tensor, draws: Draws, tau: Tensor) -> LocalOutput:
+        z_RMF = self.dropout(take(z_RNF, draws.slot_RM))
+        quantized = self.quantizer(z_RMF, draws.valid_RM, tau, draws.noise_RMGV)
+        return LocalOutput(self.context(take(c_RND, draws.slot_RM)), self.target(quantized.values_RMP), quantized)
+
+
+def take(x_RND: Tensor, slot_RM: Tensor) -> Tensor:
+    """The tokens of each slot: x_RMD."""
+    rows, tokens, width = x_RND.shape
+    first_R1 = torch.arange(0, rows * tokens, tokens, device=x_RND.device)[:, None]
+    return x_RND.reshape(rows * tokens, width).index_select(0, (first_R1 + slot_RM).flatten()).view(rows, -1, width)
 
 
 class Pretrainer(nn.Module):
@@ -71,28 +97,21 @@ class Pretrainer(nn.Module):
         tau: Gumbel temperature, a scalar tensor. ids_B: patients, for objectives that need them (ObjectiveConfig.needs_ids).
         In eval mode codes are not sampled and nothing is dropped out.
         """
-        views = x_BSLT.shape[1]
+        views, objective = x_BSLT.shape[1], self.objective
         x_RLT = x_BSLT.flatten(0, 1)
         parts: dict[str, Tensor] = {}
         if self.local is None:
             c_RND: Tensor = self.encoder(x_RLT)
         else:
             parts, c_RND = self._local(x_RLT, keys_BS, tau, draws)
-        if self.objective.contrast > 0:
+        loss = torch.zeros((), device=x_BSLT.device)
+        if self.local is not None:
+            loss = loss + objective.local * parts["loss_local"] + objective.diversity * parts["loss_diversity"]
+            loss = loss + objective.features * parts["loss_features"]
+        if objective.contrast > 0:
             g_BSD = self.pool(c_RND).unflatten(0, (-1, views))
             parts["loss_global"], parts["accuracy_global"] = self._global(g_BSD, ids_B)
-        weights = self.objective
-        loss = sum(
-            weight * parts[f"loss_{name}"]
-            for name, weight in (
-                ("local", weights.local),
-                ("diversity", weights.diversity),
-                ("features", weights.features),
-                ("global", weights.contrast),
-            )
-            if weight > 0 and f"loss_{name}" in parts
-        )
-        assert isinstance(loss, Tensor)
+            loss = loss + objective.contrast * parts["loss_global"]
         return {"loss": loss} | {name: value.detach() for name, value in parts.items()}
 
     def _local(
@@ -106,7 +125,7 @@ class Pretrainer(nn.Module):
         c_RND = self.encoder.context(z_RNF, draws.mask_RN)
         tau = torch.ones((), device=z_RNF.device) if tau is None else tau
         loss, accuracy, q = self.compare(c_RND, z_RNF, draws, tau)
-        unused, prob_perplexity, code_perplexity = diversity(q, self.objective.gathered)
+        unused, prob_perplexity, code_perplexity = diversity(q.share_GV, q.hard_GV, q.tokens, self.objective.gathered)
         return {
             "loss_local": loss,
             "loss_diversity": unused,
@@ -122,8 +141,8 @@ class Pretrainer(nn.Module):
         """The local objective: loss, accuracy, and what was quantised for it."""
         assert self.local is not None
         context_RMP, target_RMP, q = self.local(c_RND, z_RNF, draws, tau)
-        chosen = draws.times_RMM, draws.valid_RM, q.codes_RMG
-        return *local_loss(context_RMP, target_RMP, *chosen, self.objective.temperature), q
+        negatives = draws.times_RMM, draws.valid_RM, q.codes_RMG
+        return *local_loss(context_RMP, target_RMP, *negatives, self.objective.temperature), q
 
     def _global(self, g_BSD: Tensor, ids_B: Tensor | None) -> tuple[Tensor, Tensor]:
         o = self.objective
@@ -131,8 +150,6 @@ class Pretrainer(nn.Module):
             raise ValueError(f"objective.method={o.method!r}, form={o.form!r} needs the patient of each crop: pass ids_B")
         if o.method == "3kg" and ids_B is not None:
             return threekg_loss(g_BSD, ids_B, o.temperature, o.gathered, o.detach_norm)
-        if o.method == "simclr":
-            return simclr_loss(g_BSD, o.temperature, o.gathered, o.detach_norm)
-        if o.form == "authors" and ids_B is not None:
+        if o.method == "cmsc" and o.form == "authors" and ids_B is not None:
             return authors_cmsc_loss(g_BSD, ids_B, o.temperature)
-        return cmsc_loss(g_BSD, o.temperature, o.gathered, o.detach_norm)
+        return nt_xent(g_BSD, o.temperature, o.gathered, o.detach_norm)

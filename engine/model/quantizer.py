@@ -89,8 +89,3 @@ class Quantizer(nn.Module):
         counts = torch.zeros(self.books * self.codes, device=codes_AG.device)
         counts = counts.scatter_add(0, at_AG.reshape(-1), weight_A[:, None].expand_as(at_AG).reshape(-1))
         return counts.view(self.books, self.codes)
-
-
-def perplexity(share_GV: Tensor) -> Tensor:
-    """How many codes are in use: the sum over codebooks of exp(entropy), from G to G * V."""
-    return (-(share_GV * (share_GV + 1e-7).log()).sum(-1)).exp().sum()

@@ -17,10 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from engine.data.npz import load_npz
-from engine.model.config import ModelConfig
+from engine.model.config import ModelConfig, ObjectiveConfig
 from engine.model.draws import Draws, count_negatives, slots
 from engine.model.fairseq import settings
-from engine.objectives.config import ObjectiveConfig
 
 STATE = "_state_dict.safetensors"
 _NEEDED = ("source", "mask_indices", "neg_idxs", "patient_id", "segment")

@@ -1,1 +1,1 @@
-"""What is learned without labels: one loss a file, composed by ObjectiveConfig."""
+"""Losses. They depend on tensors alone, never on engine.model."""

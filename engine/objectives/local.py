@@ -1,13 +1,12 @@
-"""Local contrast: tell the quantised features of a masked token from those of other masked tokens of the same 5 s.
+"""The local objective: pick the quantised features of a masked token among those of other masked tokens of the same 5 s.
 
     s_ij = cos(context_i, target_j) / temperature          the Gram matrix of a segment, [M, M]
     loss_i = log(exp s_ii + sum_j n_ij exp s_ij) - s_ii    n_ij: how often j was drawn as a negative for i, K times in all
 
-The authors gather K targets for each i, [K, R, M, P] numbers, and take as many cosines; but these are entries of s, some of
-them many times, and the same loss and gradient follow from s and the counts. Negatives made of the same codes as the positive
-do not count. A row's loss is the mean over its masked tokens, the batch's the mean over rows: where all rows have equally
-many, as the authors', this is their mean over tokens; where they differ, each segment weighs alike in whichever micro-batch
-it is.
+The authors gather K targets for each i, [K, R, M, P] numbers, and compute as many cosines. These are entries of s, some of
+them repeated, so s and the counts give the same loss and gradient. Negatives made of the same codes as the positive do not
+count. A row's loss is the mean over its masked tokens, the batch's the mean over rows. Where all rows have equally many, as the
+authors' have, this is their mean over tokens; where they differ, every segment has the same weight in any micro-batch.
 
 Source: paper, section "Pre-training", L_local; fairseq-signals models/wav2vec2/wav2vec2.py:157-231 (100 negatives, cosine /
 0.1, identical ones to -inf), criterions/wav2vec2_criterion.py:254-282 (diversity, feature penalty). Shapes:
@@ -18,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model.quantizer import Quantized, perplexity
-from engine.objectives.gather import total
+from engine.objectives.contrastive import sum_over_ranks
 
 
 def local_loss(
@@ -46,9 +44,8 @@ def local_loss(
 
 def _hits(s_RMM: Tensor, s_RM: Tensor, drawn_RMM: Tensor, same_RMM: Tensor) -> Tensor:
     """As the authors count: no candidate is nearer, and they are not all equally near (wav2vec2_criterion.py:300-310)."""
-    infinite = torch.inf
-    nearest_RM = torch.where(drawn_RMM & ~same_RMM, s_RMM, -infinite).amax(-1)
-    farthest_RM = torch.where(drawn_RMM, s_RMM.masked_fill(same_RMM, -infinite), infinite).amin(-1)
+    nearest_RM = torch.where(drawn_RMM & ~same_RMM, s_RMM, -torch.inf).amax(-1)
+    farthest_RM = torch.where(drawn_RMM, s_RMM.masked_fill(same_RMM, -torch.inf), torch.inf).amin(-1)
     return (s_RM >= nearest_RM) & (s_RM > farthest_RM)
 
 
@@ -57,14 +54,19 @@ def mean_over_rows(x_RM: Tensor, valid_RM: Tensor) -> Tensor:
     return torch.where(valid_RM, x_RM, 0.0).mul(weight_RM).sum(1).mean()
 
 
-def diversity(q: Quantized, gathered: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Share of the codes that are out of use: (G V - perplexity) / G V; then the perplexities of probabilities and of codes."""
-    share_GV, hard_GV, count = q.share_GV, q.hard_GV, q.tokens
+def diversity(share_GV: Tensor, used_GV: Tensor, tokens: Tensor, gathered: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Share of the codes that are out of use, (G V - perplexity) / G V; then the perplexities of probabilities and of codes.
+
+    share_GV: probability of each code, summed over tokens; used_GV: how often each was chosen."""
     if gathered:
         size = share_GV.numel()
-        summed = total(torch.cat([share_GV.flatten(), hard_GV.flatten(), count[None]]))
-        share_GV, hard_GV = summed[:size].view_as(share_GV), summed[size:-1].view_as(hard_GV)
-        count = summed[-1]
-    count = count.clamp(min=1)
-    in_use = perplexity(share_GV / count)
-    return 1 - in_use / share_GV.numel(), in_use.detach(), perplexity(hard_GV / count)
+        total = sum_over_ranks(torch.cat([share_GV.flatten(), used_GV.flatten(), tokens[None]]))
+        share_GV, used_GV, tokens = total[:size].view_as(share_GV), total[size:-1].view_as(used_GV), total[-1]
+    tokens = tokens.clamp(min=1)
+    in_use = perplexity(share_GV / tokens)
+    return 1 - in_use / share_GV.numel(), in_use.detach(), perplexity(used_GV / tokens)
+
+
+def perplexity(share_GV: Tensor) -> Tensor:
+    """How many codes are in use: the sum over codebooks of exp(entropy), from G to G * V."""
+    return (-(share_GV * (share_GV + 1e-7).log()).sum(-1)).exp().sum()

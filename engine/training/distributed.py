@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore
 
 from data_tools.cli import show
 from engine.common import ConfigError
-from engine.model.position import exact_float32
+from engine.model.kernels import disable_tf32
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
@@ -61,7 +61,7 @@ def start(timeout_s: float, deterministic: bool = False) -> Ranks:
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
-    exact_float32()
+    disable_tf32()
     if cuda:
         if local >= torch.cuda.device_count():
             raise ConfigError(f"LOCAL_RANK={local}: this machine has {torch.cuda.device_count()} GPUs: start one rank for each")

@@ -31,7 +31,7 @@ from engine.data.validation_split import patient_ids
 from engine.evaluation import metrics
 from engine.evaluation.run_files import VALID
 from engine.model import inference
-from engine.model.classifier import Tuned
+from engine.model.classifier import Classifier
 from engine.model.config import flops_per_crop, kept_per_crop
 from engine.model.encoder import Encoder
 from engine.model.init_weights import initialise
@@ -114,7 +114,7 @@ class Finetuning(Task):
             encoder.load_state_dict(self.weights)
         if self.architecture.feature_grad == 0:
             encoder.conv.requires_grad_(False)
-        return Tuned(encoder, self.config.head, self.classes, generator)
+        return Classifier(encoder, self.config.head, self.classes, generator)
 
     def arguments(self, batch: Batch, step: int) -> tuple[Tensor | None, ...]:
         x_BSLT, places = batch.x_BSLT, batch.places

@@ -27,7 +27,7 @@ from engine.data.loader import Batch, Loader
 from engine.data.order import Places
 from engine.data.state import State
 from engine.evaluation.run_files import DIAGNOSTICS, write_diagnostics
-from engine.objectives.gather import total as sum_over_ranks
+from engine.objectives.contrastive import sum_over_ranks
 from engine.training import checkpoint, throughput
 from engine.training.distributed import Agreement, Ranks
 from engine.training.optimizer import GuardedAdamW

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.model.draws import Draws
-from engine.model.heads import Compared, pool
-from engine.objectives.gather import total
+from engine.model.encoder import pool
+from engine.model.pretrainer import LocalOutput
+from engine.objectives.contrastive import sum_over_ranks
 
 MAX_PAIRS = 20_000  # of each kind
 
@@ -28,7 +29,7 @@ class Capture:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.c_RND: Tensor | None = None
-        self.compared: Compared | None = None
+        self.compared: LocalOutput | None = None
         self.draws: Draws | None = None
 
     def __enter__(self) -> Self:
@@ -51,13 +52,13 @@ class Capture:
         arrays = {}
         if self.compared is not None and self.draws is not None:
             arrays["positive_similarity"], arrays["negative_similarity"] = contexts(self.compared, self.draws)
-            arrays["code_usage"] = total(self.compared.quantized.hard_GV).cpu().numpy()
+            arrays["code_usage"] = sum_over_ranks(self.compared.quantized.hard_GV).cpu().numpy()
         crop_R = torch.arange(len(self.c_RND), device=self.c_RND.device) // views
         arrays["same_similarity"], arrays["other_similarity"] = pairs(pool(self.c_RND), crop_R)
         return arrays
 
 
-def contexts(compared: Compared, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
+def contexts(compared: LocalOutput, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
     """Of the contexts of masked tokens with their own targets, and with their negatives."""
     context_RMP, target_RMP = (F.normalize(x.float(), dim=-1) for x in compared[:2])
     s_RMM = context_RMP @ target_RMP.transpose(1, 2)

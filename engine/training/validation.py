@@ -25,8 +25,8 @@ from engine.data.validation_split import patient_ids
 from engine.evaluation.metrics import identification
 from engine.evaluation.predict import CropBatch, predict
 from engine.model.draws import row_keys
-from engine.model.heads import pool
-from engine.objectives.gather import apart, gather_constant, total
+from engine.model.encoder import pool
+from engine.objectives.contrastive import all_gather_no_grad, single_process, sum_over_ranks
 from engine.training.distributed import Ranks
 
 BATCH = 16  # crops encoded at a time
@@ -110,14 +110,14 @@ class ValidationLoss:
         loader = Loader(settings, self.datasets, self.ranks.device, step=first, **self.roles)
         sums: dict[str, Tensor] = {}
         try:
-            with eval_mode(engine), torch.no_grad(), apart():
+            with eval_mode(engine), torch.no_grad(), single_process():
                 for number, (batch, _) in enumerate(islice(loader, share), first):
                     for name, value in engine(*model_inputs(batch, self.config, self.patients)).items():
                         counted = value.float() if number < self.batches else torch.zeros_like(value, dtype=torch.float32)
                         sums[name] = sums.get(name, 0) + counted
         finally:
             loader.close()
-        means = total(torch.stack(list(sums.values()))) / self.batches
+        means = sum_over_ranks(torch.stack(list(sums.values()))) / self.batches
         return {name: value for name, value in zip(sums, means.tolist(), strict=True) if name in LOGGED}
 
 
@@ -167,4 +167,4 @@ def predict_on_ranks(
     prepare, dtype = Input(config.augment.output_leads, config.augment.seen).halves, dtype_of(config)
     outputs = predict(batches(), prepare, lambda x_RLT: forward(x_RLT.to(dtype)), ranks.device)
     y_RD = torch.from_numpy(np.concatenate([y for _, y in outputs])).to(ranks.device)
-    return gather_constant(y_RD)[: halves * len(crops)].cpu()
+    return all_gather_no_grad(y_RD)[: halves * len(crops)].cpu()

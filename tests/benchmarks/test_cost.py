@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from benchmarks import cost, fleet, stages, step
-from engine.model.config import ModelConfig, flops_per_crop
+from engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop
 from engine.model.pretrainer import Pretrainer
-from engine.objectives.config import ObjectiveConfig
 from engine.training import throughput
 
 SMALL: dict[str, Any] = {"width": 48, "layers": 2, "heads": 4, "ffn": 96, "codes": 16, "projection": 32, "code_width": 32}

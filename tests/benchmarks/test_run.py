@@ -133,7 +133,7 @@ def test_the_fastest_step_is_what_the_engine_takes() -> None:
     best = step.fastest({name: results[name] for name in results if "autocast" not in name}, runs)
     assert best == dataclasses.replace(base, batch=256, compiled="eager")  # the last of ours in bf16
     config = load(QUICKSTART, step.settings(best))
-    assert (config.train.micro_batch, config.train.compile, config.model.position) == (256, "eager", "auto")
+    assert (config.train.micro_batch, config.train.compile, config.model.kernels) == (256, "eager", "auto")
     assert step.fastest({}, runs) is None
 
 

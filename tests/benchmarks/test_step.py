@@ -21,7 +21,7 @@ SMALL |= {"conv": ((32, 2),) * 4, "position_kernel": 16}
 CONFIGS = {
     "small": ModelConfig(**SMALL),
     "one codebook, odd kernel, other spans": ModelConfig(**SMALL | {"codebooks": 1, "position_kernel": 15, "mask_span": 6}),
-    "manual attention": ModelConfig(**SMALL | {"attention": "manual"}),
+    "plain kernels": ModelConfig(**SMALL | {"kernels": "plain"}),
     "no projection": ModelConfig(**SMALL | {"conv": ((48, 2),) * 4}),
 }
 BASE = step.Run(step.OURS, "fp32", threads=1)
@@ -127,7 +127,7 @@ def test_the_cases() -> None:
 
 def test_a_model_by_its_name() -> None:
     assert step.model_of("paper") == ModelConfig() == step.load(step.config_file("paper")).model
-    assert step.Run(step.OURS, "bf16", model="small", attention="sdpa").config.attention == "sdpa"
+    assert step.Run(step.OURS, "bf16", model="small", kernels="plain").config.kernels == "plain"
     assert step.model_of("small").width == 128
 
 

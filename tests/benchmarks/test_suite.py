@@ -175,7 +175,7 @@ def test_a_gpus_cases_for_real(tiny: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert "--set train.micro_batch=4" in record["fastest"]
     profile, train = record["checks"]["profile: the loop"], record["checks"]["train: and a probe"]
     assert profile["step_ms"] > 0 and 0 < len(profile["kernels"]) <= checks.KERNELS and profile["busy_ms"] > 0
-    assert "model.attention=auto" in profile["settings"]
+    assert "model.kernels=auto" in profile["settings"]
     assert train["last"]["step"] >= 1 and set(train["trained"]) == set(train["random"])
 
 

@@ -20,7 +20,7 @@ from torch.utils import backend_registration
 from engine.config import load
 from engine.data.augmenter import Augmenter, parameters
 from engine.data.order import Places
-from engine.model.classifier import HeadConfig, Tuned
+from engine.model.classifier import Classifier, HeadConfig
 from engine.model.config import ModelConfig
 from engine.model.encoder import Encoder
 from engine.model.pretrainer import Pretrainer
@@ -40,7 +40,7 @@ SMALL = {
     "codes": 8,
     "code_width": 8,
     "projection": 16,
-    "position": "blocks",  # as CUDA has it by default; the name of this device is another
+    "kernels": "all",
 }
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Step = tuple[str, str, str]  # what, of what, in which precision
@@ -73,7 +73,7 @@ def pretrain(path: str, dtype: torch.dtype) -> None:
 
 def finetune(task: str, dtype: torch.dtype) -> None:
     with GPU:
-        model = Tuned(Encoder(ModelConfig(**SMALL, position_groups=4), mask=False), HeadConfig(task), CLASSES)  # type: ignore[arg-type]
+        model = Classifier(Encoder(ModelConfig(**SMALL, position_groups=4), mask=False), HeadConfig(task), CLASSES)  # type: ignore[arg-type]
         labels = torch.ones(CROPS, CLASSES) if task == "diagnosis" else torch.arange(CROPS)
         x_BSLT, there_BS = torch.empty(CROPS, 2, 12, 2500, dtype=dtype), torch.ones(CROPS, 2)
     train(model, dtype, x_BSLT, labels, there_BS)

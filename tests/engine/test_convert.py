@@ -20,11 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine import convert
-from engine.model.config import ModelConfig
+from engine.model.config import ModelConfig, ObjectiveConfig
 from engine.model.fairseq import their_settings, theirs
 from engine.model.folder import seal
 from engine.model.pretrainer import Pretrainer
-from engine.objectives.config import ObjectiveConfig
 
 ROOT = Path(__file__).parents[2]
 REAL = ROOT.parent / "shared" / "parity" / "small_checkpoint.pt"

@@ -24,7 +24,7 @@ from engine.config import CONFIGS, FinetuneConfig, build, check, load
 from engine.data.leakage import split_of, torn
 from engine.data.validation_split import patient_ids
 from engine.evaluation.run_files import DIAGNOSTICS, read_diagnostics
-from engine.model.classifier import HeadConfig, Tuned
+from engine.model.classifier import Classifier, HeadConfig
 from engine.model.encoder import Encoder
 from engine.model.init_weights import initialise
 from engine.objectives.arcface import arcface_logits
@@ -161,7 +161,7 @@ def test_an_ecg_of_zeros_has_a_gradient_of_bounded_size(width: int) -> None:
     small = {"conv": [[16, 2], [32, 8]], "width": width, "layers": 4, "heads": 2, "ffn": 32, "position_kernel": 8}
     encoder = Encoder(build({"model": small}).model, mask=False)
     initialise(encoder, torch.Generator().manual_seed(0))
-    Tuned(encoder, HeadConfig(), 26)(torch.zeros(1, 2, 12, 640), torch.ones(1, 26), torch.ones(1, 2))["loss"].backward()
+    Classifier(encoder, HeadConfig(), 26)(torch.zeros(1, 2, 12, 640), torch.ones(1, 26), torch.ones(1, 2))["loss"].backward()
     assert all(p.grad is None or float(p.grad.norm()) < 1e3 for p in encoder.parameters())
 
 
@@ -183,7 +183,7 @@ def test_halves_that_are_not_there_do_not_count(task: Any) -> None:
     config = FinetuneConfig(start="x").tuned(build({"model": {"width": 16, "layers": 1, "heads": 2, "ffn": 16}}).model)
     encoder = Encoder(config, mask=False)
     initialise(encoder, torch.Generator().manual_seed(0))
-    model = Tuned(encoder, HeadConfig(task), 26, torch.Generator().manual_seed(0)).eval()
+    model = Classifier(encoder, HeadConfig(task), 26, torch.Generator().manual_seed(0)).eval()
     x = torch.randn(2, 2, 12, 640)
     labels = (torch.rand(2, 26) > 0.5).float() if task == "diagnosis" else torch.tensor([3, 25])
     there = torch.tensor([[1.0, 1.0], [1.0, 0.0]])

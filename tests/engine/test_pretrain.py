@@ -22,7 +22,7 @@ from engine.data.augmenter import HALF
 from engine.model.config import ModelConfig
 from engine.model.draws import draw, row_keys
 from engine.model.pretrainer import Pretrainer
-from engine.objectives.cmsc import cmsc_loss
+from engine.objectives.contrastive import nt_xent
 from engine.objectives.local import local_loss
 from engine.training.distributed import Ranks
 from engine.training.optimizer import GuardedAdamW
@@ -90,7 +90,7 @@ def test_chance_is_what_random_representations_reach(dataset: Dataset) -> None:
     loss, hits = local_loss(x_RMP, y_RMP, draws.times_RMM, draws.valid_RM, temperature=1e4)
     assert [chance["loss_local"], chance["accuracy_local"]] == pytest.approx([float(loss), float(hits)], rel=0.06)
     for name, crops in (("", config.train.batch_crops), ("valid/", held)):
-        found = [cmsc_loss(torch.randn(crops, 2, 16, generator=random), 1e4, False) for _ in range(200)]
+        found = [nt_xent(torch.randn(crops, 2, 16, generator=random), 1e4, False) for _ in range(200)]
         loss, hits = (torch.stack(part).mean() for part in zip(*found, strict=True))
         assert chance[f"{name}loss_global"] == pytest.approx(float(loss), rel=1e-3)
         assert chance[f"{name}accuracy_global"] == pytest.approx(float(hits), rel=0.2)

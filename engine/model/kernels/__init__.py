@@ -1,1 +1,42 @@
-"""Fast replacements for plain operations of the encoder."""
+"""Faster replacements for plain operations of the model, chosen by `model.kernels`.
+
+    pick("gelu", F.gelu, config.kernels, x)(x)
+
+| model.kernels | on a CPU | on a GPU |
+|---|---|---|
+| plain | torch's operations | torch's operations |
+| auto | kernels.cpu, which benchmarks/results/step_*.json show to pay | torch's operations: there is no record of a GPU yet |
+| all | kernels.cpu | kernels.cuda, whose operations and bytes were counted but not timed (benchmarks/LOG.md) |
+
+A replacement takes the arguments of the plain operation, gives its result, and is tested against it. On a CPU, torch.compile
+gets the plain operations, which it fuses itself.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engine.model.kernels import cpu, cuda
+
+Operation = Callable[..., Tensor]
+REPLACEMENTS = {
+    ("auto", "cpu"): cpu.OPERATIONS,
+    ("all", "cpu"): cpu.OPERATIONS,
+    ("all", "cuda"): cuda.OPERATIONS,
+}
+
+
+def pick(name: str, plain: Operation, setting: str, x: Tensor) -> Operation:
+    """The operation to use on x's device."""
+    device = "cpu" if x.device.type == "cpu" else "cuda"
+    if device == "cpu" and torch.compiler.is_compiling():
+        return plain
+    return REPLACEMENTS.get((setting, device), {}).get(name, plain)
+
+
+def disable_tf32() -> None:
+    """No TensorFloat32 on a GPU, which is torch's default in convolutions, though not in matrix products.
+
+    It holds for the whole process: programs call it when they start, and importing the engine changes nothing."""
+    torch.backends.cudnn.allow_tf32 = False

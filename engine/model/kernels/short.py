@@ -25,11 +25,11 @@ def attention(qkv: Tensor, heads: int, dropout_p: float = 0.0) -> Tensor:
     dropped = round(dropout_p * 256)
     draw = {"dtype": torch.int32, "device": qkv.device}
     seeds = torch.randint(-(2**31), 2**31, (2,), **draw) if dropped else torch.zeros(2, **draw)
-    y_RND: Tensor = Short.apply(qkv.contiguous(), heads, dropped, seeds)[0]
+    y_RND: Tensor = ShortAttention.apply(qkv.contiguous(), heads, dropped, seeds)[0]
     return y_RND
 
 
-class Short(torch.autograd.Function):
+class ShortAttention(torch.autograd.Function):
     """For the gradient are kept qkv, y, and of each row of scores the logarithm of the sum of their exponentials."""
 
     @staticmethod

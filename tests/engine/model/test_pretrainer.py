@@ -10,10 +10,9 @@ from tiny import SMALL, STILL, by_numpy, keys, seeded, waves
 from torch import Tensor, nn
 
 from engine.common import ConfigError
-from engine.model.config import ModelConfig
+from engine.model.config import ObjectiveConfig
 from engine.model.draws import Draws, draw
 from engine.model.pretrainer import Pretrainer
-from engine.objectives.config import ObjectiveConfig
 from engine.training.throughput import compile_model
 
 GOLDEN = {
@@ -234,8 +233,7 @@ def test_initial_weights_follow_the_generator_alone() -> None:
 @pytest.mark.parametrize("how", ["layers", "step"])
 def test_nothing_in_a_step_breaks_the_graph(how: str) -> None:
     """One graph, or one of each part, whatever the draws: traced, not compiled, which would take minutes here."""
-    position = {"layers": "blocks", "step": "dft"}[how]  # a GPU's way and a CPU's
-    model = seeded(ModelConfig(**{**dataclasses.asdict(SMALL), "layers": 1, "position": position, **STILL}))
+    model = seeded(dataclasses.replace(SMALL, layers=1))
     compiled = copy.deepcopy(model)
     compile_model(compiled, how, backend="aot_eager", fullgraph=True, dynamic=False)
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -254,14 +252,13 @@ def test_nothing_in_a_step_breaks_the_graph(how: str) -> None:
 @pytest.mark.parametrize(
     "how",
     [
-        *("conv sdpa eager", "blocks manual eager", "dft efficient eager"),
-        *("auto efficient layers", "auto manual step"),  # each takes half a minute to compile
+        *("plain eager", "all eager", "plain layers", "all layers", "all step"),  # each takes half a minute to compile
     ],
 )
 def test_a_gpu_computes_what_a_cpu_does(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    position, attention, compiled = how.split()
+    kernels, compiled = how.split()
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    config = dataclasses.replace(SMALL, **STILL, position=position, attention=attention)  # type: ignore[arg-type]
+    config = dataclasses.replace(SMALL, kernels=kernels)
     losses, grads = [], []
     for device in (torch.device("cpu"), torch.device("cuda", 0)):
         model = seeded(config).to(device)

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.model.config import ModelConfig
 from engine.model.encoder import Encoder
 from engine.model.init_weights import initialise
 from engine.training.throughput import compile_model
-from tests.engine.model.tiny import SMALL, STILL
+from tests.engine.model.tiny import SMALL
 
 triton = pytest.importorskip("triton")
 CASES = Path(__file__).parent / "short_cases.py"
@@ -62,8 +61,8 @@ def test_an_encoder_with_it(how: str) -> None:
     """In bf16 as near to float32 as with torch's kernel."""
     x = torch.randn(4, 12, 2500, generator=torch.Generator().manual_seed(0)).cuda()
     found = []
-    for kind, dtype in (("manual", torch.float32), ("sdpa", torch.bfloat16), ("short", torch.bfloat16)):
-        config = ModelConfig(**dataclasses.asdict(SMALL) | STILL | {"attention": kind, "width": 128, "heads": 2})
+    for kind, dtype in (("plain", torch.float32), ("plain", torch.bfloat16), ("all", torch.bfloat16)):
+        config = dataclasses.replace(SMALL, kernels=kind, width=128, heads=2)
         encoder = Encoder(config)
         initialise(encoder, torch.Generator().manual_seed(0))
         encoder = encoder.cuda().to(dtype)

@@ -19,11 +19,11 @@ from data_tools.prepare import crop_count, prepare_crop
 from data_tools.record import EcgRecord
 from engine.common import ALL, LEADS, ConfigError
 from engine.data.preprocess import Input, SignalError, crops
+from engine.model.config import ObjectiveConfig
+from engine.model.encoder import pool
 from engine.model.folder import LoadError, seal
-from engine.model.heads import pool
-from engine.model.inference import Trained, config_of
+from engine.model.inference import TrainedModel, config_of
 from engine.model.pretrainer import Pretrainer
-from engine.objectives.config import ObjectiveConfig
 from engine.training.finetuning import read_start
 
 Saved = Callable[..., Path]
@@ -41,7 +41,7 @@ def ecg(seconds: float = 10, fs_hz: float = 500, leads: int = 12, seed: int = 0)
 
 
 @pytest.fixture
-def model(saved_model: Saved) -> Trained:
+def model(saved_model: Saved) -> TrainedModel:
     return engine.load(saved_model().parent)
 
 
@@ -167,7 +167,7 @@ def harm(kind: str, folder: Path) -> None:
         ("unnamed head", "2 unexpected: head.bias, head.weight"),
         ("other task", "'age'"),
         ("no settings", "no settings of a model"),
-        ("other settings", "'patches'"),
+        ("other settings", "model.patches=7"),
         ("wrong settings", "model.heads=5"),
         ("version", "format_version=2"),
         ("not json", "config.json"),
@@ -235,7 +235,7 @@ def test_whole_numbers_and_tensors_are_the_same_ecg() -> None:
         assert np.array_equal(crops(same, 500, LEADS, "uV", Input(ALL, ALL)).uv_BLT, wanted)
 
 
-def test_a_crop_and_its_dataset_have_one_embedding(dataset: Dataset, model: Trained) -> None:
+def test_a_crop_and_its_dataset_have_one_embedding(dataset: Dataset, model: TrainedModel) -> None:
     crop = dataset.read(0)
     x_SLT = torch.from_numpy(crop.astype(np.float32) * np.float32(1e-3)).view(12, 2, 2500).transpose(0, 1)
     wanted = model(x_SLT).mean(0)
@@ -243,7 +243,7 @@ def test_a_crop_and_its_dataset_have_one_embedding(dataset: Dataset, model: Trai
     assert torch.allclose(model.embed(crop / 1e6, 500, LEADS, "V"), wanted, atol=1e-6)
 
 
-def test_names_decide_and_not_the_order(model: Trained) -> None:
+def test_names_decide_and_not_the_order(model: TrainedModel) -> None:
     signal, rng = ecg(), np.random.default_rng(0)
     wanted = model.embed(signal, 500, LEADS)
     order = rng.permutation(12)
@@ -258,7 +258,7 @@ def test_names_decide_and_not_the_order(model: Trained) -> None:
     assert not torch.equal(model.embed(few, 500, LEADS), wanted)
 
 
-def test_what_was_not_measured_is_so_in_whole_numbers_and_under_a_mask(model: Trained) -> None:
+def test_what_was_not_measured_is_so_in_whole_numbers_and_under_a_mask(model: TrainedModel) -> None:
     signal_uv = np.rint(ecg() * 1e3).astype(np.int16)
     holed, mask = signal_uv.copy(), np.zeros(signal_uv.shape, bool)
     holed[6, 100:110], mask[6, 100:110] = -32768, True  # as scipy.io.loadmat gives a record of the Challenge
@@ -270,7 +270,7 @@ def test_what_was_not_measured_is_so_in_whole_numbers_and_under_a_mask(model: Tr
         model.embed(np.full((12, 5000), -32768, np.int16), 500, LEADS, "uV")
 
 
-def test_several_records_and_any_length(model: Trained) -> None:
+def test_several_records_and_any_length(model: TrainedModel) -> None:
     signals = np.stack([ecg(23, seed=seed) for seed in range(3)])
     together = model.embed(signals, 500, LEADS)
     assert together.shape == (3, 32) and together.dtype == torch.float32
@@ -281,14 +281,14 @@ def test_several_records_and_any_length(model: Trained) -> None:
     assert model.embed(signals[:0], 500, LEADS).shape == (0, 32)
 
 
-def test_part_of_a_record_that_was_not_measured_is_left_out(model: Trained) -> None:
+def test_part_of_a_record_that_was_not_measured_is_left_out(model: TrainedModel) -> None:
     signal = ecg(30)
     signal[:, 6000] = np.nan
     kept = np.concatenate([signal[:, :5000], signal[:, 10000:]], 1)
     assert torch.allclose(model.embed(signal, 500, LEADS), model.embed(kept, 500, LEADS), atol=1e-6)
 
 
-def test_ten_seconds_of_silence_are_left_out_as_in_a_dataset(model: Trained) -> None:
+def test_ten_seconds_of_silence_are_left_out_as_in_a_dataset(model: TrainedModel) -> None:
     signal = ecg()[:, :5000]
     quiet = np.concatenate([signal, np.full((12, 5000), 0.1)], axis=1)
     assert torch.allclose(model.embed(quiet, 500, LEADS), model.embed(signal, 500, LEADS), atol=1e-6)
@@ -346,7 +346,7 @@ def test_models_of_fewer_leads(saved_model: Saved) -> None:
         ({"signal": np.stack([ecg(), ecg() * np.nan])}, r"signal\[1\]: no valid lead"),
     ],
 )
-def test_what_is_no_ecg_is_one_line(change: dict[str, Any], told: str, model: Trained) -> None:
+def test_what_is_no_ecg_is_one_line(change: dict[str, Any], told: str, model: TrainedModel) -> None:
     given = {"signal": ecg(), "fs_hz": 500, "leads": LEADS, "unit": "mV"} | change
     with pytest.raises(ConfigError, match=told) as caught:
         model.embed(**given)

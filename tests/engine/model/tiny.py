@@ -5,10 +5,9 @@ import zlib
 import numpy as np
 import torch
 
-from engine.model.config import ModelConfig
+from engine.model.config import ModelConfig, ObjectiveConfig
 from engine.model.draws import row_keys
 from engine.model.pretrainer import Pretrainer
-from engine.objectives.config import ObjectiveConfig
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 

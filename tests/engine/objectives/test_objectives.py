@@ -6,11 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.model.draws import count_negatives
-from engine.model.quantizer import Quantized
-from engine.objectives.cmsc import authors_cmsc_loss, cmsc_loss
+from engine.objectives.contrastive import authors_cmsc_loss, nt_xent, threekg_loss
 from engine.objectives.local import diversity, local_loss, mean_over_rows
-from engine.objectives.simclr import simclr_loss
-from engine.objectives.threekg import threekg_loss
 
 
 def gathered_loss(x: Tensor, y: Tensor, other: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -64,8 +61,7 @@ def test_equally_many_tokens_make_it_the_authors_mean_over_tokens() -> None:
 
 def test_diversity() -> None:
     even = torch.full((2, 8), 10 / 8)
-    q = Quantized(torch.empty(0), torch.empty(0), even, torch.tensor(10.0), torch.eye(8)[:2] * 10)
-    loss, prob, code = diversity(q, gathered=False)
+    loss, prob, code = diversity(even, torch.eye(8)[:2] * 10, torch.tensor(10.0), gathered=False)
     assert float(loss) == pytest.approx(0, abs=1e-5)
     assert float(prob) == pytest.approx(16, rel=1e-5) and float(code) == pytest.approx(2, rel=1e-5)
 
@@ -82,20 +78,20 @@ def nt_xent_by_hand(g: Tensor, temperature: float) -> Tensor:
 def test_cmsc_and_simclr_are_the_paper_s_formula() -> None:
     g = torch.randn(4, 2, 10, requires_grad=True)
     wanted = nt_xent_by_hand(g, 0.1)
-    for loss, _ in (cmsc_loss(g, 0.1, gathered=True), simclr_loss(g, 0.1, gathered=False)):
+    for loss, _ in (nt_xent(g, 0.1, gathered=True), nt_xent(g, 0.1, gathered=False)):
         torch.testing.assert_close(loss, wanted)
         torch.testing.assert_close(*(torch.autograd.grad(v, g, retain_graph=True)[0] for v in (loss, wanted)))
-    detached, _ = simclr_loss(g, 0.1, gathered=False, detach_norm=True)
+    detached, _ = nt_xent(g, 0.1, gathered=False, detach_norm=True)
     torch.testing.assert_close(detached, wanted)
     assert not torch.allclose(*(torch.autograd.grad(v, g, retain_graph=True)[0] for v in (detached, wanted)))
 
 
 def test_accuracy_is_one_where_views_agree() -> None:
     g = torch.randn(8, 1, 32).expand(8, 2, 32)
-    assert cmsc_loss(g, 0.1, gathered=False)[1] == 1
+    assert nt_xent(g, 0.1, gathered=False)[1] == 1
     assert authors_cmsc_loss(g, torch.arange(8), 0.1)[1] == 1
     assert threekg_loss(g, torch.arange(8), 0.1, gathered=False)[1] == 1
-    assert cmsc_loss(torch.randn(50, 2, 32), 0.1, gathered=False)[1] < 0.2
+    assert nt_xent(torch.randn(50, 2, 32), 0.1, gathered=False)[1] < 0.2
 
 
 def test_authors_cmsc_is_the_authors_formula() -> None:
@@ -136,4 +132,4 @@ def test_3kg_with_a_single_patient_is_zero_not_nan() -> None:
 @pytest.mark.parametrize("views", [1, 3])
 def test_contrast_needs_two_views(views: int) -> None:
     with pytest.raises(ValueError, match="two views"):
-        cmsc_loss(torch.randn(4, views, 8), 0.1, gathered=False)
+        nt_xent(torch.randn(4, views, 8), 0.1, gathered=False)

@@ -10,10 +10,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from engine.model.config import ModelConfig
+from engine.model.config import ModelConfig, ObjectiveConfig
 from engine.model.draws import row_keys
 from engine.model.pretrainer import Pretrainer
-from engine.objectives.config import ObjectiveConfig
 
 CROPS, WORLD = 6, 2
 CONFIG = ModelConfig(
