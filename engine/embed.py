@@ -1,14 +1,14 @@
-"""Embeddings of ECGs by a trained model, as parquet; or what they are worth, in one command.
+"""Embeddings of ECGs by a trained model, as parquet; or the scores of probes on them.
 
-    python -m engine.embed --model RUN --data DATASET --out F.parquet                  a row for each crop of 10 s
-    python -m engine.embed --model RUN --data FOLDER A.hea --out F.parquet             WFDB and known archives
+    python -m engine.embed --model RUN --data DATASET --out F.parquet                  one row for each crop of 10 s
+    python -m engine.embed --model RUN --data FOLDER A.hea --out F.parquet             WFDB records and known archives
     python -m engine.embed --model RUN --data A.npy --fs 250 --leads II,V1 --unit uV --out F.parquet
     python -m engine.embed --model RUN --data DATASET --probe [--json F]               linear probe, k-NN, identification
 
 F.parquet: source, record, patient, row (of the dataset), start_s, embedding (fixed_size_list<float32>). It is written in parts:
-killed and started again it goes on, and ends as the same bytes. .npy holds [leads, samples] or [ECGs, leads, samples], .npz any
-number of the former. --leads: those that the model is shown, the others being zeros; of arrays the names of the rows too.
-Exit 2: a setting or a file is wrong. Exit 1: the disk failed.
+stopped and started again, the command goes on and ends with the same bytes. .npy files hold [leads, samples] or
+[ECGs, leads, samples], .npz files any number of the former. --leads: those that the model is shown, the others are zeros; for
+arrays also the names of the rows. Exit code 2: an argument or a file is wrong. Exit code 1: writing failed.
 """
 
 import sys
@@ -23,13 +23,10 @@ if __name__ == "__main__":
     interruptible("engine.embed")
 
 import argparse
-import atexit
 import errno
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -44,49 +41,42 @@ from tqdm import tqdm
 
 from data_tools.cli import keep_freed_memory
 from data_tools.dataset import META, Dataset
-from data_tools.sources import DataError, Prepared, ReadError, Source, open_sources, prepared
+from data_tools.sources import DataError, Prepared, ReadError, open_sources, prepared
 from engine.common import LEADS, ConfigError, OutputError, describe_leads, leads_in_order, writable, write_whole, writing
 from engine.data.missing_leads import unseen
 from engine.data.npz import ArrayError, load_npz, npz_names, open_npy
 from engine.data.preprocess import Input, SignalError, crops
-from engine.data.reader import CropReader
-from engine.data.staging import Staging
-from engine.evaluation.embedding import DatasetStream, Loaded, RecordStream, Stream, encoder, finite, schema, tables
-from engine.evaluation.probed import probe, report, roles
-from engine.evaluation.table_parts import Parts
+from engine.evaluation.embedding import CropSource, DatasetSource, ParquetParts, RecordSource, schema, tables
+from engine.evaluation.probe import probe, probe_rows, report
 from engine.model.inference import TrainedModel, load
 from engine.model.kernels import disable_tf32
 
-CACHE_SHARDS = 8
 ARRAYS = (".npy", ".npz")
-GOES_ON = ": the same command goes on"
-LASTING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)  # the same command would fail again
+RESUMABLE = ": run the same command again to go on"
+PERMANENT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)  # the same command would fail again
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
+    resumable = RESUMABLE if args.out else ""
     try:
         check(args)
         run(args)
     except (ConfigError, DataError) as error:
-        return say(error, 2)
+        return _fail(str(error), 2)
     except OutputError as error:
-        return say(error, 1)
+        return _fail(str(error), 1)
     except OSError as error:
-        ours = args.out and str(error.filename or args.out).startswith(
-            (f"{args.out}.parts", f"{args.out.parent}/.{args.out.name}.")
-        )
-        told = f"{f'--out {args.out}' if ours or not error.filename else error.filename}: {error.strerror or error}"
-        if error.errno in LASTING:
-            return say(OSError(told), 2)
-        return say(OSError(f"{told}{GOES_ON if args.out else ''}"), 1)
+        ours = args.out and str(error.filename or args.out).startswith(str(args.out))
+        reason = f"{f'--out {args.out}' if ours or not error.filename else error.filename}: {error.strerror or error}"
+        return _fail(reason, 2) if error.errno in PERMANENT else _fail(f"{reason}{resumable}", 1)
     except KeyboardInterrupt:
-        return say(KeyboardInterrupt(f"stopped{GOES_ON if args.out else ''}"), 130)
+        return _fail(f"interrupted{resumable}", 130)
     return 0
 
 
-def say(error: BaseException, code: int) -> int:
-    print(f"engine.embed: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+def _fail(message: str, code: int) -> int:
+    print(f"engine.embed: {' '.join(message.split())}", file=sys.stderr, flush=True)
     return code
 
 
@@ -95,81 +85,104 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", required=True, metavar="RUN", help="RUN, RUN/model or s3://...")
     add("--data", required=True, nargs="+", metavar="DATASET|FILE", help="a dataset; or folders, .hea, .npy and .npz files")
-    add("--out", type=Path, metavar="F.parquet")
-    add("--per", choices=("crop", "record", "half"), help="a row for each 10 s, each record, each 5 s (crop)")
-    add("--leads", metavar="L", help='12, 6, 3, 2, 1 or names such as "I,II,V2"; without it all that the model knows')
-    add("--fs", type=float, metavar="HZ", help="of .npy and .npz")
-    add("--unit", help="of .npy and .npz: V, mV, uV (mV)")
-    add("--batch", type=int, metavar="N", help="crops encoded at a time; 16, on a GPU 256")
-    add("--workers", type=int, metavar="N", help="threads that read; a quarter of the cores, beside a GPU all of them")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--out", type=Path, metavar="F.parquet", help="write the embeddings")
+    add("--per", choices=("crop", "record", "half"), help="one row for each 10 s, each record, each 5 s (crop)")
+    add("--leads", metavar="L", help='12, 6, 3, 2, 1 or names such as "I,II,V2"; others are zeros (default: all)')
+    add("--fs", type=float, metavar="HZ", help="sampling rate of .npy and .npz files")
+    add("--unit", help="unit of .npy and .npz files: V, mV, uV (mV)")
+    add("--batch", type=int, metavar="N", help="crops encoded at a time (16, on a GPU 256)")
+    add("--workers", type=int, metavar="N", help="threads that read (a quarter of the cores, with a GPU all of them)")
     add(
-        "--precision",
-        choices=("auto", "fp32", "bf16"),
-        default="auto",
-        help="of the encoder; auto: bf16 on a GPU for a model trained in it, else fp32. Embeddings are float32",
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu, cuda, cuda:1, ... (a GPU if there is one)",
     )
-    add(
-        "--on-corrupt",
-        choices=("stop", "skip"),
-        default="stop",
-        help="what cannot be read ends the run, or is named and left out",
-    )
-    add("--probe", action="store_true", help="score the embeddings of a dataset's diagnosis and identification roles")
-    add("--json", type=Path, metavar="F", help="with --probe: the scores")
+    precision = "of the encoder; auto: bf16 on a GPU for a model trained in it, else fp32. Embeddings are float32"
+    add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help=precision)
+    corrupt = "stop at data that cannot be read, or name and skip them (stop)"
+    add("--on-corrupt", choices=("stop", "skip"), default="stop", help=corrupt)
+    add("--probe", action="store_true", help="score the embeddings on a dataset's diagnosis and identification splits")
+    add("--json", type=Path, metavar="F", help="with --probe: write the scores as JSON")
     return parser.parse_args(arguments)
 
 
-def run(args: argparse.Namespace) -> None:
-    if bool(args.out) == args.probe:
-        raise ConfigError("give --out F.parquet, or --probe")
-    args.per, args.unit = args.per or "crop", args.unit or "mV"
-    if any(given is not None and given < 1 for given in (args.workers, args.batch)):
-        raise ConfigError(f"--batch {args.batch}, --workers {args.workers}: at least 1")
-    on_gpu, cores = args.device.startswith("cuda"), len(os.sched_getaffinity(0))
-    args.batch = args.batch or (256 if on_gpu else 16)
-    args.workers = args.workers or (cores if on_gpu else max(1, cores // 4))
-    model, wanted = prepare_model(args)
-    with_meta = [url for url in args.data if is_dataset(url)]
-    if with_meta and len(args.data) > 1:
-        raise ConfigError(f"--data {' '.join(args.data)}: one dataset at a time, and no files beside it")
-    if args.probe:
-        if not with_meta:
-            raise ConfigError(f"--data {args.data[0]}: --probe needs a dataset with roles: `data_tools shard` makes one")
-        score(args, model, wanted)
-        return
-    job = {"model": model.digest, "leads": args.leads, "per": args.per, "batch": args.batch, "precision": args.precision}
-    job |= {"device": torch.device(args.device).type, "on_corrupt": args.on_corrupt}
-    if with_meta:
-        dataset = Dataset.open(args.data[0])
-        job |= {"data": dataset.fingerprint}
-        make: Callable[[], Stream] = partial(dataset_stream, args, dataset, wanted, np.arange(len(dataset)))
-    else:
-        records = list(records_of(args, wanted))
-        job |= {"data": digest_of(records), "fs_hz": args.fs, "unit": args.unit}
-        make = partial(record_stream, args, wanted, records)
-    with Parts(args.out, job) as parts:
-        rows = parts.rows if parts.finished else write(args, make(), parts, model, wanted)
-    print(f"{args.out}: {rows:,} embeddings of {model.encoder.width}, computed in {args.precision}")
-
-
 def check(args: argparse.Namespace) -> None:
-    """What would be ignored, and places that cannot be written to, before the work."""
+    """Arguments that contradict each other, and files that cannot be written: refused before the work."""
+    if bool(args.out) == args.probe:
+        raise ConfigError("give either --out F.parquet or --probe")
     if args.json and not args.probe:
-        raise ConfigError(f"--json {args.json}: holds the scores of --probe: give both, or neither")
+        raise ConfigError(f"--json {args.json}: only with --probe, whose scores it holds")
     if args.per and args.probe:
-        raise ConfigError(f"--per {args.per}: --probe looks at halves of 5 s: leave it out")
+        raise ConfigError(f"--per {args.per}: --probe always uses halves of 5 s: leave it out")
     if (args.fs is not None or args.unit) and not any(url.endswith(ARRAYS) for url in args.data):
-        raise ConfigError("--fs and --unit are of .npy and .npz files, and --data names none: leave them out")
+        raise ConfigError("--fs and --unit are for .npy and .npz files, and --data names none: leave them out")
     if args.out and args.out.suffix not in ("", ".parquet"):
-        raise ConfigError(f"--out {args.out}: parquet is written: call it {args.out.with_suffix('.parquet').name}")
+        raise ConfigError(f"--out {args.out}: a parquet file is written: use {args.out.with_suffix('.parquet').name}")
+    if any(given is not None and given < 1 for given in (args.workers, args.batch)):
+        raise ConfigError(f"--batch {args.batch}, --workers {args.workers}: must be at least 1")
     for flag, place in (("--out", args.out), ("--json", args.json)):
         if place:
             writable(place, flag)
 
 
+def run(args: argparse.Namespace) -> None:
+    on_gpu, cores = args.device.startswith("cuda"), len(os.sched_getaffinity(0))
+    args.per, args.unit = args.per or "crop", args.unit or "mV"
+    args.batch = args.batch or (256 if on_gpu else 16)
+    args.workers = args.workers or (cores if on_gpu else max(1, cores // 4))
+    model, model_input = prepare_model(args)
+    datasets = [url for url in args.data if is_dataset(url)]
+    if datasets and len(args.data) > 1:
+        raise ConfigError(f"--data {' '.join(args.data)}: give one dataset, or files, but not both")
+    if args.probe:
+        if not datasets:
+            raise ConfigError(f"--data {args.data[0]}: --probe needs a dataset with splits: make one with `data_tools shard`")
+        score(args, model, model_input)
+        return
+    job = {"model": model.digest, "leads": args.leads, "per": args.per, "batch": args.batch, "precision": args.precision}
+    job |= {"device": torch.device(args.device).type, "on_corrupt": args.on_corrupt}
+    if datasets:
+        dataset = Dataset.open(args.data[0])
+        job |= {"data": dataset.fingerprint}
+        make: Callable[[], CropSource] = partial(dataset_source, args, dataset, model_input, np.arange(len(dataset)))
+    else:
+        records = list(records_of(args, model_input))
+        digest = hashlib.sha256()
+        for record in records:
+            digest.update(json.dumps([record.name, record.stamp.decode()]).encode())
+        job |= {"data": digest.hexdigest(), "fs_hz": args.fs, "unit": args.unit}
+        make = partial(record_source, args, model_input, records)
+    with ParquetParts(args.out, job) as parts:
+        if not parts.finished:
+            source = make()
+            missing, total = parts.missing(source.parts), source.count(range(source.parts))
+            with progress_bar(total, source.unit, total - source.count(missing)) as bar:
+                for number, table in tables(source, model, model_input, missing, args.per, bar.update):
+                    parts.write(number, table)
+            parts.join(source.parts, schema(model.encoder.width))
+    print(f"{args.out}: {parts.rows:,} embeddings of {model.encoder.width}, computed in {args.precision}")
+
+
+def progress_bar(total: int, unit: str, done: int = 0) -> "tqdm[None]":
+    return tqdm(total=total, initial=done, unit=unit, desc="embed", disable=None)
+
+
+def score(args: argparse.Namespace, model: TrainedModel, model_input: Input) -> None:
+    dataset = Dataset.open(args.data[0])
+    args.per = "half"
+    source = dataset_source(args, dataset, model_input, probe_rows(dataset))
+    parts = range(source.parts)
+    with progress_bar(source.count(parts), source.unit) as bar:
+        halves = pa.concat_tables(table for _, table in tables(source, model, model_input, parts, "half", bar.update))
+    scores = probe(dataset, halves) | {"precision": args.precision}
+    print(report(scores))
+    if args.json:
+        with writing(args.json, "--json"):
+            write_whole(args.json, json.dumps(scores, indent=1) + "\n")
+
+
 def prepare_model(args: argparse.Namespace) -> tuple[TrainedModel, Input]:
-    """The model where it computes, and what it takes."""
+    """The model on its device, and what it is shown."""
     try:
         device = torch.device(args.device)
         torch.zeros(0, device=device).cpu()
@@ -180,15 +193,10 @@ def prepare_model(args: argparse.Namespace) -> tuple[TrainedModel, Input]:
     keep_freed_memory()
     disable_tf32()
     model = load(args.model)
-    args.precision = precision_of(args.precision, device, model)
+    if args.precision == "auto":
+        args.precision = "bf16" if device.type == "cuda" and model.history.get("precision") == "bf16" else "fp32"
     model.to(device, torch.bfloat16 if args.precision == "bf16" else torch.float32)
     return model, model.input.limited_to(args.leads) if args.leads else model.input
-
-
-def precision_of(asked: str, device: torch.device, model: TrainedModel) -> str:
-    if asked != "auto":
-        return asked
-    return "bf16" if device.type == "cuda" and model.history.get("precision") == "bf16" else "fp32"
 
 
 def is_dataset(url: str) -> bool:
@@ -200,179 +208,129 @@ def is_dataset(url: str) -> bool:
         return False
 
 
-def write(args: argparse.Namespace, stream: Stream, parts: Parts, model: TrainedModel, wanted: Input) -> int:
-    todo = parts.missing(stream.parts)
-    total, left = stream.count(range(stream.parts)), stream.count(todo)
-    with tqdm(total=total, initial=total - left, unit=stream.unit, desc="embed", disable=None) as bar:
-        for number, table in tables(stream, encoder(model, wanted), todo, args.per, bar.update):
-            finite(table)
-            parts.write(number, table)
-    return parts.publish(stream.parts, schema(model.encoder.width))
-
-
-def dataset_stream(args: argparse.Namespace, dataset: Dataset, wanted: Input, rows: np.ndarray) -> DatasetStream:
-    rows, staged = measured(args, dataset, wanted, rows), {}
-    if dataset.root.remote:
-        if args.per == "record":
-            raise ConfigError(f"--per record of {dataset.root.url}: crops come shard by shard from far away: use crop or half")
-        cache = tempfile.mkdtemp(prefix="omnilead-")
-        atexit.register(shutil.rmtree, cache, ignore_errors=True)
-        shards = dataset.addresses[0][rows]
-        order = shards[np.flatnonzero(np.diff(shards, prepend=-1))].tolist()
-        most = CACHE_SHARDS * max(int(shard["bytes"]) for shard in dataset.shards)
-        staged = {0: Staging(dataset, cache, most, order=order).hold}
-    pin = args.device.startswith("cuda")
-    gather = CropReader([dataset], on_corrupt=args.on_corrupt, threads=args.workers, pin=pin, staged=staged)
-    return DatasetStream(dataset, rows, args.batch, args.per, gather)
-
-
-def measured(args: argparse.Namespace, dataset: Dataset, wanted: Input, rows: np.ndarray) -> np.ndarray:
-    """The rows in which the model finds a lead that was measured. A record without any is one that cannot be read."""
-    blank = unseen(dataset, wanted.seen)[rows]
-    if not blank.any():
-        return rows
-    if blank.all():
-        raise ConfigError(f"--data {dataset.root.url}: {nothing_of(wanted)}: show it other leads")
-    names = dataset.table(["source", "record"]).take(rows)
-    records = pc.binary_join_element_wise(*names.columns, "/").combine_chunks().dictionary_encode()
-    codes = records.indices.to_numpy()
-    for code in np.setdiff1d(codes[blank], codes[~blank]).tolist():
-        leave_out(args, f"{dataset.root.url}: {records.dictionary[code]}", nothing_of(wanted))
-    return np.asarray(rows[~blank])
-
-
-def nothing_of(wanted: Input) -> str:
-    return f"no valid lead: nothing was measured of {describe_leads(wanted.seen)}, at which the model looks"
-
-
-def leave_out(args: argparse.Namespace, name: str, why: object) -> None:
+def skip(args: argparse.Namespace, name: str, reason: object) -> None:
     if args.on_corrupt == "stop":
-        raise ConfigError(f"{name}: {why}: mend it, or leave such out with --on-corrupt skip")
-    tqdm.write(f"skipped: {name}: {why}", file=sys.stderr)
+        raise ConfigError(f"{name}: {reason}: fix it, or skip such data with --on-corrupt skip")
+    tqdm.write(f"skipped: {name}: {reason}", file=sys.stderr)
 
 
-class Record(NamedTuple):
+def no_leads(model_input: Input) -> str:
+    return f"no valid lead: nothing was measured of {describe_leads(model_input.seen)}, at which the model looks"
+
+
+def dataset_source(args: argparse.Namespace, dataset: Dataset, model_input: Input, rows: np.ndarray) -> DatasetSource:
+    """Without crops in which none of the model's leads was measured; a record that has no others cannot be read."""
+    if dataset.root.remote and args.per == "record":
+        raise ConfigError(f"--per record of {dataset.root.url}: remote crops are read shard by shard: use crop or half")
+    blank = unseen(dataset, model_input.seen)[rows]
+    if blank.all():
+        raise ConfigError(f"--data {dataset.root.url}: {no_leads(model_input)}: choose other --leads")
+    if blank.any():
+        names = pc.binary_join_element_wise(*dataset.table(["source", "record"]).take(rows).columns, "/")
+        without, others = (names.filter(pa.array(which)) for which in (blank, ~blank))
+        for name in without.filter(pc.invert(pc.is_in(without, others))).unique().to_pylist():
+            skip(args, f"{dataset.root.url}: {name}", no_leads(model_input))
+    reading = {"on_corrupt": args.on_corrupt, "threads": args.workers, "pin": args.device.startswith("cuda")}
+    return DatasetSource(dataset, rows[~blank], args.batch, args.per, **reading)
+
+
+class RecordToRead(NamedTuple):
     name: str
-    stamp: bytes  # another: it may hold something else
-    read: Callable[[], Prepared | ReadError | Loaded]
-    label: str = ""  # what an array is called, if no other is called so; then `name`
+    stamp: bytes  # changes with the content
+    read: Callable[[], Prepared | ReadError]  # or raises SignalError
+    label: str = ""  # of an array, used in the table if no other array has it; else `name`
 
 
-def records_of(args: argparse.Namespace, wanted: Input) -> Iterator[Record]:
+def records_of(args: argparse.Namespace, model_input: Input) -> Iterator[RecordToRead]:
     for url in args.data:
         if url.endswith(ARRAYS) and Path(url).exists():
-            yield from arrays(args, Path(url), wanted)
+            yield from arrays(args, Path(url), model_input)
         elif url.endswith(".hea"):
             source = open_sources(str(Path(url).parent), "wfdb")[0]
-            yield from (Record(url, source.root.stamp(key), partial(prepared, source, key)) for key in [Path(url).name])
+            yield RecordToRead(url, source.root.stamp(Path(url).name), partial(prepared, source, Path(url).name))
         elif "://" in url or Path(url).is_dir():
-            for source in opened(url):
+            try:
+                sources = open_sources(url)
+            except DataError as error:
+                other = "name it with `data_tools shard --source`, and give the dataset"
+                raise ConfigError(str(error).replace("name it with --source", other)) from None
+            for source in sources:
                 for key in source.keys():  # noqa: SIM118 - no dictionary
                     stamp = b"" if source.root.remote else source.root.stamp(key)
-                    yield Record(f"{source.root.url}/{key}", stamp, partial(prepared, source, key))
+                    yield RecordToRead(f"{source.root.url}/{key}", stamp, partial(prepared, source, key))
         else:
-            what = "neither a dataset or folder nor a .hea, .npy or .npz file" if Path(url).exists() else "is not there"
+            what = "neither a dataset or folder nor a .hea, .npy or .npz file" if Path(url).exists() else "does not exist"
             raise ConfigError(f"--data {url}: {what}")
 
 
-def opened(url: str) -> list[Source]:
-    try:
-        return open_sources(url)
-    except DataError as error:
-        told = str(error).replace("name it with --source", "name it with `data_tools shard --source`, and give the dataset")
-        raise ConfigError(told) from None
-
-
-def arrays(args: argparse.Namespace, path: Path, wanted: Input) -> Iterator[Record]:
+def arrays(args: argparse.Namespace, path: Path, model_input: Input) -> Iterator[RecordToRead]:
     if args.fs is None:
-        raise ConfigError(f"--data {path}: say with --fs how many samples a second it holds")
+        raise ConfigError(f"--data {path}: give its sampling rate with --fs")
     leads = [LEADS[i] for i in leads_in_order(args.leads or "12")]
 
-    def load_one(label: str, member: str | None, index: int | None) -> Loaded:
+    def read(label: str, values_of: Callable[[], np.ndarray]) -> Prepared:
         try:
-            if whole is None:
-                values = load_npz(path, [str(member)])[str(member)]
-            elif index is None:
-                values = whole
-            else:
-                values = whole[index]
+            values = values_of()
         except (ArrayError, OSError) as error:
             raise SignalError(str(error)) from None
         if not args.leads and values.ndim == 2 and len(values) != len(leads):
             raise SignalError(f"has {len(values)} rows, not {len(leads)}: name its rows with --leads")
-        found = crops(values, args.fs, leads, args.unit, wanted)
-        return Loaded("array", label, None, *found)
+        return Prepared("array", label, None, *crops(values, args.fs, leads, args.unit, model_input))
 
+    ecgs: list[tuple[str, str, Callable[[], np.ndarray]]]  # suffix of the name, label, values
     try:
-        state = path.stat()
-        stamp = f"{state.st_size},{state.st_mtime_ns}".encode()
-        whole = None if zipfile.is_zipfile(path) else open_npy(path)
-        members: list[str | None] = [None] if whole is not None else [*npz_names(path)]
+        if zipfile.is_zipfile(path):
+            ecgs = [(f"[{name}]", name, partial(load_array, path, name)) for name in npz_names(path)]
+        else:
+            whole = open_npy(path)
+            ecgs = [("", path.stem, lambda: whole)] if whole.size else []
+            if whole.ndim == 3:
+                ecgs = [(f"[{i}]", f"{path.stem}[{i}]", partial(whole.__getitem__, i)) for i in range(len(whole))]
+            elif whole.ndim != 2:
+                raise ConfigError(f"--data {path}: shape {list(whole.shape)}, not [leads, samples] or [ECGs, leads, samples]")
+        stamp = f"{path.stat().st_size},{path.stat().st_mtime_ns}".encode()
     except (ArrayError, OSError) as error:
         raise ConfigError(f"--data {path}: {error}") from None
-    if whole is not None and whole.ndim not in (2, 3):
-        raise ConfigError(
-            f"--data {path}: has the shape {list(whole.shape)}: [leads, samples] or [ECGs, leads, samples] is needed"
-        )
-    if not (members if whole is None else whole.size):
-        raise ConfigError(f"--data {path}: holds no ECG")
-    indices = range(len(whole)) if whole is not None and whole.ndim == 3 else [None]
-    for member in members:
-        for index in indices:
-            name = str(path) + (f"[{member or index}]" if member or index is not None else "")
-            label = member or path.stem + ("" if index is None else f"[{index}]")
-            yield Record(name, stamp, partial(load_one, label, member, index), label)
+    if not ecgs:
+        raise ConfigError(f"--data {path}: has no ECG")
+    for suffix, label, values_of in ecgs:
+        yield RecordToRead(f"{path}{suffix}", stamp, partial(read, label, values_of), label)
 
 
-def digest_of(records: Sequence[Record]) -> str:
-    digest = hashlib.sha256()
-    for record in records:
-        digest.update(json.dumps([record.name, record.stamp.decode()]).encode())
-    return digest.hexdigest()
+def load_array(path: Path, name: str) -> np.ndarray:
+    return load_npz(path, [name])[name]
 
 
-def record_stream(args: argparse.Namespace, wanted: Input, records: Sequence[Record]) -> RecordStream:
-    called = Counter(record.label for record in records)
+def record_source(args: argparse.Namespace, model_input: Input, records: Sequence[RecordToRead]) -> RecordSource:
+    labels = Counter(record.label for record in records)
 
-    def read(number: int) -> Loaded | None:
-        name, _, call, label = records[number]
+    def read(number: int) -> Prepared | None:
+        record = records[number]
         try:
-            found = call()
+            ecg = record.read()
         except SignalError as error:
-            found = ReadError(str(error))
-        if isinstance(found, Prepared):
-            found = looked_at(Loaded(*found), wanted)
-        if isinstance(found, Loaded):
-            return found._replace(record=name) if label and called[label] > 1 else found
-        leave_out(args, name, found)
+            ecg = ReadError(str(error))
+        if isinstance(ecg, Prepared):
+            if record.label and labels[record.label] > 1:
+                ecg = ecg._replace(record=record.name)
+            ecg = with_leads(ecg, model_input)
+        if isinstance(ecg, Prepared):
+            return ecg
+        skip(args, record.name, ecg)
         return None
 
-    return RecordStream(len(records), read, args.batch, args.workers)
+    return RecordSource(len(records), read, args.batch, args.workers)
 
 
-def looked_at(found: Loaded, wanted: Input) -> Loaded | ReadError:
-    """Without the crops in which all that the model looks at is zero, as it is where nothing was measured."""
-    there = np.flatnonzero(found.uv_BLT[:, list(wanted.seen)].any(axis=(1, 2))).tolist()
-    if len(there) == len(found.halves):
-        return found
-    if not len(there):
-        return ReadError(nothing_of(wanted))
-    starts = [found.start_s[i] for i in there]
-    return found._replace(uv_BLT=found.uv_BLT[there], start_s=starts, halves=[found.halves[i] for i in there])
-
-
-def score(args: argparse.Namespace, model: TrainedModel, wanted: Input) -> None:
-    dataset = Dataset.open(args.data[0])
-    args.per = "half"
-    rows = roles(dataset)
-    stream = dataset_stream(args, dataset, wanted, rows)
-    with tqdm(total=len(stream.rows), unit=" crops", desc="embed", disable=None) as bar:
-        found = [table for _, table in tables(stream, encoder(model, wanted), range(stream.parts), "half", bar.update)]
-    scores = probe(dataset, pa.concat_tables(found)) | {"precision": args.precision}
-    print(report(scores))
-    if args.json:
-        with writing(args.json, "--json"):
-            write_whole(args.json, json.dumps(scores, indent=1) + "\n")
+def with_leads(ecg: Prepared, model_input: Input) -> Prepared | ReadError:
+    """Without crops in which all leads that the model looks at are zero, as they are where nothing was measured."""
+    there = np.flatnonzero(ecg.crops_uv[:, list(model_input.seen)].any(axis=(1, 2))).tolist()
+    if len(there) == len(ecg.halves):
+        return ecg
+    if not there:
+        return ReadError(no_leads(model_input))
+    starts, halves = tuple(ecg.start_s[i] for i in there), tuple(ecg.halves[i] for i in there)
+    return ecg._replace(crops_uv=ecg.crops_uv[there], start_s=starts, halves=halves)
 
 
 if __name__ == "__main__":

@@ -1,274 +1,274 @@
-"""Crops of a dataset, or of records from anywhere, to a table of embeddings; reading goes on while the encoder works.
+"""Embeddings of a dataset or of single records as a parquet file, in parts: killed and started again, it goes on.
 
-    stream = DatasetStream(dataset, rows, batch, per="crop")              # or RecordStream(records, batch, workers)
-    for part, table in tables(stream, encoder(model, model.input), range(stream.parts), "crop"):
-        ...
+    source = DatasetSource(dataset, rows, batch, per="crop")          # or RecordSource(count, read, batch, workers)
+    with ParquetParts(Path("F.parquet"), job) as parts:               # job: all that decides the content, as plain JSON
+        for number, table in tables(source, model, model.input, parts.missing(source.parts), "crop"):
+            parts.write(number, table)
+        parts.join(source.parts, schema(width))
 
-    source, record, patient, row (of the dataset), start_s, embedding fixed_size_list<float32>[D]
-
-`per`: a row for each half of 5 s, for each crop of 10 s (the mean of its halves), or for each record (the mean of all its
-halves). A part is PART_BATCHES batches and always the same ones, so what is computed does not depend on where a run stopped.
+`per`: one row for each half of 5 s, each crop of 10 s (the mean of its halves) or each record (the mean of all its halves). A
+part is always the same PART_BATCHES batches, so the result does not depend on where a run was stopped. Parts are kept in
+F.parquet.parts/ until the table is complete; a damaged or misplaced part is made again, those of another job are refused.
 """
 
+import fcntl
+import io
+import json
+import os
+import shutil
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from itertools import chain, islice
+from itertools import groupby, islice
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
-import torch
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
-from data_tools.dataset import CROP_SHAPE, Dataset
-from engine.common import ConfigError
+from data_tools.dataset import Dataset
+from engine.common import ConfigError, sync, write_whole
 from engine.data.augmenter import FS_HZ, HALF
-from engine.data.prefetch import read_ahead
 from engine.data.preprocess import Input
-from engine.data.reader import CropReader
-from engine.data.transfer import Upload, download
+from engine.evaluation.predict import CropBatch, dataset_batches, predict
 from engine.model.inference import NOT_FINITE, TrainedModel
 
 Per = Literal["crop", "record", "half"]
 PART_BATCHES = 16
-TEXTS = ("source", "record", "patient")
-COLUMNS = [*((name, pa.string()) for name in TEXTS), ("row", pa.int64()), ("start_s", pa.float64())]
-Encoded = Callable[[], np.ndarray]  # waits for c_HD of the halves that are there, crop by crop, float32
+COLUMNS = {"source": pa.string(), "record": pa.string(), "patient": pa.string(), "row": pa.int64(), "start_s": pa.float64()}
+KEY = b"omnilead"  # of a parquet file's metadata: the job
 T = TypeVar("T")
 
 
 def schema(width: int) -> pa.Schema:
-    return pa.schema([*COLUMNS, ("embedding", pa.list_(pa.float32(), width))])
+    return pa.schema([*COLUMNS.items(), ("embedding", pa.list_(pa.float32(), width))])
 
 
-class Crops(NamedTuple):
-    """Of records that stand together. `record_B` numbers them, ascending."""
+class EmbeddedCrops(NamedTuple):
+    """What a CropBatch of a source consists of."""
 
     part: int
-    last: bool  # of its part
-    units: int  # by which the stream's total has come nearer
-    uv_BLT: np.ndarray  # int16 [B, 12, 5000], valid until the next ones are asked for
-    halves_B: np.ndarray
-    record_B: np.ndarray
-    about: pa.Table  # COLUMNS, a row for each crop
+    table: pa.Table  # COLUMNS, one row for each crop
+    record_B: np.ndarray  # numbers the records, ascending
 
 
-class Stream(Protocol):
+class CropSource(Protocol):
     unit: str
     parts: int
 
-    def count(self, parts: Sequence[int]) -> int:
+    def count(self, parts: Iterable[int]) -> int:
         """Units in these parts."""
 
-    def __call__(self, parts: Sequence[int]) -> Generator[Crops, None, None]:
-        """All batches of these parts, in order."""
+    def batches(self, parts: Sequence[int], progress: Callable[[int], Any]) -> Generator[CropBatch, None, None]:
+        """All batches of these parts, in order; `progress` is called with the units that were read."""
 
 
-class Request(NamedTuple):
-    part: int
-    last: bool
-    at: int  # in the stream's order of rows
-    dataset: np.ndarray
-    row: np.ndarray
-
-
-class DatasetStream:
+class DatasetSource:
     unit = " crops"
 
-    def __init__(
-        self, dataset: Dataset, rows: np.ndarray, batch: int, per: Per, gather: CropReader | None = None, threads: int = 2
-    ) -> None:
-        """`rows`: in which order they come; for per="record" by record."""
-        self.gather = gather or CropReader([dataset], threads=threads)
-        self.about = dataset.table([*TEXTS, "start_s", "halves"])
+    def __init__(self, dataset: Dataset, rows: np.ndarray, batch: int, per: Per, **reading: Any) -> None:
+        """`rows`: the order of the crops; with per="record" they are sorted by record. `reading`: see dataset_batches."""
+        self.dataset, self.batch, self.reading = dataset, batch, reading
+        self.table = dataset.table([name for name in COLUMNS if name != "row"])
+        self.table = self.table.append_column("row", pa.array(np.arange(len(dataset))))
+        self.record = np.arange(len(rows))
         if per == "record":
-            names = self.about.select(["source", "record"]).append_column("row", pa.array(np.arange(len(self.about))))
-            chosen = names.take(rows).append_column("start_s", self.about["start_s"].take(rows))
-            rows = chosen.sort_by([(name, "ascending") for name in ("source", "record", "start_s")])["row"].to_numpy()
-        self.rows, self.batch = rows, batch
-        self.record = _runs(self.about.select(["source", "record"]).take(rows)) if per == "record" else np.arange(len(rows))
-        first = np.flatnonzero(np.diff(self.record, prepend=-1))  # where a part may begin
-        wanted = np.arange(0, len(rows), batch * PART_BATCHES)
-        begins: Any = np.unique(first[np.searchsorted(first, wanted, side="right") - 1]) if len(rows) else []
-        self.begins, self.parts = [*map(int, begins), len(rows)], len(begins)
+            chosen = self.table.take(rows).sort_by([(name, "ascending") for name in ("source", "record", "start_s")])
+            rows = chosen["row"].to_numpy()
+            names = pc.binary_join_element_wise(chosen["source"], chosen["record"], "\t").combine_chunks()
+            self.record = np.cumsum(np.diff(names.dictionary_encode().indices.to_numpy(), prepend=0) != 0)
+        first = np.flatnonzero(np.diff(self.record, prepend=-1))  # a part begins with a record
+        begins = first[np.searchsorted(first, np.arange(0, len(rows), batch * PART_BATCHES), side="right") - 1]
+        self.rows, self.begins = rows, np.append(np.unique(begins), len(rows))
+        self.parts = len(self.begins) - 1
 
-    def count(self, parts: Sequence[int]) -> int:
-        return sum(self.begins[part + 1] - self.begins[part] for part in parts)
+    def count(self, parts: Iterable[int]) -> int:
+        return sum(int(self.begins[part + 1] - self.begins[part]) for part in parts)
 
-    def requests(self, parts: Sequence[int]) -> Iterator[Request]:
-        for part in parts:
-            end = self.begins[part + 1]
-            for at in range(self.begins[part], end, self.batch):
-                rows = self.rows[at : min(at + self.batch, end)]
-                yield Request(part, at + self.batch >= end, at, np.zeros(len(rows), np.int64), rows)
-
-    def __call__(self, parts: Sequence[int]) -> Generator[Crops, None, None]:
-        with closing(read_ahead(self.requests(parts), self.gather, (self.batch, *CROP_SHAPE))) as filled:
-            for request, crops, report in filled:
-                good = report.row == request.row  # what came in place of a bad crop is not what was asked for
-                about = self.about.take(request.row[good])
-                halves = about["halves"].to_numpy()
-                about = about.drop_columns("halves").append_column("row", pa.array(request.row[good]))
-                record = self.record[request.at : request.at + len(good)][good]
-                uv_BLT = crops if good.all() else crops[good]
-                yield Crops(request.part, request.last, len(good), uv_BLT, halves, record, about)
+    def batches(self, parts: Sequence[int], progress: Callable[[int], Any]) -> Generator[CropBatch, None, None]:
+        spans = (range(self.begins[part], self.begins[part + 1]) for part in parts)
+        rows = [self.rows[span[at : at + self.batch]] for span in spans for at in range(0, len(span), self.batch)]
+        position = np.empty(len(self.dataset), np.int64)
+        position[self.rows] = np.arange(len(self.rows))
+        for batch in dataset_batches(self.dataset, rows, **self.reading):
+            at = position[batch.crops]
+            part = int(np.searchsorted(self.begins, at[0], side="right")) - 1
+            yield batch._replace(crops=EmbeddedCrops(part, self.table.take(batch.crops), self.record[at]))
+            progress(len(at))
 
 
-def _runs(names: pa.Table) -> np.ndarray:
-    """Numbers of the runs of equal rows."""
-    new = np.zeros(len(names), bool)
-    for name in names.column_names:
-        codes = names[name].combine_chunks().dictionary_encode().indices.to_numpy(zero_copy_only=False)
-        new[1:] |= np.diff(codes) != 0
-    return np.cumsum(new)
-
-
-class Loaded(NamedTuple):
-    """A record in memory."""
-
-    source: str
-    record: str
-    patient: str | None
-    uv_BLT: np.ndarray  # int16 [B, 12, 5000]
-    start_s: Sequence[float]
-    halves: Sequence[int]
-
-
-class RecordStream:
-    """`read` is called from several threads; None: the record is left out."""
+class RecordSource:
+    """`read` is called from several threads and returns a data_tools.sources.Prepared; None: the record is left out."""
 
     unit = " records"
 
-    def __init__(self, records: int, read: Callable[[int], Loaded | None], batch: int, workers: int) -> None:
-        self.read, self.batch, self.workers, self.records = read, batch, workers, records
-        self.each = batch * PART_BATCHES  # records in a part
-        self.parts = -(-records // self.each)
+    def __init__(self, records: int, read: Callable[[int], Any], batch: int, workers: int) -> None:
+        self.records, self.read, self.batch, self.workers = records, read, batch, workers
+        self.parts = -(-records // (batch * PART_BATCHES))
 
     def _numbers(self, part: int) -> range:
-        return range(part * self.each, min((part + 1) * self.each, self.records))
+        return range(self.records)[part * self.batch * PART_BATCHES : (part + 1) * self.batch * PART_BATCHES]
 
-    def count(self, parts: Sequence[int]) -> int:
+    def count(self, parts: Iterable[int]) -> int:
         return sum(len(self._numbers(part)) for part in parts)
 
-    def __call__(self, parts: Sequence[int]) -> Generator[Crops, None, None]:
-        wanted = (number for part in parts for number in self._numbers(part))
+    def batches(self, parts: Sequence[int], progress: Callable[[int], Any]) -> Generator[CropBatch, None, None]:
+        numbers = (number for part in parts for number in self._numbers(part))
         with (
             ThreadPoolExecutor(self.workers, "records") as pool,
-            closing(ahead(pool, self.read, wanted, 4 * self.workers)) as read,
+            closing(read_ahead_of(pool, self.read, numbers, 4 * self.workers)) as records,
         ):
             for part in parts:
-                held: list[tuple[int, Loaded]] = []
-                units = 0
-                for number, loaded in zip(self._numbers(part), read, strict=False):
-                    units += 1
-                    held += [(number, loaded)] if loaded else []
-                    while sum(len(one.halves) for _, one in held) > self.batch:
-                        batch, held = _first(held, self.batch)
-                        yield _crops(batch, part, False, units)
-                        units = 0
-                yield _crops(held, part, True, units)
+                crops = self._crops(part, records, progress)
+                while chunk := list(islice(crops, self.batch)):
+                    uv_BLT = np.stack([record.crops_uv[i] for _, record, i in chunk])
+                    halves_B = np.array([record.halves[i] for _, record, i in chunk])
+                    columns = zip(*((r.source, r.record, r.patient, None, r.start_s[i]) for _, r, i in chunk), strict=True)
+                    arrays = [pa.array(column, kind) for column, kind in zip(columns, COLUMNS.values(), strict=True)]
+                    record_B = np.array([number for number, _, _ in chunk])
+                    table = pa.Table.from_arrays(arrays, list(COLUMNS))
+                    yield CropBatch(uv_BLT, halves_B, EmbeddedCrops(part, table, record_B))
+
+    def _crops(self, part: int, records: Iterator[Any], progress: Callable[[int], Any]) -> Iterator[tuple[int, Any, int]]:
+        for number, record in zip(self._numbers(part), records, strict=False):
+            progress(1)
+            yield from ((number, record, i) for i in range(len(record.halves) if record else 0))
 
 
-def _first(held: list[tuple[int, Loaded]], room: int) -> tuple[list[tuple[int, Loaded]], list[tuple[int, Loaded]]]:
-    """`room` crops of what is held, and the rest."""
-    taken: list[tuple[int, Loaded]] = []
-    rest: list[tuple[int, Loaded]] = []
-    for number, one in held:
-        taken += [(number, _slice(one, slice(0, room)))] if room else []
-        rest += [(number, _slice(one, slice(room, None)))] if len(one.halves) > room else []
-        room = max(0, room - len(one.halves))
-    return taken, rest
-
-
-def _crops(held: list[tuple[int, Loaded]], part: int, last: bool, units: int) -> Crops:
-    rows = [
-        {"source": one.source, "record": one.record, "patient": one.patient, "row": None, "start_s": start}
-        for _, one in held
-        for start in one.start_s
-    ]
-    uv_BLT = np.concatenate([np.empty((0, *CROP_SHAPE), np.int16), *(one.uv_BLT for _, one in held)])
-    halves_B = np.array([half for _, one in held for half in one.halves], np.int64)
-    record_B = np.array([number for number, one in held for _ in one.halves], np.int64)
-    return Crops(part, last, units, uv_BLT, halves_B, record_B, pa.Table.from_pylist(rows, pa.schema(COLUMNS)))
-
-
-def _slice(one: Loaded, part: slice) -> Loaded:
-    return one._replace(uv_BLT=one.uv_BLT[part], start_s=one.start_s[part], halves=one.halves[part])
-
-
-def ahead(pool: ThreadPoolExecutor, call: Callable[[int], T], numbers: Iterable[int], most: int) -> Generator[T, None, None]:
-    """Results as they were asked for, `most` of them under way."""
-    rest = iter(numbers)
-    under_way: deque[Future[T]] = deque(pool.submit(call, n) for n in islice(rest, most))
+def read_ahead_of(
+    pool: ThreadPoolExecutor, read: Callable[[int], T], numbers: Iterator[int], limit: int
+) -> Generator[T, None, None]:
+    """Results in order, at most `limit` of them read ahead."""
+    pending: deque[Future[T]] = deque(pool.submit(read, number) for number in islice(numbers, limit))
     try:
-        while under_way:
-            done = under_way.popleft().result()
-            under_way.extend(pool.submit(call, n) for n in islice(rest, 1))
-            yield done
+        while pending:
+            result = pending.popleft().result()
+            pending.extend(pool.submit(read, number) for number in islice(numbers, 1))
+            yield result
     finally:
-        for future in under_way:
+        for future in pending:
             future.cancel()
 
 
-def encoder(model: TrainedModel, wanted: Input) -> Callable[[Crops], Encoded]:
-    """Launches the encoder; the crops' memory may then be used again."""
-    upload = Upload(model.device) if model.device.type == "cuda" else None
-
-    @torch.inference_mode()
-    def encode(crops: Crops) -> Encoded:
-        if not len(crops.halves_B):
-            return torch.zeros(0, model.encoder.width).numpy
-        uv_BLT = torch.from_numpy(crops.uv_BLT)
-        there = upload(uv_BLT) if upload else uv_BLT.to(model.device)
-        encoded = download(model.pooled(wanted.halves(there, crops.halves_B)))
-        if upload:
-            upload.wait()
-        return encoded
-
-    return encode
-
-
 def tables(
-    stream: Stream, encode: Callable[[Crops], Encoded], parts: Sequence[int], per: Per, told: Callable[[int], Any] = int
+    source: CropSource,
+    model: TrainedModel,
+    model_input: Input,
+    parts: Sequence[int],
+    per: Per,
+    progress: Callable[[int], Any] = lambda units: None,
 ) -> Iterator[tuple[int, pa.Table]]:
-    """(part, its table); `told` hears of every batch. The next batch is launched before the last one's result is waited for."""
-    done: list[tuple[Crops, np.ndarray]] = []
-    waiting: tuple[Crops, Encoded] | None = None
-    with closing(stream(parts)) as batches:
-        for crops in chain(batches, [None]):
-            launched = (crops._replace(uv_BLT=np.empty(0, np.int16)), encode(crops)) if crops else None
-            if waiting:
-                done.append((waiting[0], waiting[1]()))
-                told(waiting[0].units)
-                if waiting[0].last:
-                    yield waiting[0].part, _table(done, per)
-                    done = []
-            waiting = launched
+    """The table of each part."""
+    empty = set(parts)
+    with closing(source.batches(parts, progress)) as batches:
+        outputs = predict(batches, model_input.halves, model.pooled, model.device)
+        for part, group in groupby(outputs, key=lambda output: output[0].crops.part):
+            empty.remove(part)
+            yield part, _table(list(group), per)
+    for part in sorted(empty):  # none of its records or crops could be read
+        yield part, schema(model.encoder.width).empty_table()
 
 
-def _table(done: list[tuple[Crops, np.ndarray]], per: Per) -> pa.Table:
-    about = pa.concat_tables([crops.about.select([name for name, _ in COLUMNS]) for crops, _ in done])
-    halves_B = np.concatenate([crops.halves_B for crops, _ in done]).astype(np.int64)
-    record_B = np.concatenate([crops.record_B for crops, _ in done])
-    c_HD = np.concatenate([vectors for _, vectors in done])
-    crop_H = np.repeat(np.arange(len(halves_B)), halves_B)
+def _table(outputs: list[tuple[CropBatch, np.ndarray]], per: Per) -> pa.Table:
+    crops = pa.concat_tables([batch.crops.table.select(list(COLUMNS)) for batch, _ in outputs])
+    crop_H = np.repeat(np.arange(len(crops)), np.concatenate([batch.halves_B for batch, _ in outputs]))
+    record_B = np.concatenate([batch.crops.record_B for batch, _ in outputs])
+    c_HD = np.concatenate([c_HD for _, c_HD in outputs])
+    if not np.isfinite(c_HD).all():
+        raise ConfigError(NOT_FINITE)
     group_H = {"half": np.arange(len(crop_H)), "crop": crop_H, "record": record_B[crop_H]}[per]
     first = np.flatnonzero(np.diff(group_H, prepend=-1))
-    if len(c_HD):
-        c_HD = np.add.reduceat(c_HD, first) / np.diff(first, append=len(c_HD))[:, None].astype(np.float32)
-    found = about.take(crop_H[first])
+    c_HD = np.add.reduceat(c_HD, first) / np.diff(first, append=len(c_HD))[:, None].astype(np.float32)
+    rows = crops.take(crop_H[first])
     if per == "half":
         second_H = np.diff(crop_H, prepend=-1) == 0
-        starts = found["start_s"].to_numpy() + second_H * (HALF / FS_HZ)
-        found = found.set_column(found.column_names.index("start_s"), "start_s", pa.array(starts))
-    flat = pa.array(np.ascontiguousarray(c_HD, np.float32).reshape(-1))
-    embedding = pa.FixedSizeListArray.from_arrays(flat, c_HD.shape[1])
-    return found.append_column("embedding", embedding).cast(schema(c_HD.shape[1]))
+        starts = pa.array(rows["start_s"].to_numpy() + second_H * (HALF / FS_HZ))
+        rows = rows.set_column(rows.column_names.index("start_s"), "start_s", starts)
+    embedding = pa.FixedSizeListArray.from_arrays(pa.array(c_HD.reshape(-1)), c_HD.shape[1])
+    return rows.append_column("embedding", embedding).cast(schema(c_HD.shape[1]))
 
 
-def finite(table: pa.Table) -> None:
-    """A model whose weights have gone wrong must not fill a table quietly."""
-    vectors = table["embedding"].combine_chunks().flatten().to_numpy()
-    if not np.isfinite(vectors).all():
-        raise ConfigError(NOT_FINITE)
+class ParquetParts:
+    def __init__(self, out: Path, job: dict[str, Any]) -> None:
+        self.out, self.job, self.folder = out, json.loads(json.dumps(job)), out.with_name(f"{out.name}.parts")
+        self.finished = out.exists()
+        if self.finished:
+            self._require_same(_metadata(out), out)
+            return
+        if self.folder.is_file():
+            raise ConfigError(f"--out {out}: {self.folder} is a file: remove it, or choose another --out")
+        self.folder.mkdir(exist_ok=True)
+        self._lock = open(self.folder / "lock", "w")  # noqa: SIM115 - held until the end
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"--out {out}: another process is writing it") from None
+        if any(self.folder.glob("*.parquet")):
+            try:
+                before = json.loads((self.folder / "job.json").read_text())
+            except (OSError, ValueError, RecursionError):
+                before = None
+            self._require_same(before, self.folder)
+        else:
+            write_whole(self.folder / "job.json", json.dumps(self.job, indent=1))
+
+    def _require_same(self, other: Any, place: Path) -> None:
+        before = other if isinstance(other, dict) else {}
+        if differ := sorted(name for name in self.job.keys() | before.keys() if self.job.get(name) != before.get(name)):
+            was, now = (str(job.get(differ[0]))[:60] for job in (before, self.job))
+            raise ConfigError(f"{place}: of another job: {differ[0]} was {was}, now {now}: remove it, or choose another --out")
+
+    @property
+    def rows(self) -> int:
+        return int(pq.read_metadata(self.out).num_rows)
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"{number:06d}.parquet"
+
+    def missing(self, count: int) -> list[int]:
+        """Parts that are still to be made: those that are damaged or of other content too."""
+        return [number for number in range(count) if not self._is_whole(number)]
+
+    def _is_whole(self, number: int) -> bool:
+        try:
+            pq.read_table(self._path(number), page_checksum_verification=True)
+            return bool(_metadata(self._path(number)) == {"part": number, **self.job})
+        except (pa.ArrowException, OSError):
+            return False
+
+    def write(self, number: int, table: pa.Table) -> None:
+        buffer = io.BytesIO()
+        marked = table.replace_schema_metadata({KEY: json.dumps({"part": number, **self.job})})
+        pq.write_table(marked, buffer, write_page_checksum=True)
+        write_whole(self._path(number), buffer.getvalue())
+
+    def join(self, count: int, described: pa.Schema) -> None:
+        """All parts in one file, which appears when it is complete; each is a row group."""
+        described, whole = described.with_metadata({KEY: json.dumps(self.job)}), self.folder / "whole"
+        with pq.ParquetWriter(whole, described) as writer:
+            for number in range(count):
+                table = pq.read_table(self._path(number), schema=described)
+                if len(table):
+                    writer.write_table(table.replace_schema_metadata(described.metadata))
+        with open(whole, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(whole, self.out)
+        sync(self.out.parent)
+        shutil.rmtree(self.folder)
+
+    def __enter__(self) -> "ParquetParts":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not self.finished:
+            self._lock.close()
+
+
+def _metadata(path: Path) -> Any:
+    try:
+        return json.loads((pq.read_schema(path).metadata or {}).get(KEY, b"null"))
+    except (pa.ArrowInvalid, OSError, ValueError):
+        return None
