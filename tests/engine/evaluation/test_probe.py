@@ -1,4 +1,4 @@
-"""Linear probe and nearest neighbours. Oracles: Newton's method, a loop in Python."""
+"""Linear probe and nearest neighbours against Newton's method and a loop; identification of two sources."""
 
 from typing import Any
 
@@ -6,8 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from engine.evaluation import probed
-from engine.evaluation.probes import Rows, linear, logistic, nearest, standardised, votes
+from engine.evaluation.probe import PROBES, ProbeData, linear, logistic, nearest, probe, report, standardised, votes
 
 RNG = np.random.default_rng(0)
 
@@ -24,7 +23,7 @@ def made(n: int, width: int = 6, noise: float = 1.0, seed: int = 1) -> tuple[np.
 def test_logistic_regression_is_newton_s(strength: float) -> None:
     x, y = made(200)
     x = standardised(x)[0]
-    found = logistic(x, y, strength)
+    weights = logistic(x, y, strength)
     design = np.hstack([np.ones((len(x), 1)), x])
     penalty = strength * np.diag([0.0, *[1.0] * x.shape[1]])
     for k in range(y.shape[1]):
@@ -33,24 +32,24 @@ def test_logistic_regression_is_newton_s(strength: float) -> None:
             p = 1 / (1 + np.exp(-design @ w))
             gradient = design.T @ (p - y[:, k]) / len(x) + penalty @ w
             w -= np.linalg.solve((design.T * (p * (1 - p))) @ design / len(x) + penalty, gradient)
-        np.testing.assert_allclose(found[:, k], w, atol=2e-4)
+        np.testing.assert_allclose(weights[:, k], w, atol=2e-4)
 
 
 def test_neighbours_are_those_of_a_loop() -> None:
-    train, labels, asked = RNG.normal(size=(30, 5)), RNG.random((30, 3)) > 0.5, RNG.normal(size=(1100, 5))
+    train, labels, queries = RNG.normal(size=(30, 5)), RNG.random((30, 3)) > 0.5, RNG.normal(size=(1100, 5))
     train /= np.linalg.norm(train, axis=1, keepdims=True)
-    for k, shares in votes(train, labels, asked, [1, 4]):
+    for k, shares in votes(train, labels, queries, [1, 4]).items():
         for i in (0, 17, 1023, 1024, 1099):
-            similar = sorted(range(30), key=lambda j: -float(train[j] @ asked[i]))[:k]
+            similar = sorted(range(30), key=lambda j: -float(train[j] @ queries[i]))[:k]
             np.testing.assert_allclose(shares[i], labels[similar].mean(0))
 
 
-def test_what_can_be_told_is_told_whatever_the_scale() -> None:
+def test_a_clean_rule_is_learned_at_any_scale() -> None:
     (train, y), (valid, valid_y), (test, test_y) = (made(n, noise=0.0, seed=n) for n in (1500, 300, 400))
     for fit, least in ((linear, 0.97), (nearest, 0.8)):
-        one = fit(Rows(train, y, valid, valid_y, test))
+        one = fit(ProbeData(train, y, valid, valid_y, test))
         assert ((one.scores_NK > 0.5) == test_y).mean() > least
-        other = fit(Rows(train * 100 - 3, y, valid * 100 - 3, valid_y, test * 100 - 3))
+        other = fit(ProbeData(train * 100 - 3, y, valid * 100 - 3, valid_y, test * 100 - 3))
         np.testing.assert_allclose(one.scores_NK, other.scores_NK, atol=1e-6)
 
 
@@ -58,39 +57,39 @@ def test_the_valid_rows_decide() -> None:
     """Noise deserves a strong penalty and many neighbours; a clean rule deserves neither."""
     x, y = RNG.normal(size=(120, 60)), RNG.random((120, 2)) > 0.5
     other, other_y = RNG.normal(size=(400, 60)), RNG.random((400, 2)) > 0.5
-    noise = Rows(x, y, other, other_y, other)
+    noise = ProbeData(x, y, other, other_y, other)
     (train, rule), (valid, valid_rule) = made(600, noise=0.0, seed=3), made(300, noise=0.0, seed=4)
-    clean = Rows(train, rule, valid, valid_rule, valid)
-    assert linear(noise).chosen > linear(clean).chosen
-    assert nearest(noise).chosen > nearest(clean).chosen
+    clean = ProbeData(train, rule, valid, valid_rule, valid)
+    for fit in PROBES.values():
+        assert fit(noise).chosen > fit(clean).chosen
 
 
-def test_classes_without_positives_and_features_that_stand_still() -> None:
+def test_classes_without_positives_and_constant_features() -> None:
     x, y = made(100)
     y[:, 2] = False
     x[:, 3] = 7
-    for fit in (linear, nearest):
-        scores = fit(Rows(x, y, x, y, x)).scores_NK
+    for fit in PROBES.values():
+        scores = fit(ProbeData(x, y, x, y, x)).scores_NK
         assert np.isfinite(scores).all() and (scores[:, 2] < 0.1).all()
 
 
-class Numbered:
-    """Two sources that number their patients alike; one has a probe without a gallery crop."""
+class TwoSources:
+    """Both number their patients alike; one has a probe without a gallery crop."""
 
-    about = pa.table({"source": [*"aabbb"], "patient": [*"11112"]})
+    rows = pa.table({"source": [*"aabbb"], "patient": [*"11112"], "record": [*"vwxyz"]})
 
     def select(self, dx: str | None = None, identity: str = "") -> np.ndarray:
         return np.array({"gallery": [0, 2], "probe": [1, 3, 4]}.get(identity, []), np.int64)
 
-    def table(self, columns: list[str]) -> pa.Table:
-        return self.about.select(columns)
+    def parts(self, names: list[str]) -> list[pa.RecordBatch]:
+        return list(self.rows.select(names).to_batches())
 
 
-def test_equal_numbers_of_two_sources_are_two_patients() -> None:
+def test_equal_numbers_in_two_sources_are_two_patients() -> None:
     vectors = np.eye(2, dtype=np.float32)[[0, 1, 1, 0, 0]].ravel()  # each probe is like the other source's patient
     halves = pa.table({"row": range(5), "embedding": pa.FixedSizeListArray.from_arrays(pa.array(vectors), 2)})
-    data: Any = Numbered()
-    scores = probed.probe(data, halves)
-    told = scores["identification"]
-    assert (told["accuracy"], told["n_probes"], told["one_sided"]) == (0, 3, 1) and told["chance"] == pytest.approx(1 / 3)
-    assert "1 of patients whom the gallery lacks, never hits" in probed.report(scores)
+    data: Any = TwoSources()
+    scores = probe(data, halves)
+    found = scores["identification"]
+    assert (found["accuracy"], found["n_probes"], found["one_sided"]) == (0, 3, 1) and found["chance"] == pytest.approx(1 / 3)
+    assert "1 of patients not in the gallery" in report(scores)

@@ -1,0 +1,150 @@
+"""Embeddings in parts, and predict(): what overlaps, what is damaged, what stands in the way."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from engine.common import ConfigError
+from engine.evaluation.embedding import COLUMNS, EmbeddedCrops, ParquetParts, tables
+from engine.evaluation.predict import CropBatch, predict
+
+JOB = {"model": "a", "batch": 16}
+COUNT = 4
+
+
+def part(number: int) -> pa.Table:
+    return pa.table({"x": pa.array(range(1000 * number, 1000 * number + 1000), pa.int64())})
+
+
+def finish(out: Path) -> tuple[list[int], bytes]:
+    """Which parts were missing, and the whole file."""
+    with ParquetParts(out, JOB) as parts:
+        missing = parts.missing(COUNT)
+        for number in missing:
+            parts.write(number, part(number))
+        parts.join(COUNT, part(0).schema)
+    return missing, out.read_bytes()
+
+
+def cut(folder: Path) -> None:
+    path = folder / "000002.parquet"
+    path.write_bytes(path.read_bytes()[:-500])
+
+
+def flip(folder: Path) -> None:
+    path = folder / "000002.parquet"
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+
+
+def swap(folder: Path) -> None:
+    shutil.copy(folder / "000001.parquet", folder / "000002.parquet")
+
+
+def foreign(folder: Path) -> None:
+    with ParquetParts(folder.with_name("other"), JOB | {"batch": 8}) as parts:
+        parts.write(2, part(2))
+    shutil.copy(folder.with_name("other.parts") / "000002.parquet", folder)
+
+
+@pytest.mark.parametrize("harm", [cut, flip, swap, foreign])
+def test_a_damaged_or_misplaced_part_is_made_again(harm: Callable[[Path], None], tmp_path: Path) -> None:
+    missing, whole = finish(tmp_path / "whole")
+    assert missing == list(range(COUNT))
+    with ParquetParts(tmp_path / "out", JOB) as parts:
+        for number in (1, 2):
+            parts.write(number, part(number))
+    harm(tmp_path / "out.parts")
+    assert finish(tmp_path / "out") == ([0, 2, 3], whole)
+
+
+def test_parts_of_another_job_and_files_in_the_way_are_refused(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (tmp_path / "out.parts").write_text("mine")
+    with pytest.raises(ConfigError, match=r"out\.parts"):
+        ParquetParts(out, JOB)
+    (tmp_path / "out.parts").unlink()
+    with ParquetParts(out, JOB) as parts:
+        parts.write(0, part(0))
+        with pytest.raises(ConfigError, match="another process"):
+            ParquetParts(out, JOB)
+    with pytest.raises(ConfigError, match="batch was 16, now 8"):
+        ParquetParts(out, JOB | {"batch": 8})
+    for broken in ('{"model', "[" * 100_000):
+        (tmp_path / "out.parts" / "job.json").write_text(broken)
+        with pytest.raises(ConfigError, match=r"out\.parts"):
+            ParquetParts(out, JOB)
+    (tmp_path / "out.parts" / "000000.parquet").unlink()  # nothing is lost then
+    assert finish(out)[0] == list(range(COUNT))
+    with pytest.raises(ConfigError, match="batch was 16, now 8"):
+        ParquetParts(out, JOB | {"batch": 8})
+
+
+class Source:
+    """Three batches of one crop in parts 0 and 1; nothing in part 2 can be read."""
+
+    unit, parts = " crops", 3
+    table = pa.table([pa.nulls(1, kind) for kind in COLUMNS.values()], list(COLUMNS))
+
+    def count(self, parts: Any) -> int:
+        return len(list(parts))
+
+    def batches(self, parts: Any, progress: Any) -> Any:
+        for n in range(3):
+            yield CropBatch(
+                np.full((1, 12, 5000), n, np.int16), np.ones(1, int), EmbeddedCrops(n // 2, self.table, np.array([n]))
+            )
+
+
+def test_a_batch_is_launched_before_the_last_one_s_result_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    def download(y: torch.Tensor) -> Callable[[], np.ndarray]:
+        number = int(y[0, 0])
+        events.append(f"launch {number}")
+        return lambda: (events.append(f"wait {number}"), y.numpy())[1]  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr("engine.evaluation.predict.download", download)
+    model: Any = SimpleNamespace(
+        device=torch.device("cpu"), encoder=SimpleNamespace(width=4), pooled=lambda x_RLT: x_RLT[:, 0, :4]
+    )
+    prepare: Any = SimpleNamespace(halves=lambda uv_BLT, halves_B: uv_BLT.float())
+    made = dict(tables(Source(), model, prepare, [0, 1, 2], "crop"))
+    assert events == ["launch 0", "launch 1", "wait 0", "launch 2", "wait 1", "wait 2"]
+    first = {number: [vector[0] for vector in table["embedding"].to_pylist()] for number, table in made.items()}
+    assert first == {0: [0, 1], 1: [2], 2: []}
+
+
+def test_a_gpu_s_copies_do_not_wait_for_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Crops are copied beside the last batch's work; their memory is free when they are copied, not when they are used."""
+    events: list[str] = []
+
+    class Upload:
+        def __init__(self, device: torch.device) -> None:
+            events.append(device.type)
+
+        def __call__(self, host: torch.Tensor) -> torch.Tensor:
+            events.append("up")
+            return host
+
+        def wait(self) -> None:
+            events.append("copied")
+
+    def forward(x_RLT: torch.Tensor) -> torch.Tensor:
+        events.append("compute")
+        return x_RLT[:, 0, :4]
+
+    monkeypatch.setattr("engine.evaluation.predict.Upload", Upload)
+    monkeypatch.setattr("engine.evaluation.predict.download", lambda x: events.append("down") or x.numpy)
+    batch = CropBatch(np.ones((2, 12, 5000), np.int16), np.ones(2, int), "names")
+    [(given, y_RD)] = predict([batch], lambda uv_BLT, halves_B: uv_BLT.float(), forward, torch.device("cuda", 0))
+    assert (y_RD.shape, given.crops) == ((2, 4), "names")
+    assert events == ["cuda", "up", "compute", "down", "copied"]
