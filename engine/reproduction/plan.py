@@ -19,9 +19,8 @@ import torch
 
 from engine.common import ConfigError
 from engine.config import CONFIGS, Config, FinetuneConfig, check, load
-from engine.model.config import ModelConfig, flops_per_crop
+from engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop
 from engine.model.pretrainer import Pretrainer
-from engine.objectives.config import ObjectiveConfig
 from engine.reproduction.paper import LEADS, TASKS, ReproductionScale, Row, Table, as_arguments, flat
 from engine.yaml_files import read
 
