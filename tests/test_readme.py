@@ -13,7 +13,7 @@ from engine import convert, embed, evaluate, finetune, pretrain, reproduce
 from engine.config import load
 
 ROOT = Path(__file__).parents[1]
-READMES = [ROOT / "README.md", *sorted(ROOT.glob("*/README.md"))]
+READMES = [ROOT / "README.md", *sorted(ROOT.glob("*/README.md")), *sorted(ROOT.glob("docs/*.md"))]
 LINES = [
     (path.parent.name, line.strip().split("#")[0].replace("$B", "s3://bucket"))
     for path in READMES
