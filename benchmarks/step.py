@@ -38,8 +38,7 @@ from engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop
 from engine.model.draws import Draws, row_keys
 from engine.model.pretrainer import Pretrainer
 from engine.model.quantizer import temperature
-from engine.model.reference import Adam, draws_of
-from engine.parity import authors_adam
+from engine.parity import Adam, authors_adam, draws_of
 from engine.training.throughput import compile_model
 from engine.training.validation import to_device
 
@@ -221,7 +220,7 @@ def theirs(run: Run) -> Callable[[], None]:
     torch.backends.cudnn.allow_tf32 = True  # torch's default, which they leave as it is and our programs turn off
     config = run.config
     model = AuthorsStep(config, THEIR_OBJECTIVE)
-    model.load_state_dict(fairseq.theirs(Pretrainer(config, THEIR_OBJECTIVE).state_dict(), config))
+    model.load_state_dict(fairseq.to_theirs(Pretrainer(config, THEIR_OBJECTIVE).state_dict(), config))
     model.to(run.device).train()
     source = torch.randn(2 * run.batch, config.leads, SAMPLES, device=run.device)
     patient_id = torch.arange(run.batch, device=run.device)
@@ -249,7 +248,7 @@ def both_sides(
     """Two models with the same weights, and their losses for the same batch and draws, without dropout."""
     config = replace(config, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, input_dropout=0.0, feature_dropout=0.0)
     model, again = Pretrainer(config, THEIR_OBJECTIVE), AuthorsStep(config, THEIR_OBJECTIVE)
-    again.load_state_dict(fairseq.theirs(model.state_dict(), config))
+    again.load_state_dict(fairseq.to_theirs(model.state_dict(), config))
     source, patient_id, tau = torch.randn(2 * pairs, config.leads, SAMPLES), torch.arange(pairs), 1.99
     drawn = draw(config, THEIR_OBJECTIVE.negatives, 2 * pairs, config.tokens(SAMPLES), source.device)
     same = draws_of({name: np.asarray(value) for name, value in drawn._asdict().items()}, config)

@@ -1,21 +1,20 @@
-"""Weights of fairseq-signals, and of ECG-FM, which is of the same family, to ours and back, exactly.
+"""Convert weights from and to fairseq-signals (and ECG-FM, which is of the same family), exactly, and to ONNX.
 
     python -m engine.convert from-fairseq CKPT.pt OUT [--input auto|millivolt|zscore]
     python -m engine.convert to-fairseq   RUN OUT.pt
-    python -m engine.convert to-onnx      RUN OUT.onnx                      for use without PyTorch (engine.model.onnx)
+    python -m engine.convert to-onnx      RUN OUT.onnx                      for use without PyTorch
 
 OUT/ gets model.safetensors, config.json, preprocessing.json and README.md, a model card. Every number keeps its bits and its
-type; the optimiser's state stays behind. Weights that are missing, unexpected or of another shape are an error that lists
-them. A stranger's file is read without running any code in it (engine.model.safe_load).
+type; the optimiser's state is left out. Weights that are missing, unexpected or of another shape are an error that lists them.
+A checkpoint is read without running code that may be pickled in it.
 
 --input: what the weights were trained on. The paper's are signals in millivolts; ECG-FM's were scaled to mean 0 and deviation
-1 in each lead of each record (fairseq-signals scripts/preprocess/ecg). auto takes the checkpoint's settings at their word:
-zscore where they say normalize, or name ECG-FM or MIMIC-IV-ECG among their paths, else millivolt.
+1 in each lead of each record (fairseq-signals scripts/preprocess/ecg). auto follows the checkpoint's settings: zscore where
+they say normalize, or name ECG-FM or MIMIC-IV-ECG among their paths, else millivolt.
 """
 
 import argparse
-import json
-import os
+import io
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -25,52 +24,39 @@ from typing import Any
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import safetensors
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from engine.common import LEADS, ConfigError, Parser
+from engine.common import LEADS, ConfigError, Parser, write_whole
 from engine.data.preprocess import SCALES
 from engine.model.config import ModelConfig
-from engine.model.fairseq import WeightsError, ours, settings, spelling, their_settings, theirs
+from engine.model.fairseq import from_theirs, settings, spelling, their_settings, to_theirs
 from engine.model.folder import CONFIG, PREPROCESSING, WEIGHTS, document_of, model_folder, write
 from engine.model.inference import config_of, load
 from engine.model.onnx import to_onnx
-from engine.model.safe_load import CheckpointError, read_checkpoint, tensors
+from engine.model.safe_load import ForeignCheckpointError, as_json, float_tensors, read_checkpoint
 
 
 def from_fairseq(checkpoint: Path, out: Path, scale: str = "auto") -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out}: exists and is not an empty directory: choose another name")
     content = read_checkpoint(checkpoint)
-    cfg = json.loads(_json(_settings_of(content, checkpoint)))  # as it will be kept: numbers and texts, no tensors
-    if not isinstance(content.get("model"), dict):
-        raise CheckpointError(f"{checkpoint}: has no weights under `model`: is it a checkpoint of fairseq-signals?")
-    state = dict(tensors(content["model"], checkpoint.stat().st_size))
+    cfg, args = as_json(content.get("cfg")), as_json(content.get("args"))
+    if not isinstance(cfg, dict) or not isinstance(cfg.get("model"), dict):  # old checkpoints have one flat list of settings
+        cfg = {"model": args, "task": args}
+    if not isinstance(cfg["model"], dict):
+        raise ForeignCheckpointError(f"{checkpoint}: no settings of a model: is it a checkpoint of fairseq-signals?")
+    state = float_tensors(content.get("model"), checkpoint)
     config = settings(cfg["model"])
-    converted = ours(state, config)
+    weights = {name: w.clone() for name, w in from_theirs(state, config).items()}  # tied ones, once each
     scale = _scale(cfg) if scale == "auto" else scale
-    history = content.get("optimizer_history")
+    history = as_json(content.get("optimizer_history"))
     origin = {"cfg": cfg, "spelling": spelling(state), "order": list(state), "optimizer_history": history}
-    weights = {name: w.clone() for name, w in converted.items()}  # tied ones, once each
-    card = _card(checkpoint.name, config, scale, sum(w.numel() for w in weights.values()))
-    write(out, weights, json.loads(_json({"model": asdict(config), "fairseq": origin})), preprocessing(config, scale), card)
-
-
-def preprocessing(config: ModelConfig, scale: str) -> dict[str, Any]:
-    """What a signal must be like before the model sees it."""
     leads = list(LEADS) if config.leads == len(LEADS) else config.leads
-    return {"fs_hz": 500, "leads": leads, "segment_s": 5.0, "scale": scale, "meaning": SCALES[scale]}
-
-
-def _settings_of(content: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The configuration: a tree under `cfg`, or in old checkpoints one flat list under `args`."""
-    cfg, args = content.get("cfg"), content.get("args")
-    if isinstance(cfg, dict) and isinstance(cfg.get("model"), dict):
-        return cfg
-    if isinstance(args, dict) and "encoder_layers" in args:
-        return {"model": args, "task": args}
-    raise CheckpointError(f"{path}: has no settings of a model under cfg.model or args: is it a checkpoint of fairseq-signals?")
+    preprocessing = {"fs_hz": 500, "leads": leads, "segment_s": 5.0, "scale": scale, "meaning": SCALES[scale]}
+    card = _card(checkpoint.name, config, scale, sum(w.numel() for w in weights.values()))
+    write(out, weights, {"model": asdict(config), "fairseq": origin}, preprocessing, card)
 
 
 def _scale(cfg: Mapping[str, Any]) -> str:
@@ -85,55 +71,29 @@ def to_fairseq(run: Path, out: Path) -> None:
         raise ConfigError(f"{out}: exists: choose another name")
     with model_folder(run) as (folder, _):
         document = document_of(folder / CONFIG)
-        try:
-            state = load_file(folder / WEIGHTS)
-        except (OSError, ValueError, safetensors.SafetensorError) as error:
-            raise ConfigError(f"{folder}: no model of ours: {type(error).__name__}: {error}".splitlines()[0]) from error
-        config = config_of(document, folder / CONFIG)
+        config, state = config_of(document, folder / CONFIG), load_file(folder / WEIGHTS)
     if not any(name.startswith("local.") for name in state):
-        raise ConfigError(f"{run}: was trained without the local objective, whose heads their wav2vec 2.0 needs: it stays here")
-    origin = _origin(document, folder / CONFIG)
-    back = theirs(state, config, origin.get("spelling", "parametrizations"))
-    order = origin.get("order") or list(back)
-    if sorted(map(str, order)) != sorted(back):
-        raise ConfigError(f"{folder / CONFIG}: fairseq.order does not list every weight once: restore it or leave it out")
-    content = {
+        raise ConfigError(f"{run}: was trained without the local objective, whose heads their wav2vec 2.0 needs: not converted")
+    origin = document.get("fairseq") or {}  # what from_fairseq kept; nothing in a model that was trained here
+    try:
+        theirs = to_theirs(state, config, origin.get("spelling", "parametrizations"))
+        weights = {name: theirs.pop(name) for name in origin.get("order") or list(theirs)}
+        if theirs:
+            raise LookupError(f"order lacks {next(iter(theirs))}")
+        cfg, history = origin.get("cfg") or their_settings(config), origin.get("optimizer_history") or []
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ConfigError(f"{folder / CONFIG}: section fairseq is damaged ({error!r}): restore or remove it") from error
+    unused: dict[str, Any] = {
         "args": None,
-        "cfg": origin.get("cfg") or their_settings(config),
-        "model": {name: back[name] for name in order},
         "criterion": None,
-        "optimizer_history": origin.get("optimizer_history") or [],
         "task_state": {},
         "extra_state": {},
         "last_optimizer_state": None,
     }
+    content = io.BytesIO()
+    torch.save(unused | {"cfg": cfg, "model": weights, "optimizer_history": history}, content)
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as stream:
-            torch.save(content, stream)
-        temporary.replace(out)
-    except (RuntimeError, OSError) as error:
-        raise ConfigError(f"{out}: cannot be written: {str(error).splitlines()[0]}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _origin(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """What from_fairseq kept of the checkpoint; nothing in a model of ours."""
-    origin = document.get("fairseq") or {}
-    if not isinstance(origin, dict):
-        raise ConfigError(f"{path}: fairseq={str(origin)[:100]}: must be an object: restore it or leave it out")
-    kinds = {"cfg": dict, "order": list, "optimizer_history": list}
-    wrong = [key for key, kind in kinds.items() if not isinstance(origin.get(key) or kind(), kind)]
-    wrong += ["spelling"] * (origin.get("spelling", "weight_g") not in ("parametrizations", "weight_g"))
-    for key in wrong:
-        raise ConfigError(f"{path}: fairseq.{key}={str(origin[key])[:100]}: not as it was written: restore it or leave it out")
-    return origin
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, indent=1, default=lambda _: "<tensor>") + "\n"  # all that stranger.plain leaves
+    write_whole(out, content.getvalue())
 
 
 def _card(name: str, config: ModelConfig, scale: str, parameters: int) -> str:
@@ -157,16 +117,16 @@ here. The licence is that of the original.
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog="python -m engine.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="from-fairseq|to-fairseq|to-onnx")
-    into = commands.add_parser("from-fairseq", help="a checkpoint of fairseq-signals or ECG-FM to a model of ours")
-    into.add_argument("checkpoint", type=Path, metavar="CKPT.pt")
-    into.add_argument("out", type=Path, metavar="OUT")
-    into.add_argument("--input", choices=("auto", *SCALES), default="auto", help="scale of the signals it was trained on")
-    back = commands.add_parser("to-fairseq", help="a model of ours to a checkpoint of fairseq-signals")
-    back.add_argument("run", type=Path, metavar="RUN")
-    back.add_argument("out", type=Path, metavar="OUT.pt")
-    onnx = commands.add_parser("to-onnx", help="a model of ours to ONNX, checked with onnxruntime")
-    onnx.add_argument("run", type=Path, metavar="RUN")
-    onnx.add_argument("out", type=Path, metavar="OUT.onnx")
+    for command, source, out, text in (
+        ("from-fairseq", "CKPT.pt", "OUT", "a checkpoint of fairseq-signals or ECG-FM to a model folder"),
+        ("to-fairseq", "RUN", "OUT.pt", "a model folder to a checkpoint of fairseq-signals"),
+        ("to-onnx", "RUN", "OUT.onnx", "a model folder to ONNX, checked with onnxruntime"),
+    ):
+        sub = commands.add_parser(command, help=text)
+        sub.add_argument("source", type=Path, metavar=source)
+        sub.add_argument("out", type=Path, metavar=out)
+        if command == "from-fairseq":
+            sub.add_argument("--input", choices=("auto", *SCALES), default="auto", help="scale of the signals in training")
     return parser.parse_args(arguments)
 
 
@@ -174,13 +134,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     try:
         if args.command == "from-fairseq":
-            from_fairseq(args.checkpoint, args.out, args.input)
+            from_fairseq(args.source, args.out, args.input)
         elif args.command == "to-fairseq":
-            to_fairseq(args.run, args.out)
+            to_fairseq(args.source, args.out)
         else:
-            worst = to_onnx(load(args.run), args.out)
+            worst = to_onnx(load(args.source), args.out)
             print(f"onnxruntime and PyTorch differ by {worst:.1g} at most")
-    except (CheckpointError, ConfigError, WeightsError, OSError) as error:
+    except (ConfigError, OSError, SafetensorError) as error:
         print(f"engine.convert: {error}", file=sys.stderr)
         return 2
     print(args.out)

@@ -1,45 +1,76 @@
-"""Do we compute what the authors compute? Their weights, inputs and draws through our model, against the numbers they got.
+"""Compare our model with the authors': their weights, inputs and random draws through it, against the numbers they got.
 
     python -m engine.parity DIR [--json F]
 
 DIR holds, for each case NAME: NAME_cfg.json (their settings), NAME_state_dict.safetensors and, of NAME_eval.npz and
 NAME_train.npz, at least one: source [R, L, T], mask_indices, neg_idxs, patient_id, segment, with train also gumbel_noise and
-temp, and what follows from them. Beside train.npz there may be NAME_train_grads_of_sum_loss.safetensors and
-NAME_state_dict_after_3_steps.safetensors; what they lack is listed as not compared. Prints the largest error of every quantity:
-of a tensor, relative to the largest number in the reference. Exit 0 if all hold, 1 if one does not, 2 if DIR is not so.
+temp, and their results. Beside train.npz there may be NAME_train_grads_of_sum_loss.safetensors and
+NAME_state_dict_after_3_steps.safetensors. Results that are missing or unknown are listed as not compared. Prints the largest
+error of every quantity: of a tensor, relative to the largest number in the reference. Exit 0 if all are within their limits, 1
+if one is not, 2 if DIR cannot be read.
 
-Three optimiser steps repeat the same batch with the authors' Adam (fairseq-signals optim/adam.py:81-209): weight decay on
+The three optimiser steps repeat the same batch with the authors' Adam (fairseq-signals optim/adam.py:81-209): weight decay on
 every parameter before the update, eps outside the square root and before the correction of the bias.
 """
 
 import argparse
+import ast
 import json
 import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from engine.common import ConfigError, Parser
-from engine.model.fairseq import WeightsError, ours, spelling, theirs
+from engine.data.npz import load_npz
+from engine.model.config import ModelConfig, ObjectiveConfig
+from engine.model.draws import Draws, count_negatives, slots
+from engine.model.fairseq import from_theirs, settings, spelling, to_theirs
 from engine.model.pretrainer import Pretrainer
-from engine.model.reference import INPUTS, Adam, Case, InputError, draws_of, read_cases
 
+INPUTS = {"source", "mask_indices", "neg_idxs", "patient_id", "segment", "gumbel_noise", "temp"}
+NOT_COMPARED = {"rlm_survivors", "num_vars", "count"}  # how the source was made, and what the settings say already
 LOSS, TENSOR, GRADIENT, PARAMETER = 1e-5, 2e-5, 1e-4, 1e-4  # limits
-CHANGE = 5e-4  # we are off by 2e-4, without weight decay by 1.2e-3
+CHANGE = 5e-4  # ours is 2e-4, without weight decay 1.2e-3
 STEPS = 3
 
 
+class InputError(ConfigError):
+    """DIR cannot be read: one line."""
+
+
+class Adam(NamedTuple):
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    decay: float
+
+
 @dataclass(frozen=True)
-class Check:
+class ReferenceCase:
+    name: str
+    config: ModelConfig
+    objective: ObjectiveConfig
+    adam: Adam
+    state: dict[str, Tensor]
+    arrays: dict[str, dict[str, np.ndarray]]  # eval, train
+    gradients: dict[str, Tensor]
+    after: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Comparison:
     case: str
     quantity: str
     error: float
@@ -50,103 +81,148 @@ class Check:
         return self.error <= self.limit  # NaN does not
 
 
-class Runner:
-    """One case in one mode: our model with their weights, its forward pass, and what its parts made of it."""
+def read_case(folder: Path, name: str) -> ReferenceCase:
+    cfg = json.loads((folder / f"{name}_cfg.json").read_text())
+    model, criterion, optimizer = cfg["model"], cfg["criterion"], cfg["optimizer"]
+    if model["logit_temp"] != criterion["temp"]:
+        raise InputError(f"model.logit_temp={model['logit_temp']} and criterion.temp={criterion['temp']} differ: not supported")
+    diversity, features = criterion.get("loss_weights") or (0.0, 0.0)
+    contrast = criterion.get("cmsc_weights", 1.0)
+    objective = ObjectiveConfig(
+        diversity=diversity,
+        features=features,
+        contrast=1.0 if contrast is None else float(contrast[0] if isinstance(contrast, list) else contrast),
+        form="authors",
+        temperature=model["logit_temp"],
+        negatives=model["num_negatives"],
+        gathered=False,
+    )
+    one, two = map(float, ast.literal_eval(str(optimizer["adam_betas"])))
+    lr, eps, decay = cfg["optimization"]["lr"][0], optimizer["adam_eps"], optimizer["weight_decay"]
+    arrays = {}
+    for mode in ("eval", "train"):
+        if (folder / f"{name}_{mode}.npz").exists():
+            arrays[mode] = load_npz(folder / f"{name}_{mode}.npz")
+            check_pairs(arrays[mode], f"{name}_{mode}.npz")
+    optional = [f"{name}_train_grads_of_sum_loss.safetensors", f"{name}_state_dict_after_3_steps.safetensors"]
+    gradients, after = (load_file(folder / file) if (folder / file).exists() else {} for file in optional)
+    off = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "dropout_input", "dropout_features"), 0.0)
+    config = settings(model | off)  # dropout was off when the reference was made
+    adam, state = Adam(float(lr), (one, two), float(eps), float(decay)), load_file(folder / f"{name}_state_dict.safetensors")
+    for file, weights in zip(optional, (gradients, after), strict=True):
+        if missing := sorted(state.keys() - weights.keys()):
+            print(f"warning: {name}: not compared, not in {file}: {', '.join(missing)}", file=sys.stderr)
+    return ReferenceCase(name, config, objective, adam, state, arrays, gradients, after)
 
-    def __init__(self, case: Case, mode: str, slot_count: int | None = None) -> None:
-        self.case, self.arrays = case, case.files[mode]
+
+def check_pairs(arrays: dict[str, np.ndarray], file: str) -> None:
+    if not np.array_equal(arrays["segment"], np.arange(len(arrays["source"])) % 2):
+        raise InputError(f"{file}: segment is not 0, 1, 0, 1, ...: pairs must lie side by side")
+    if len(set(arrays["mask_indices"].sum(1).tolist())) != 1:
+        raise InputError(f"{file}: mask_indices must mask equally many tokens of each segment")
+    if arrays.keys() <= INPUTS:
+        raise InputError(f"{file}: holds inputs only: add results, such as logits_NBM")
+
+
+def draws_of(arrays: dict[str, np.ndarray], config: ModelConfig) -> Draws:
+    """Their draws in our form."""
+    mask_RN = torch.from_numpy(arrays["mask_indices"])
+    rows, used = len(mask_RN), int(mask_RN.sum(1)[0])
+    slot_RM, valid_RM = slots(mask_RN, used)
+    other_RMK = torch.from_numpy(arrays["neg_idxs"]).view(rows, used, -1) - torch.arange(0, rows * used, used)[:, None, None]
+    if other_RMK.min() < 0 or other_RMK.max() >= used:
+        raise InputError("neg_idxs: a negative lies in another segment, which these losses do not know")
+    noise = None
+    if "gumbel_noise" in arrays:
+        noise = torch.from_numpy(arrays["gumbel_noise"]).view(rows, used, config.codebooks, config.codes)
+    return Draws(mask_RN, slot_RM, valid_RM, count_negatives(other_RMK, used), noise)
+
+
+class Runner:
+    """One case in one mode: our model with their weights, its forward pass, and the outputs of its parts."""
+
+    def __init__(self, case: ReferenceCase, mode: str) -> None:
+        self.case, self.arrays = case, case.arrays[mode]
         self.model = Pretrainer(case.config, case.objective).train(mode == "train")
-        self.model.load_state_dict(ours(case.state, case.config))
-        self.draws = draws_of(self.arrays, case.config, slot_count)
+        self.model.load_state_dict(from_theirs(case.state, case.config))
+        self.draws = draws_of(self.arrays, case.config)
         source = torch.from_numpy(self.arrays["source"])
         self.x_BSLT, self.ids_B = source.unflatten(0, (-1, 2)), torch.from_numpy(self.arrays["patient_id"])[::2]
-        self.tau = torch.tensor(float(self.arrays.get("temp", np.float32(1))))
-        self.seen: dict[str, Tensor] = {}
+        self.tau = torch.tensor(float(self.arrays.get("temp", 1)))
+        self.outputs: dict[str, Tensor] = {}
 
     def losses(self) -> dict[str, Tensor]:
         return dict(self.model(self.x_BSLT, tau=self.tau, ids_B=self.ids_B, draws=self.draws))
 
-    def watched(self) -> dict[str, Tensor]:
-        """The same, keeping the output of every part under the reference's name for it."""
-        model, config = self.model, self.case.config
-        encoder, local = model.encoder, model.local
+    def losses_and_outputs(self) -> dict[str, Tensor]:
+        """The losses; `outputs` keeps the output of every part under the reference's name for it."""
+        encoder, local, config = self.model.encoder, self.model.local, self.case.config
         assert local is not None
-        parts: dict[str, tuple[nn.Module, Callable[[Tensor], Tensor]]] = {
+        parts: dict[str, tuple[nn.Module, Callable[[Any], Tensor]]] = {
             "conv_features": (encoder.conv, lambda y: y.transpose(1, 2)),
             "features_layer_norm": (encoder.feature_norm, lambda y: y),
             "post_extract_proj": (encoder.project, lambda y: y),
             "conv_pos_out": (encoder.position, lambda y: y),
             "encoder_input_ln": (encoder.norm, lambda y: y),
             "quantizer_logits": (local.quantizer.logits, lambda y: y.reshape(-1, config.codebooks * config.codes)),
+            "quantized": (local.quantizer, lambda y: y.values_RMP),
             "projected_targets": (local.target, lambda y: y),
             "final_proj_out": (local.context, lambda y: y),
         }
         parts |= {f"conv_block{i}": (block, lambda y: y.transpose(1, 2)) for i, block in enumerate(encoder.conv.blocks)}
         parts |= {f"encoder_layer{i}_TBC": (layer, lambda y: y.transpose(0, 1)) for i, layer in enumerate(encoder.layers)}
-        hooks = [module.register_forward_hook(self._keep(name, form)) for name, (module, form) in parts.items()]
-        hooks.append(encoder.position.register_forward_pre_hook(lambda _, x: self.seen.update(masked_input=x[0])))
-        hooks.append(local.quantizer.register_forward_pre_hook(lambda _, x: self.seen.update(quantizer_in=x[0])))
-        hooks.append(local.quantizer.register_forward_hook(lambda _, x, y: self.seen.update(quantized=y.values_RMP)))
-        out = self.losses()
+        hooks = [part.register_forward_hook(partial(self._keep, name, form)) for name, (part, form) in parts.items()]
+        for name, part in (("masked_input", encoder.position), ("quantizer_in", local.quantizer)):
+            hooks.append(part.register_forward_pre_hook(lambda _, x, name=name: self.outputs.update({name: x[0]})))
+        losses = self.losses()
         for hook in hooks:
             hook.remove()
-        last = self.seen[f"encoder_layer{config.layers - 1}_TBC"]
-        self.seen |= {"transformer_features": last.transpose(0, 1), "global_mean_pooled": last.mean(0)}
-        self.seen["logits_NBM"] = self._logits()
-        return out
+        last = self.outputs[f"encoder_layer{config.layers - 1}_TBC"]
+        self.outputs |= {"transformer_features": last.transpose(0, 1), "global_mean_pooled": last.mean(0)}
+        self.outputs["logits_NBM"] = self._logits()
+        return losses
 
-    def _keep(self, name: str, form: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, Any, Tensor], None]:
-        return lambda _, x, y: self.seen.update({name: form(y)})
+    def _keep(self, name: str, form: Callable[[Any], Tensor], _: nn.Module, inputs: Any, output: Any) -> None:
+        self.outputs[name] = form(output)
 
     def _logits(self) -> Tensor:
         """[1 + K, R, M] as the authors gather them; ours are entries of the Gram matrix."""
-        names = "final_proj_out", "projected_targets"
-        x_RMP, y_RMP = (nn.functional.normalize(self.seen[name], dim=-1, eps=1e-8) for name in names)
-        rows, used = len(x_RMP), int(self.draws.valid_RM[0].sum())
-        s_RMM = torch.bmm(x_RMP, y_RMP.transpose(1, 2))[:, :used, :used] / self.case.objective.temperature
-        codes_RMP = self.seen["quantized"][:, :used]
+        x_RMP, y_RMP = (nn.functional.normalize(self.outputs[key], dim=-1) for key in ("final_proj_out", "projected_targets"))
+        s_RMM = torch.bmm(x_RMP, y_RMP.transpose(1, 2)) / self.case.objective.temperature
+        codes_RMP = self.outputs["quantized"]
         same_RMM = (codes_RMP[:, :, None] == codes_RMP[:, None]).all(-1)
-        other_RMK = torch.from_numpy(self.arrays["neg_idxs"]).view(rows, used, -1) % used
+        other_RMK = torch.from_numpy(self.arrays["neg_idxs"]).view(*s_RMM.shape[:2], -1) % s_RMM.shape[1]
         negative_RMK = s_RMM.masked_fill(same_RMM, -torch.inf).gather(2, other_RMK)
         return torch.cat([s_RMM.diagonal(dim1=1, dim2=2)[..., None], negative_RMK], -1).permute(2, 0, 1)
 
 
-def forward_checks(case: Case, mode: str, runner: Runner, losses: dict[str, Tensor]) -> Iterator[Check]:
-    label, arrays = f"{case.name} {mode}", case.files[mode]
-    wanted = arrays.keys() - INPUTS
-    if not wanted:
-        raise InputError(f"{label}: holds inputs only: add what follows from them, such as logits_NBM")
-    for name in arrays:
-        if name in runner.seen:
-            seen = runner.seen[name].detach()
-            yield Check(label, name, difference(_unpadded(seen, arrays[name].shape), arrays[name]), TENSOR)
-    tokens = float(arrays["mask_indices"].sum())
-    weights = case.objective
-    values = {
-        "sample_size": losses["masked"],
-        "loss_0_sum": losses["loss_local"] * tokens * weights.local,
-        "loss_1_sum": losses["loss_diversity"] * tokens * weights.diversity,
-        "loss_2_sum": losses["loss_features"] * tokens * weights.features,
-        "loss_3_sum": losses.get("loss_global", torch.zeros(())) * tokens * weights.contrast,
-        "loss_total_sum": losses["loss"] * tokens,
-        "features_pen": losses["loss_features"],
-        "prob_perplexity": losses["prob_perplexity"],
-        "code_perplexity": losses["code_perplexity"],
-        "correct": losses["accuracy_local"] * tokens,
-    }
-    unknown = wanted - runner.seen.keys() - values.keys()
-    if unknown:
-        print(f"warning: {label}: not compared, being no quantity of ours: {', '.join(sorted(unknown))}", file=sys.stderr)
-    for name, value in values.items():
-        if name in arrays:
-            yield Check(label, name, difference(value.detach(), arrays[name]), LOSS)
-
-
-def _unpadded(seen: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Without the slots that no token is in."""
-    if seen.shape != shape and seen.ndim == 3 == len(shape) and seen.shape[1] > shape[1]:
-        return seen[:, : shape[1]]
-    return seen
+def compare_case(case: ReferenceCase) -> Iterator[Comparison]:
+    for mode, arrays in case.arrays.items():
+        runner, label = Runner(case, mode), f"{case.name} {mode}"
+        losses = runner.losses_and_outputs()
+        tokens, weights = float(arrays["mask_indices"].sum()), case.objective
+        values = {
+            "sample_size": losses["masked"],
+            "loss_0_sum": losses["loss_local"] * tokens * weights.local,
+            "loss_1_sum": losses["loss_diversity"] * tokens * weights.diversity,
+            "loss_2_sum": losses["loss_features"] * tokens * weights.features,
+            "loss_3_sum": losses.get("loss_global", torch.zeros(())) * tokens * weights.contrast,
+            "loss_total_sum": losses["loss"].detach() * tokens,
+            "features_pen": losses["loss_features"],
+            "prob_perplexity": losses["prob_perplexity"],
+            "code_perplexity": losses["code_perplexity"],
+            "correct": losses["accuracy_local"] * tokens,
+        }
+        unknown = arrays.keys() - INPUTS - NOT_COMPARED - runner.outputs.keys() - values.keys()
+        if unknown:
+            print(f"warning: {label}: not compared, no quantity of ours: {', '.join(sorted(unknown))}", file=sys.stderr)
+        for quantities, limit in ((runner.outputs, TENSOR), (values, LOSS)):
+            for name in (name for name in quantities if name in arrays):
+                yield Comparison(label, name, difference(quantities[name].detach(), arrays[name]), limit)
+        if mode == "train" and case.gradients:
+            yield from compare_gradients(case, runner.model, losses["loss"] * tokens, label)
+        if mode == "train" and case.after:
+            yield from compare_steps(case, runner, label)
 
 
 def difference(ours: Tensor, reference: np.ndarray | Tensor) -> float:
@@ -163,42 +239,32 @@ def difference(ours: Tensor, reference: np.ndarray | Tensor) -> float:
     return float((mine[finite] - wanted[finite]).abs().max() / scale)
 
 
-def training_checks(case: Case, runner: Runner, losses: dict[str, Tensor]) -> Iterator[Check]:
-    """Gradients of the summed loss, then the weights after three steps on the same batch."""
-    if case.gradients:
-        yield from _gradient_checks(case, runner.model, losses)
-    if case.after:
-        yield from _step_checks(case, runner)
-
-
-def _gradient_checks(case: Case, model: nn.Module, losses: dict[str, Tensor]) -> Iterator[Check]:
-    tokens = float(case.files["train"]["mask_indices"].sum())
-    (losses["loss"] * tokens).backward()
+def compare_gradients(case: ReferenceCase, model: nn.Module, loss: Tensor, label: str) -> Iterator[Comparison]:
+    loss.backward()
     grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
-    mine = theirs(grads, case.config, spelling(case.state))
+    mine = to_theirs(grads, case.config, spelling(case.state))
     scale = max(float(g.abs().max()) for g in case.gradients.values())
     for name, reference in case.gradients.items():
         error = difference(mine[name], reference)
         if float(reference.abs().max()) < 1e-6 * scale:  # zero but for rounding (the key's bias): no scale of its own
             error = float((mine[name] - reference).abs().max()) / scale
-        yield Check(f"{case.name} train", f"gradient of {name}", error, GRADIENT)
+        yield Comparison(label, f"gradient of {name}", error, GRADIENT)
 
 
-def _step_checks(case: Case, runner: Runner) -> Iterator[Check]:
-    label, model = f"{case.name} train", runner.model
-    moments: dict[str, tuple[Tensor, Tensor]] = {}
+def compare_steps(case: ReferenceCase, runner: Runner, label: str) -> Iterator[Comparison]:
+    model, moments = runner.model, dict[str, tuple[Tensor, Tensor]]()
     for step in range(1, STEPS + 1):
         model.zero_grad()
         runner.losses()["loss"].backward()
         authors_adam(model, case.adam, moments, step)
-    mine = theirs({name: p.detach() for name, p in model.named_parameters()}, case.config, spelling(case.state))
-    moved, apart = 0.0, 0.0
+    mine = to_theirs({name: p.detach() for name, p in model.named_parameters()}, case.config, spelling(case.state))
+    changed, wrong = 0.0, 0.0
     for name, reference in case.after.items():
-        yield Check(label, f"after {STEPS} steps, {name}", difference(mine[name], reference), PARAMETER)
-        moved += float((reference - case.state[name]).double().square().sum())
-        apart += float((reference - mine[name]).double().square().sum())
-    error = math.sqrt(apart / moved) if moved else math.inf if apart else 0.0
-    yield Check(label, f"change in {STEPS} steps, all parameters", error, CHANGE)
+        yield Comparison(label, f"after {STEPS} steps, {name}", difference(mine[name], reference), PARAMETER)
+        changed += float((reference - case.state[name]).double().square().sum())
+        wrong += float((reference - mine[name]).double().square().sum())
+    error = math.sqrt(wrong / changed) if changed else math.inf if wrong else 0.0
+    yield Comparison(label, f"change in {STEPS} steps, all parameters", error, CHANGE)
 
 
 @torch.no_grad()
@@ -214,18 +280,19 @@ def authors_adam(model: nn.Module, adam: Adam, moments: dict[str, tuple[Tensor, 
         p.addcdiv_(mean, square.sqrt().add_(adam.eps), value=-adam.lr * math.sqrt(corrections[1]) / corrections[0])
 
 
-def compare(folder: Path) -> list[Check]:
-    checks: list[Check] = []
-    for case in read_cases(folder):
-        if case.absent:
-            print(f"warning: {case.name}: not compared, not in {folder}: {', '.join(case.absent)}", file=sys.stderr)
-        for mode in case.files:
-            runner = Runner(case, mode)
-            losses = runner.watched()
-            checks += forward_checks(case, mode, runner, losses)
-            if mode == "train":
-                checks += training_checks(case, runner, losses)
-    return checks
+def compare(folder: Path) -> list[Comparison]:
+    names = sorted(path.name.removesuffix("_cfg.json") for path in folder.glob("*_cfg.json"))
+    names = [name for name in names if (folder / f"{name}_state_dict.safetensors").exists()]
+    comparisons: list[Comparison] = []
+    for name in names:
+        try:
+            comparisons += compare_case(read_case(folder, name))
+        except Exception as error:  # of many kinds: files that are damaged or do not fit each other
+            kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+            raise InputError(f"{folder}, case {name}: {kind}{error}".splitlines()[0][:500]) from error
+    if not comparisons:
+        raise InputError(f"{folder}: no NAME_cfg.json with NAME_state_dict.safetensors and NAME_eval.npz or NAME_train.npz")
+    return comparisons
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -234,18 +301,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="F", help="write the table as JSON too")
     args = parser.parse_args(arguments)
     try:
-        checks = compare(args.folder)
+        comparisons = compare(args.folder)
         if args.json:
-            args.json.write_text(json.dumps([asdict(check) | {"holds": check.holds} for check in checks], indent=1) + "\n")
-    except (InputError, ConfigError, WeightsError, OSError) as error:
+            rows = [asdict(comparison) | {"holds": comparison.holds} for comparison in comparisons]
+            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    except (ConfigError, OSError) as error:
         print(f"engine.parity: {error}", file=sys.stderr)
         return 2
-    width = max(len(check.quantity) for check in checks)
-    for check in checks:
-        verdict = "" if check.holds else "  DOES NOT HOLD"
-        print(f"{check.case:<12} {check.quantity:<{width}} {check.error:9.1e} <= {check.limit:.0e}{verdict}")
-    failed = sum(not check.holds for check in checks)
-    print(f"{len(checks) - failed} of {len(checks)} quantities agree")
+    width = max(len(comparison.quantity) for comparison in comparisons)
+    for one in comparisons:
+        verdict = "" if one.holds else "  DOES NOT HOLD"
+        print(f"{one.case:<12} {one.quantity:<{width}} {one.error:9.1e} <= {one.limit:.0e}{verdict}")
+    failed = sum(not comparison.holds for comparison in comparisons)
+    print(f"{len(comparisons) - failed} of {len(comparisons)} quantities agree")
     return 1 if failed else 0
 
 

@@ -29,10 +29,12 @@ from engine.common import ConfigError
 WEIGHTS, CONFIG, PREPROCESSING, CARD = "model.safetensors", "config.json", "preprocessing.json", "README.md"
 SHA256 = "sha256"  # in config.json
 FORMAT = 1
+SHOWN = 4  # names in a message
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 class LoadError(ConfigError):
-    """A folder that is no model of ours, or not all of one: one line."""
+    """A folder that is no model of omnilead, or not a whole one: one line."""
 
 
 def write(
@@ -42,7 +44,7 @@ def write(
     preprocessing: Mapping[str, Any],
     card: str = "",
 ) -> None:
-    """All of it or nothing: written beside, then renamed. A folder that was there is replaced."""
+    """All of it or nothing: written beside, then renamed. An existing folder is replaced."""
     temporary, old = (folder.with_name(f".{folder.name}.{kind}{os.getpid()}") for kind in ("", "old."))
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -60,7 +62,7 @@ def write(
 
 
 def save_weights(weights: dict[str, Tensor], path: Path) -> None:
-    """For others to read as well: safetensors lets the owner alone, whatever the umask."""
+    """With the usual permissions: safetensors alone lets only the owner read, whatever the umask."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     save_file(weights, path, metadata={"format": "pt"})
@@ -68,35 +70,31 @@ def save_weights(weights: dict[str, Tensor], path: Path) -> None:
 
 
 def seal(folder: Path, config: Mapping[str, Any]) -> None:
-    """config.json, with the sha256 of the files that are there."""
+    """Write config.json with the sha256 of the files that are there."""
     content = json.loads(json.dumps({key: value for key, value in config.items() if key != SHA256}))  # as it will be read
     sums = {path.name: file_sha256(path) for path in sorted(folder.iterdir()) if path.name != CONFIG}
     (folder / CONFIG).write_text(_json(content | {SHA256: {**sums, CONFIG: _content_sha256(content | {SHA256: sums})}}))
 
 
 def check(folder: Path) -> str:
-    """A digest of all that makes the model; LoadError if a file is not the one that config.json names."""
+    """A digest of everything that makes the model; LoadError if a file is not the one that config.json names."""
     document = document_of(folder / CONFIG)
     sums = document.get(SHA256)
     sums = sums if isinstance(sums, dict) else {}
     others = {name: value for name, value in sums.items() if name != CONFIG}
-    found = {CONFIG: _content_sha256(document | {SHA256: others})}
+    actual = {CONFIG: _content_sha256(document | {SHA256: others})}
     for name in (PREPROCESSING, WEIGHTS):
         try:
-            found[name] = file_sha256(folder / name)
-        except FileNotFoundError:
-            raise LoadError(f"{folder / name}: no such file: a model is {WEIGHTS}, {CONFIG} and {PREPROCESSING}") from None
+            actual[name] = file_sha256(folder / name)
         except OSError as error:
-            raise LoadError(f"{folder / name}: cannot be read: {error.strerror}") from None
-    for name, digest in found.items():
+            raise _unreadable(folder / name, error) from None
+    for name, digest in actual.items():
         if sums and sums.get(name) != digest:
-            told = f"its sha256 is {digest[:12]}..., in {CONFIG} {str(sums.get(name))[:12]}..."
-            raise LoadError(
-                f"{folder / name}: was changed or damaged after it was written ({told}): copy it anew, or --export RUN"
-            )
+            differ = f"its sha256 is {digest[:12]}..., {CONFIG} says {str(sums.get(name))[:12]}..."
+            raise LoadError(f"{folder / name}: was changed or damaged ({differ}): copy it again, or run --export RUN")
     if not sums:
         print(f"warning: {folder / CONFIG}: no sha256 of the files: damage to this model cannot be detected", file=sys.stderr)
-    return hashlib.sha256("".join(found.values()).encode()).hexdigest()
+    return hashlib.sha256("".join(actual.values()).encode()).hexdigest()
 
 
 def file_sha256(path: Path) -> str:
@@ -114,11 +112,11 @@ def _json(value: Any) -> str:
 
 @contextmanager
 def model_folder(path: str | os.PathLike[str]) -> Iterator[tuple[Path, str]]:
-    """The folder with the weights, checked, and its digest. One far away is fetched first."""
+    """The folder with the weights, checked, and its digest. A remote one is downloaded first."""
     text = os.fspath(path)
     if "://" in text:
         with tempfile.TemporaryDirectory() as local:
-            folder = _fetched(text.rstrip("/"), Path(local))
+            folder = _download(text.rstrip("/"), Path(local))
             yield folder, check(folder)
         return
     run = Path(text)
@@ -127,19 +125,17 @@ def model_folder(path: str | os.PathLike[str]) -> Iterator[tuple[Path, str]]:
         if not run.exists():
             raise LoadError(f"{run}: no such folder: give RUN or RUN/model")
         if folder == run and (run / "checkpoints").is_dir():
-            raise LoadError(f"{run}: has checkpoints but no model/ yet: --export {run} of pretrain.py or finetune.py")
+            raise LoadError(f"{run}: has checkpoints but no model/ yet: run pretrain.py or finetune.py --export {run}")
         raise LoadError(f"{folder}: no {WEIGHTS} in it: give RUN or RUN/model")
-    if not os.access(folder / WEIGHTS, os.R_OK):  # safetensors would say that there is no such file
-        raise LoadError(f"{folder / WEIGHTS}: may not be read: ask its owner for permission")
     yield folder, check(folder)
 
 
-def _fetched(url: str, local: Path) -> Path:
+def _download(url: str, local: Path) -> Path:
     try:
-        place, root = fsspec.core.url_to_fs(url)
-        root = f"{root}/model" if place.exists(f"{root}/model/{WEIGHTS}") else root
+        files, root = fsspec.core.url_to_fs(url)
+        root = f"{root}/model" if files.exists(f"{root}/model/{WEIGHTS}") else root
         for name in (CONFIG, PREPROCESSING, WEIGHTS):
-            place.get_file(f"{root}/{name}", str(local / name))
+            files.get_file(f"{root}/{name}", str(local / name))
     except FileNotFoundError as error:
         raise LoadError(f"{url}: no model there: {error}".splitlines()[0]) from None
     except Exception as error:  # of many kinds: network, credentials, a missing package
@@ -150,10 +146,34 @@ def _fetched(url: str, local: Path) -> Path:
 def document_of(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise LoadError(f"{path}: no such file: a model is {WEIGHTS}, {CONFIG} and {PREPROCESSING}") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise LoadError(f"{path}: cannot be read: {error}".splitlines()[0]) from None
+        raise _unreadable(path, error) from None
     if not isinstance(document, dict):
         raise LoadError(f"{path}: a {type(document).__name__}, not an object")
     return document
+
+
+def _unreadable(path: Path, error: Exception) -> LoadError:
+    if isinstance(error, FileNotFoundError):
+        return LoadError(f"{path}: no such file: a model is {WEIGHTS}, {CONFIG} and {PREPROCESSING}")
+    if isinstance(error, PermissionError):
+        return LoadError(f"{path}: may not be read: ask its owner for permission")
+    return LoadError(f"{path}: cannot be read: {error}".splitlines()[0])
+
+
+def misfits(shapes: Shapes, expected: Shapes) -> str:
+    """Weights that are missing, unexpected or of another shape, in one line; empty if all are as expected."""
+    kinds = {
+        "missing": [name for name in expected if name not in shapes],
+        "unexpected": [name for name in shapes if name not in expected],
+        "of another shape": [
+            f"{name} is {list(shapes[name])}, not {list(shape)}"
+            for name, shape in expected.items()
+            if name in shapes and shapes[name] != shape
+        ],
+    }
+    return "; ".join(f"{len(names)} {kind}: {_some(names)}" for kind, names in kinds.items() if names)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

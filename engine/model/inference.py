@@ -1,11 +1,11 @@
-"""A trained model in use: RUN/model/ -> an encoder, its head if it has one, and what a signal must be like.
+"""A trained model in use: its encoder, its head if it has one, and what a signal must be like.
 
     model = engine.load("RUN")                                      # or RUN/model, a copy of that folder, s3://bucket/model
     model.embed(signal, fs_hz=250, leads=["II", "V1"], unit="mV")   # [L, T] -> [D], [B, L, T] -> [B, D]
-    model(x_RLT), model.logits(x_RLT)                               # of segments that are prepared already (model.input)
+    model(x_RLT), model.logits(x_RLT)                               # of segments that are preprocessed already (model.input)
 
-Files that are not the ones config.json names by sha256 are refused (engine.model.folder), and so are weights that are missing,
-too many or of another shape. Only what stands beside the encoder in pre-training (quantiser, projections) is passed over.
+Files whose sha256 is not the one in config.json are refused (engine.model.folder), and so are weights that are missing,
+unexpected or of another shape. Only the quantiser and the projections of pre-training are ignored.
 """
 
 import os
@@ -23,16 +23,15 @@ from engine.common import ConfigError
 from engine.data.preprocess import Input, SignalError, crops
 from engine.model.config import ModelConfig, current_settings, validated
 from engine.model.encoder import Encoder, pool
-from engine.model.folder import CONFIG, FORMAT, PREPROCESSING, WEIGHTS, LoadError, document_of, model_folder
+from engine.model.folder import CONFIG, FORMAT, PREPROCESSING, WEIGHTS, LoadError, document_of, misfits, model_folder
 
 TASKS = ("diagnosis", "identification")
 ROWS = 64  # segments encoded at a time
-SHOWN = 4  # names in a message
 NOT_FINITE = "the model gives embeddings that are not finite: its weights are broken"
 
 
 class TrainedModel(nn.Module):
-    """In eval mode. R segments of 5 s, L leads, T samples; D is `encoder.width`. `digest` is that of its files."""
+    """In eval mode. R segments of 5 s, L leads, T samples; D is `encoder.width`. `digest` identifies its files."""
 
     def __init__(
         self, encoder: Encoder, head: nn.Linear | None, config: dict[str, Any], preprocessing: dict[str, Any], digest: str = ""
@@ -53,9 +52,9 @@ class TrainedModel(nn.Module):
 
     @property
     def history(self) -> dict[str, Any]:
-        """What config.json says of its training."""
-        told = self.config.get("trained")
-        return told if isinstance(told, dict) else {}
+        """What config.json says about its training."""
+        trained = self.config.get("trained")
+        return trained if isinstance(trained, dict) else {}
 
     def pooled(self, x_RLT: Tensor) -> Tensor:
         """c_RD, float32: the mean over tokens."""
@@ -71,16 +70,16 @@ class TrainedModel(nn.Module):
         return y.float()
 
     def segments(self, signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str = "mV") -> Tensor:
-        """x_RLT of one ECG [L, T]: what the model sees of it."""
-        found = crops(signal, fs_hz, leads, unit, self.input)
-        return self.input.halves(torch.from_numpy(found.uv_BLT), np.array(found.halves)).to(self.device)
+        """x_RLT of one ECG [L, T]: the model's input."""
+        ecg = crops(signal, fs_hz, leads, unit, self.input)
+        return self.input.halves(torch.from_numpy(ecg.uv_BLT), np.array(ecg.halves)).to(self.device)
 
     @torch.inference_mode()
     def embed(self, signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str = "mV", unit_norm: bool = False) -> Tensor:
         """[D] of an ECG [L, T], [B, D] of several [B, L, T], as numpy or torch: the mean over its segments of 5 s.
 
-        leads: the names of the rows, in any order; those not given are zeros, as random lead masking has taught the model.
-        NaN, in int16 -32768: not measured. unit_norm: divided by its length, for cosines. What is refused: see
+        leads: the names of the rows, in any order; leads not given are zeros, which random lead masking has prepared the model
+        for. NaN, in int16 -32768: not measured. unit_norm: divided by its length, for cosines. What is refused: see
         engine.data.preprocess.
         """
         leads = leads if isinstance(leads, str) else tuple(leads)
@@ -104,8 +103,10 @@ class TrainedModel(nn.Module):
 def load(path: str | os.PathLike[str]) -> TrainedModel:
     with model_folder(path) as (folder, digest):
         document, preprocessing = document_of(folder / CONFIG), document_of(folder / PREPROCESSING)
-        config = config_of(document, folder / CONFIG)
-        encoder, head = _load_weights(folder / WEIGHTS, config, _classes(document, folder / CONFIG))
+        config, classes = config_of(document, folder / CONFIG), _head_outputs(document, folder / CONFIG)
+        with torch.device("meta"):
+            encoder, head = Encoder(config), nn.Linear(config.width, classes) if classes else None
+        _load_weights(folder / WEIGHTS, encoder, head)
         try:
             return TrainedModel(encoder, head, document, preprocessing, digest)
         except ConfigError as error:
@@ -125,52 +126,30 @@ def config_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> ModelCo
         raise LoadError(f"{path}: {error}") from None
 
 
-def _classes(document: Mapping[str, Any], path: Path) -> int:
-    """Outputs of the head; 0 if there is none."""
+def _head_outputs(document: Mapping[str, Any], path: Path) -> int:
+    """0 if there is no head, or only the classes of identification, which are not exported."""
     head = document.get("head")
     if head is None:
         return 0
     task, classes = (head.get("task"), head.get("classes")) if isinstance(head, dict) else (None, None)
     named = isinstance(classes, list) and len(classes) > 0
     if task not in TASKS or named != (task == "diagnosis"):
-        raise LoadError(f"{path}: head={str(head)[:60]}: use a task of {' or '.join(TASKS)}, for diagnosis with its classes")
+        raise LoadError(f"{path}: head={str(head)[:60]}: must be a task, {' or '.join(TASKS)}, with classes for diagnosis")
     return len(classes or ())
 
 
-def _load_weights(path: Path, config: ModelConfig, classes: int) -> tuple[Encoder, nn.Linear | None]:
-    """Built without memory, then given the file's: nothing is ever there that was not trained."""
+def _load_weights(path: Path, encoder: Encoder, head: nn.Linear | None) -> None:
+    """Into modules without memory: no weight is ever there that was not in the file."""
     try:
         with safe_open(path, framework="pt") as file:
-            seen = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            with torch.device("meta"):
-                encoder = Encoder(config, mask="encoder.mask_embedding" in seen)
-                head = nn.Linear(config.width, classes) if classes else None
-            parts = {"encoder": encoder} | ({"head": head} if head else {})
-            wanted = {f"{part}.{n}": tuple(w.shape) for part, module in parts.items() for n, w in module.state_dict().items()}
-            _compare(path, seen, wanted)
-            weights = {name: file.get_tensor(name).float() for name in wanted}
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            if "encoder.mask_embedding" not in shapes:
+                encoder.mask_embedding = None
+            model = nn.ModuleDict({"encoder": encoder} | ({"head": head} if head else {}))
+            expected = {name: tuple(weights.shape) for name, weights in model.state_dict().items()}
+            own = {name: shape for name, shape in shapes.items() if name.startswith(("encoder.", "head."))}
+            if wrong := misfits(own, expected):
+                raise LoadError(f"{path}: the weights are not those of {CONFIG}: {wrong}")
+            model.load_state_dict({name: file.get_tensor(name).float() for name in expected}, assign=True)
     except (SafetensorError, OSError) as error:
-        raise LoadError(f"{path}: cannot be read as safetensors: {error}: copy it anew".splitlines()[0]) from None
-    for part, module in parts.items():
-        mine = {name.removeprefix(f"{part}."): w for name, w in weights.items() if name.startswith(f"{part}.")}
-        module.load_state_dict(mine, assign=True)
-    return encoder, head
-
-
-def _compare(path: Path, seen: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Names and shapes. Whatever is neither encoder nor head belongs to pre-training."""
-    mine = [name for name in seen if name.startswith(("encoder.", "head."))]
-    kinds = {
-        "missing": [name for name in wanted if name not in seen],
-        "unexpected": [name for name in mine if name not in wanted],
-        "of another shape": [
-            f"{n} is {list(seen[n])}, not {list(wanted[n])}" for n in wanted if n in seen and seen[n] != wanted[n]
-        ],
-    }
-    told = [f"{len(names)} {kind}: {_some(names)}" for kind, names in kinds.items() if names]
-    if told:
-        raise LoadError(f"{path}: the weights are not those of {CONFIG}: {'; '.join(told)}")
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+        raise LoadError(f"{path}: cannot be read as safetensors: {error}: copy it again".splitlines()[0]) from None

@@ -34,7 +34,7 @@ def test_the_recreation_computes_what_ours_computes(config: ModelConfig) -> None
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
     loss.backward()
     wanted.backward()
-    mine = fairseq.theirs({name: grad(p) for name, p in model.named_parameters()}, config)
+    mine = fairseq.to_theirs({name: grad(p) for name, p in model.named_parameters()}, config)
     largest = max(float(grad(p).abs().max()) for p in again.parameters())
     for name, p in again.named_parameters():
         scale = float(grad(p).abs().max())

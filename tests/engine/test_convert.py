@@ -1,7 +1,6 @@
-"""engine.convert: exact both ways, strict about names, deaf to what a pickle asks for."""
+"""engine.convert: exact both ways, strict about names, and never runs what is pickled in a checkpoint."""
 
 import argparse
-import ast
 import collections
 import json
 import os
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from engine import convert
 from engine.model.config import ModelConfig, ObjectiveConfig
-from engine.model.fairseq import their_settings, theirs
+from engine.model.fairseq import their_settings, to_theirs
 from engine.model.folder import seal
 from engine.model.pretrainer import Pretrainer
 
@@ -34,13 +33,18 @@ CONFIG = ModelConfig(
 
 def weights(spelled: str = "parametrizations") -> dict[str, Tensor]:
     model = Pretrainer(CONFIG, ObjectiveConfig(), generator=torch.Generator().manual_seed(0))
-    return theirs(model.state_dict(), CONFIG, spelled)  # type: ignore[arg-type]
+    return to_theirs(model.state_dict(), CONFIG, spelled)
 
 
 def saved(path: Path, **changes: Any) -> Path:
     content = {"args": None, "cfg": their_settings(CONFIG), "model": weights(), "optimizer_history": [{"num_updates": 7}]}
     torch.save(content | changes, path)
     return path
+
+
+def umask() -> int:
+    os.umask(mask := os.umask(0))
+    return mask
 
 
 def same(one: Any, other: Any) -> bool:
@@ -55,9 +59,10 @@ def test_round_trip_is_exact(spelled: str, tmp_path: Path) -> None:
     one, other = (torch.load(tmp_path / name, weights_only=True) for name in ("a.pt", "b.pt"))
     assert same(one["model"], other["model"])
     assert (one["cfg"], one["optimizer_history"]) == (other["cfg"], other["optimizer_history"])
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "README.md", "config.json", "model.safetensors", "preprocessing.json",
-    ]  # fmt: skip
+    out = {path.name: path for path in (tmp_path / "out").iterdir()}
+    assert out.keys() == {"README.md", "config.json", "model.safetensors", "preprocessing.json"}
+    assert convert.config_of(json.loads(out["config.json"].read_text())) == CONFIG
+    assert {stat.S_IMODE(path.stat().st_mode) for path in out.values()} == {0o666 & ~umask()}
 
 
 def test_the_authors_own_checkpoint(tmp_path: Path) -> None:
@@ -67,17 +72,6 @@ def test_the_authors_own_checkpoint(tmp_path: Path) -> None:
     assert convert.main(["to-fairseq", str(tmp_path / "out"), str(tmp_path / "b.pt")]) == 0
     one, other = (torch.load(path, weights_only=True) for path in (REAL, tmp_path / "b.pt"))
     assert same(one["model"], other["model"]) and one["cfg"] == other["cfg"]
-
-
-def test_the_converted_model_loads_and_computes(tmp_path: Path) -> None:
-    convert.from_fairseq(saved(tmp_path / "a.pt"), tmp_path / "out")
-    config = convert.config_of(json.loads((tmp_path / "out" / "config.json").read_text()))
-    assert config == CONFIG
-    model = Pretrainer(config, ObjectiveConfig()).eval()
-    model.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
-    wanted = Pretrainer(CONFIG, ObjectiveConfig(), generator=torch.Generator().manual_seed(0)).eval()
-    x = torch.randn(2, 12, 400)
-    assert torch.equal(model.encoder(x), wanted.encoder(x))
 
 
 def test_a_run_of_ours_becomes_a_checkpoint_of_theirs(tmp_path: Path) -> None:
@@ -151,113 +145,76 @@ def test_a_pickle_s_code_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not trace.exists() and not (tmp_path / "other").exists()
 
 
-def huge() -> dict[str, Tensor]:
-    state = weights()
-    state["encoder.layers.0.fc1.weight"] = torch.zeros(1).expand(60_000, 60_000)
-    return state
+def nested(depth: int) -> list[Any]:
+    """Lists in lists that share their items: small in a file, endless as text."""
+    shared: list[Any] = [1]
+    for _ in range(depth):
+        shared = [shared, shared]
+    return shared
 
 
-ODD: dict[str, Callable[[], Tensor]] = {
-    "quantised": lambda: torch.quantize_per_tensor(torch.ones(24), 1.0, 0, torch.qint8),
-    "meta": lambda: torch.empty(24, device="meta"),
-    "complex": lambda: torch.ones(24, dtype=torch.complex64),
-    "sparse": lambda: torch.ones(24).to_sparse(),
-}
+def setting(**changes: Any) -> dict[str, Any]:
+    cfg = their_settings(CONFIG)
+    return {"cfg": cfg | {"model": cfg["model"] | changes}}
 
 
-def harm(kind: str, path: Path) -> Path:
-    state, cfg = weights(), their_settings(CONFIG)
-    if kind == "missing":
-        del state["final_proj.bias"]
-    elif kind == "unexpected":
-        state["proj.weight"] = torch.zeros(3)
-    elif kind == "reshaped":
-        state["mask_emb"] = torch.zeros(25)
-    elif kind == "huge":
-        state, cfg["model"]["encoder_ffn_embed_dim"] = huge(), 60_000
-    elif kind == "not tensors":
-        state["mask_emb"] = "text"  # type: ignore[assignment]
-    elif kind == "pre-norm":
-        cfg["model"]["layer_norm_first"] = True
-    elif kind == "layers":
-        cfg["model"]["conv_feature_layers"] = "__import__('os').getcwd()"
-    elif kind == "no settings":
-        cfg = {}
-    elif kind == "long value":
-        cfg["model"]["extractor_mode"] = "x" * 100_000
-    elif kind == "many blocks":
-        cfg["model"]["conv_feature_layers"] = "[(24, 2, 2)]" + " * 16" * 6
-    elif kind == "sum of blocks":
-        cfg["model"]["conv_feature_layers"] = " + ".join(["[(24, 2, 2)] * 40"] * 2)
-    elif kind == "nested blocks":
-        layer = "[9]"
-        for _ in range(12):
-            layer = f"[{layer}] * 60"
-        cfg["model"]["conv_feature_layers"] = f"[(24, {layer}, {layer})]"
-    elif kind.startswith("latent_temp="):
-        cfg["model"]["latent_temp"] = ast.literal_eval(kind.removeprefix("latent_temp="))
-    elif kind == "swapped":
-        name = "feature_extractor.conv_layers.1.0.weight"
-        state[name] = state[name].transpose(1, 2).contiguous()
-    elif kind == "number as name":
-        state[3] = torch.ones(1)  # type: ignore[index]
-    elif kind in ODD:
-        state["mask_emb"] = ODD[kind]()
-    elif kind == "shared":
-        nested: list[Any] = [1]
-        for _ in range(40):
-            nested = [nested, nested]
-        cfg["task"] = nested
-    saved(path, model=state, cfg=cfg)
-    if kind == "cut":
-        path.write_bytes(path.read_bytes()[:5000])
-    elif kind == "text":
-        path.write_text("hello")
-    elif kind == "zip":
-        with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr("a/b", "c")
-    elif kind == "absent":
-        path.unlink()
-    return path
+def weight(name: Any, value: Any) -> dict[str, Any]:
+    return {"model": weights() | {name: value}}
+
+
+NAME = "feature_extractor.conv_layers.1.0.weight"
+HARMS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "missing": (lambda: {"model": {n: w for n, w in weights().items() if n != "mask_emb"}}, "1 missing: mask_emb"),
+    "unexpected": (lambda: weight("proj.weight", torch.zeros(3)), "1 unexpected: proj.weight"),
+    "reshaped": (lambda: weight("mask_emb", torch.zeros(25)), "mask_emb is [25], not [24]"),
+    "transposed": (lambda: weight(NAME, weights()[NAME].transpose(1, 2).contiguous()), "[32, 2, 16], not [32, 16, 2]"),
+    "huge": (lambda: weight("mask_emb", torch.zeros(1).expand(60_000, 60_000)), "larger than the file"),
+    "not tensors": (lambda: weight("mask_emb", "text"), "mask_emb is a str"),
+    "number as name": (lambda: weight(3, torch.ones(1)), "a weight is named 3"),
+    "quantised": (lambda: weight("mask_emb", torch.quantize_per_tensor(torch.ones(9), 1.0, 0, torch.qint8)), "is torch.qint8"),
+    "meta": (lambda: weight("mask_emb", torch.empty(24, device="meta")), "mask_emb is torch."),
+    "complex": (lambda: weight("mask_emb", torch.ones(24, dtype=torch.complex64)), "mask_emb is torch."),
+    "sparse": (lambda: weight("mask_emb", torch.ones(24).to_sparse()), "mask_emb is torch."),
+    "no settings": (lambda: {"cfg": {}}, "no settings"),
+    "pre-norm": (lambda: setting(layer_norm_first=True), "layer_norm_first"),
+    "long value": (lambda: setting(extractor_mode="x" * 100_000), "must be default or layer_norm"),
+    "code": (lambda: setting(conv_feature_layers="__import__('os').getcwd()"), "conv_feature_layers"),
+    "many blocks": (lambda: setting(conv_feature_layers="[(24, 2, 2)] * 40 + [(24, 2, 2)] * 40"), "conv_feature_layers"),
+    "stride": (lambda: setting(conv_feature_layers="[(24, 3, 2)]"), "conv_feature_layers"),
+    "latent_temp": (lambda: setting(latent_temp=[2.0]), "latent_temp=[2.0]"),
+    "latent_temp as text": (lambda: setting(latent_temp="bad("), "latent_temp='bad('"),
+    "wide": (lambda: setting(encoder_embed_dim=10**30), "model.width"),
+    "shared": (lambda: {"cfg": their_settings(CONFIG) | {"task": nested(40)}}, "more than 100,000 settings"),
+}  # fmt: skip
+
+
+def refused(path: Path, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert convert.main(["from-fairseq", str(path), str(path.parent / "out")]) == 2
+    err = capsys.readouterr().err
+    assert told in err and err.count("\n") == 1 and len(err) < 700
+    assert [other.name for other in path.parent.iterdir() if other != path] == []
 
 
 @pytest.mark.filterwarnings("ignore:.*quantize")
-@pytest.mark.parametrize(
-    "kind, told",
-    [
-        ("missing", "1 missing: final_proj.bias"),
-        ("unexpected", "1 unexpected: proj.weight"),
-        ("reshaped", "mask_emb is (25,)"),
-        ("huge", "larger than their file"),
-        ("not tensors", "mask_emb is a str"),
-        ("pre-norm", "layer_norm_first"),
-        ("layers", "conv_feature_layers"),
-        ("no settings", "no settings"),
-        ("long value", "must be default or layer_norm"),
-        ("many blocks", "conv_feature_layers"),
-        ("sum of blocks", "conv_feature_layers"),
-        ("nested blocks", "conv_feature_layers"),
-        ("latent_temp=None", "latent_temp=None"),
-        ("latent_temp=[2.0]", "latent_temp=[2.0]"),
-        ("latent_temp='bad('", "latent_temp='bad('"),
-        ("latent_temp=['a', 'b', 'c']", "latent_temp=['a', 'b', 'c']"),
-        ("swapped", "(32, 2, 16), our encoder.conv.blocks.1.weight (32, 16, 2)"),
-        ("number as name", "a weight is named 3"),
-        *((kind, "the weight mask_emb is torch.") for kind in ODD),
-        ("shared", "more than 1,000,000"),
-        ("cut", "a.pt: is no checkpoint of torch"),
-        ("text", "a.pt: is no checkpoint of torch"),
-        ("zip", ""),
-        ("absent", "no such file"),
-    ],
-)
+@pytest.mark.parametrize("kind", HARMS)
 def test_wrong_checkpoints_are_one_line_and_leave_nothing(
-    kind: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert convert.main(["from-fairseq", str(harm(kind, tmp_path / "a.pt")), str(tmp_path / "out")]) == 2
-    err = capsys.readouterr().err
-    assert told in err and err.count("\n") == 1 and len(err) < 600
-    assert [path.name for path in tmp_path.iterdir() if path.name != "a.pt"] == []
+    changes, told = HARMS[kind]
+    refused(saved(tmp_path / "a.pt", **changes()), told, capsys)
+
+
+def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = saved(tmp_path / "a.pt")
+    path.write_bytes(path.read_bytes()[:5000])
+    refused(path, "a.pt: is no checkpoint of torch", capsys)
+    path.write_text("hello")
+    refused(path, "a.pt: is no checkpoint of torch", capsys)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/b", "c")
+    refused(path, "a.pt", capsys)
+    path.unlink()
+    refused(path, "no such file", capsys)
 
 
 def test_tied_weights_and_tensors_among_the_settings(tmp_path: Path) -> None:
@@ -271,47 +228,22 @@ def test_tied_weights_and_tensors_among_the_settings(tmp_path: Path) -> None:
     assert same(torch.load(tmp_path / "b.pt", weights_only=True)["model"], state)
 
 
-def test_others_may_read_the_weights(tmp_path: Path) -> None:
-    before = os.umask(0o022)
-    try:
-        convert.from_fairseq(saved(tmp_path / "a.pt"), tmp_path / "out")
-    finally:
-        os.umask(before)
-    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()} == {0o644}
-
-
 def test_folders_on_the_way_are_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     convert.from_fairseq(saved(tmp_path / "a.pt"), tmp_path / "out")
     assert convert.main(["to-fairseq", str(tmp_path / "out"), str(tmp_path / "no" / "such" / "b.pt")]) == 0
     assert convert.main(["to-fairseq", str(tmp_path / "out"), "/proc/b.pt"]) == 2
     err = capsys.readouterr().err
-    assert "/proc/b.pt: cannot be written" in err and err.count("\n") == 1
+    assert "/proc" in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "change, told",
-    [
-        ([], "a list, not an object"),
-        ({"fairseq": [1]}, "fairseq=[1]"),
-        ({"fairseq": {"spelling": "x"}}, "fairseq.spelling=x"),
-        ({"fairseq": {"spelling": []}}, "fairseq.spelling=[]"),
-        ({"fairseq": {"cfg": "text"}}, "fairseq.cfg=text"),
-        ({"fairseq": {"order": 5}}, "fairseq.order=5"),
-        ({"fairseq": {"order": ["nope"]}}, "fairseq.order does not list"),
-        ({"fairseq": {"order": ["mask_emb"]}}, "fairseq.order does not list"),
-        ({"fairseq": {"order": [1, []]}}, "fairseq.order does not list"),
-    ],
-)
-def test_a_damaged_config_is_one_line(change: Any, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("section", [[1], {"spelling": "x"}, {"order": 5}, {"order": ["nope"]}, {"order": ["mask_emb"]}])
+def test_a_damaged_config_is_one_line(section: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     convert.from_fairseq(saved(tmp_path / "a.pt"), tmp_path / "out")
-    path = tmp_path / "out" / "config.json"
-    if change:
-        seal(tmp_path / "out", json.loads(path.read_text()) | change)
-    else:
-        path.write_text("[]")
+    document = json.loads((tmp_path / "out" / "config.json").read_text())
+    seal(tmp_path / "out", document | {"fairseq": section})
     assert convert.main(["to-fairseq", str(tmp_path / "out"), str(tmp_path / "b.pt")]) == 2
     err = capsys.readouterr().err
-    assert told in err and err.count("\n") == 1 and not (tmp_path / "b.pt").exists()
+    assert "section fairseq is damaged" in err and err.count("\n") == 1 and not (tmp_path / "b.pt").exists()
 
 
 def test_a_model_without_the_local_objective_stays_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -334,8 +266,8 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert convert.main(["to-fairseq", str(tmp_path), str(tmp_path / "b.pt")]) == 2
 
 
-@pytest.mark.parametrize("door", ["convert", "parity"])
-def test_doors_open_as_scripts_and_as_modules(door: str) -> None:
-    for command in ([f"engine/{door}.py"], ["-m", f"engine.{door}"]):
-        done = subprocess.run([sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == 0 and done.stdout.startswith(f"usage: python -m engine.{door}"), done.stderr
+@pytest.mark.parametrize("program", ["convert", "parity"])
+def test_programs_run_as_scripts(program: str) -> None:
+    command = [sys.executable, f"engine/{program}.py", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: python -m engine.{program}"), done.stderr
