@@ -1,19 +1,13 @@
-"""What a run's directory holds, read forgivingly: a report is asked for when something went wrong, too.
+"""The files of a run's directory, read for its report: what is damaged or missing is a remark, not an error.
 
-Rows(RUN/metrics.jsonl).curve("loss")      steps and numbers; lines cut off by a kill are counted and left out
-read_facts(RUN)                            run.json and the text of config.yaml
-write_diagnostics(RUN/diagnostics.npz, code_usage=counts, ...)      any of these:
-
-positive_similarity [n], negative_similarity [m]   cosines of contexts with their own and with other targets
-same_similarity [n], other_similarity [m]          of pooled encodings: halves of one crop or patient, of different ones
-code_usage [G, V]                                  how often each code of each codebook was chosen
-samples_mv [n, S, L, T]                            augmented crops as the model saw them, millivolts
+files = RunFiles(Path("RUN"))
+files.metrics.curve("loss")                                          # steps and values, from metrics.jsonl
+write_diagnostics(RUN / "diagnostics.npz", code_usage=counts)        # any of DIAGNOSTIC_AXES
 """
 
 import io
 import json
 import math
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -23,32 +17,37 @@ from engine.common import write_whole
 from engine.data.npz import ArrayError, load_npz
 
 METRICS, VALIDATION, DIAGNOSTICS = "metrics.jsonl", "validation.jsonl", "diagnostics.npz"
-VALID = "valid/"  # before the names of validation's figures where those of training stand beside them
-AXES = {"positive_similarity": 1, "negative_similarity": 1, "same_similarity": 1, "other_similarity": 1}
-AXES |= {"code_usage": 2, "samples_mv": 4}
-LARGEST = 1e12  # beyond it nothing is a step, a loss or a rate
+VALID = "valid/"  # prefix of validation figures where they stand beside those of training
+DIAGNOSTIC_AXES = {
+    **{"positive_similarity": 1, "negative_similarity": 1},  # cosines of contexts with their own and with other targets
+    **{"same_similarity": 1, "other_similarity": 1},  # of pooled encodings: of one crop or patient, of different ones
+    "code_usage": 2,  # [G, V]: how often each code of each codebook was chosen
+    "samples_mv": 4,  # [n, S, L, T]: augmented crops as the model saw them, in millivolts
+}
+LARGEST = 1e12  # larger numbers are no steps, losses or rates
+RECENT = 10  # logged steps
 
 
 class ReportError(Exception):
-    """One line: what is wrong with RUN."""
+    """One line: why there is no report."""
 
 
-class Rows:
-    """A file of one JSON object a step, as columns; what is no number is NaN."""
+class StepLog:
+    """A file with one JSON object for each step, as columns; what is no number is NaN. No file: no rows."""
 
     def __init__(self, path: Path) -> None:
         by_step: dict[float, dict[str, Any]] = {}
         self.unreadable = 0
-        for text in path.read_text(errors="replace").splitlines():
+        for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
             try:
-                row = json.loads(text)
+                row = json.loads(line)
                 step = number(row["step"])
             except (ValueError, LookupError, TypeError, RecursionError):
                 step = math.nan
             if math.isfinite(step):
-                by_step[step] = row  # of a step that was done again, the later
+                by_step[step] = row  # a step that was repeated after a restart counts once
             else:
-                self.unreadable += bool(text.strip())
+                self.unreadable += bool(line.strip())
         self.rows = [by_step[step] for step in sorted(by_step)]
         self.steps = np.array(sorted(by_step))
 
@@ -56,20 +55,28 @@ class Rows:
         return np.array([number(row.get(key)) for row in self.rows])
 
     def curve(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and numbers where the key was logged; a logged NaN is one."""
+        """Steps and values where the key was logged, NaN included."""
         logged = np.array([row.get(key) is not None for row in self.rows], bool)
         return self.steps[logged], self.column(key)[logged]
 
-    def last(self, key: str) -> float:
+    def finite(self, key: str) -> np.ndarray:
         values = self.column(key)
-        values = values[np.isfinite(values)]
-        return float(values[-1]) if len(values) else math.nan
+        return np.asarray(values[np.isfinite(values)])
+
+    def last(self, key: str) -> float:
+        return float(np.append(math.nan, self.finite(key))[-1])
 
     def median(self, key: str) -> float:
-        """Without the first row, which also holds the warm-up, if there are others."""
+        """Without the first row, which includes the warm-up, if there are others."""
         values = self.column(key)[min(1, len(self.rows) - 1) :]
-        values = values[np.isfinite(values)]
-        return statistics.median(values.tolist()) if len(values) else math.nan
+        return float(np.median(values[np.isfinite(values)])) if np.isfinite(values).any() else math.nan
+
+    def recent(self, key: str) -> float:
+        values = self.column(key)[-RECENT:]
+        return float(np.mean(values[np.isfinite(values)])) if np.isfinite(values).any() else math.nan
+
+    def at(self, key: str, step: float | None) -> float:
+        return float(np.append(self.column(key)[self.steps == step], math.nan)[0])
 
 
 def number(value: Any) -> float:
@@ -77,43 +84,52 @@ def number(value: Any) -> float:
     return float(value) if known else math.nan
 
 
+class RunFiles:
+    def __init__(self, run: Path) -> None:
+        if not (run / METRICS).is_file():
+            raise ReportError(f"{run}: no {METRICS}: give the directory of a run of engine/pretrain.py or engine/finetune.py")
+        self.name, self.metrics, self.held_out = run.resolve().name, StepLog(run / METRICS), StepLog(run / VALIDATION)
+        if not self.metrics.rows:
+            raise ReportError(f"{run / METRICS}: has no step yet: wait for the first log line")
+        self.facts: Any = {}
+        self.remarks: list[str] = []
+        try:
+            self.facts = json.loads((run / "run.json").read_text())
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, RecursionError) as error:
+            self.remarks.append(f"run.json cannot be read: {' '.join(str(error).split())}")
+        config = run / "config.yaml"
+        self.config = config.read_text(errors="replace") if config.is_file() else ""
+        self.diagnostics, remarks = read_diagnostics(run / DIAGNOSTICS)
+        self.remarks += remarks
+
+    def fact(self, *keys: str) -> Any:
+        """From run.json; None if it is not there."""
+        value = self.facts
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+
 def write_diagnostics(path: Path, **arrays: np.ndarray) -> None:
-    """RUN/diagnostics.npz: any of the arrays above."""
-    known = ", ".join(f"{name} with {axes} axes" for name, axes in AXES.items())
     for name, array in arrays.items():
-        if AXES.get(name) != np.ndim(array):
-            raise ValueError(f"{name}: of shape {np.shape(array)}: the arrays are {known}")
+        if DIAGNOSTIC_AXES.get(name) != np.ndim(array):
+            raise ValueError(f"{name}: of shape {np.shape(array)}: names and axes are {DIAGNOSTIC_AXES}")
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **{name: np.asarray(array) for name, array in arrays.items()})  # type: ignore[arg-type]
     write_whole(path, buffer.getvalue())
 
 
 def read_diagnostics(path: Path) -> tuple[dict[str, np.ndarray], list[str]]:
-    """The arrays that are there and of use, and remarks about those that are not."""
-    if not path.is_file():
-        return {}, []
-    found, remarks = {}, []
+    """The arrays that can be drawn, and remarks about the others."""
+    arrays, remarks = {}, []
     try:
-        for name, array in load_npz(path).items():
-            if AXES.get(name) == array.ndim and array.size and array.dtype.kind in "iuf":
-                found[name] = array.astype(np.float64)
+        for name, array in load_npz(path).items() if path.is_file() else ():
+            if DIAGNOSTIC_AXES.get(name) == array.ndim and array.size and array.dtype.kind in "iuf":
+                arrays[name] = array.astype(np.float64)
             else:
                 remarks.append(f"{path.name}: {name} {array.dtype}{list(array.shape)} is not shown")
     except ArrayError as error:
         return {}, [f"{path.name} {error}"]
-    return found, remarks
-
-
-def read_facts(run: Path) -> tuple[dict[str, Any], str, list[str]]:
-    facts: dict[str, Any] = {}
-    remarks, config = [], ""
-    try:
-        loaded = json.loads((run / "run.json").read_text())
-        facts = loaded if isinstance(loaded, dict) else {}
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, RecursionError) as error:
-        remarks.append(f"run.json cannot be read: {' '.join(str(error).split())}")
-    if (run / "config.yaml").is_file():
-        config = (run / "config.yaml").read_text(errors="replace")
-    return facts, config, remarks
+    return arrays, remarks

@@ -1,53 +1,69 @@
-"""A run's directory -> RUN/report.html: one page that shows how the training went, with nothing to load from elsewhere.
+"""A run's directory to RUN/report.html: one self-contained page with curves of the training.
 
     python -m engine.evaluation.run_report RUN
 
-metrics.jsonl makes the curves; validation.jsonl, run.json, config.yaml and diagnostics.npz (run_files.py) add to them if they
-are there. A page of an unfinished run is as good: what was not logged is left out, what is not finite is marked.
+Curves come from metrics.jsonl; validation.jsonl, run.json, config.yaml and diagnostics.npz (run_files.py) add to them if they
+are there. An unfinished run has a report too: what was not logged is left out, what is not finite is marked.
 """
 
 import argparse
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+import jinja2
 import numpy as np
 
 from engine.common import LEADS, Parser, write_whole
-from engine.evaluation import charts, page
-from engine.evaluation.charts import Line, Look
-from engine.evaluation.run_files import (
-    DIAGNOSTICS,
-    METRICS,
-    VALID,
-    VALIDATION,
-    ReportError,
-    Rows,
-    number,
-    read_diagnostics,
-    read_facts,
-)
+from engine.evaluation import plots
+from engine.evaluation.plots import Line, LineStyle
+from engine.evaluation.run_files import METRICS, VALID, ReportError, RunFiles, StepLog, number
 
-REPORT, PRETRAINING = "report.html", "Pre-training"
+REPORT = "report.html"
 SAMPLES_SHOWN, FS_HZ = 4, 500.0
-RECENT = 10  # logged steps, whose mean a card shows
+
+
+@dataclass(frozen=True)
+class Section:
+    """Of a page; report.html draws what there is, in this order."""
+
+    title: str = ""
+    tiles: Sequence[tuple[str, str, str]] = ()  # label, value, detail
+    charts: Sequence[str] = ()
+    columns: int = 3
+    grid: Sequence[Sequence[str]] = ()  # rows of numbers, the first are names; a second cell of "0" greys the row
+    table: Sequence[tuple[str, str]] = ()
+    config: str = ""
+    note: str = ""
+    remarks: Sequence[str] = ()
+
+
+def render(title: str, kind: str, name: str, facts: Sequence[str], sections: Sequence[Section]) -> str:
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    template = environment.from_string((files("engine.evaluation") / "report.html").read_text())
+    shown = [
+        section for section in sections if any(value for key, value in vars(section).items() if key not in ("title", "columns"))
+    ]
+    return template.render(title=title, kind=kind, name=name, facts=facts, sections=shown) + "\n"
 
 
 class Curve(NamedTuple):
     key: str
     label: str
-    held_out: bool = False  # of validation.jsonl
+    held_out: bool = False  # from validation.jsonl
 
 
 class Chart(NamedTuple):
     title: str
     curves: tuple[Curve, ...]
-    look: Look = Look()
+    style: LineStyle = LineStyle()
 
 
 def _one(key: str, label: str) -> tuple[Curve, ...]:
@@ -60,263 +76,195 @@ def _both(key: str) -> tuple[Curve, ...]:
 
 PERPLEXITIES = Curve("code_perplexity", "perplexity of codes"), Curve("prob_perplexity", "of probabilities")
 BY_CLASS = tuple(Curve(key, label, True) for key, label in (("auroc", "AUROC"), ("auprc", "AUPRC"), ("f_measure", "F")))
-SHARE = Look(percent=True, floor=0)
+SHARE = LineStyle(percent=True, floor=0)
 SECTIONS: dict[str, tuple[Chart, ...]] = {
     "Loss": (
         Chart("Loss", _both("loss")),
-        Chart("Halves answered right", _both("accuracy"), SHARE),
-        Chart("Local contrast", _both("loss_local"), Look("nats a masked token")),
-        Chart("Global contrast", _both("loss_global"), Look("nats a half")),
-        Chart("Diversity", _one("loss_diversity", "training"), Look("of codes out of use", percent=True)),
-        Chart("Feature penalty", _one("loss_features", "training"), Look("mean square", log=True)),
+        Chart("Accuracy of halves", _both("accuracy"), SHARE),
+        Chart("Local loss", _both("loss_local"), LineStyle("nats a masked token")),
+        Chart("Global loss", _both("loss_global"), LineStyle("nats a half")),
+        Chart("Diversity loss", _one("loss_diversity", "training"), LineStyle("share of unused codes", percent=True)),
+        Chart("Feature penalty", _one("loss_features", "training"), LineStyle("mean square", log=True)),
     ),
     "Accuracy": (
-        Chart("Masked token told from others", _both("accuracy_local"), SHARE),
-        Chart("Other half told from other crops", _both("accuracy_global"), SHARE),
+        Chart("Masked tokens, among their negatives", _both("accuracy_local"), SHARE),
+        Chart("Other half, among other crops", _both("accuracy_global"), SHARE),
         Chart("Patients recognised", (Curve("identification_accuracy", "held out", True),), SHARE),
     ),
     "Validation": (
-        Chart("AUROC, AUPRC, F-measure", BY_CLASS, Look("mean of classes", floor=0)),
-        Chart("CinC score", (Curve("challenge", "held out", True),), Look(smooth=False)),
+        Chart("AUROC, AUPRC, F-measure", BY_CLASS, LineStyle("mean of classes", floor=0)),
+        Chart("CinC score", (Curve("challenge", "held out", True),), LineStyle(smooth=False)),
     ),
     "Quantiser and masks": (
-        Chart("Codes in use", PERPLEXITIES, Look(floor=0)),
-        Chart("Gumbel temperature", _one("gumbel_tau", "temperature"), Look(smooth=False)),
-        Chart("Masked tokens", _one("masked_share", "share"), Look(percent=True)),
+        Chart("Codes in use", PERPLEXITIES, LineStyle(floor=0)),
+        Chart("Gumbel temperature", _one("gumbel_tau", "temperature"), LineStyle(smooth=False)),
+        Chart("Masked tokens", _one("masked_share", "share"), LineStyle(percent=True)),
     ),
     "Optimisation": (
-        Chart("Learning rate", _one("lr", "learning rate"), Look(floor=0, smooth=False)),
-        Chart("Gradient norm", _one("grad_norm", "norm"), Look(log=True)),
-        Chart("Steps skipped so far", _one("skipped_steps", "not finite"), Look(floor=0, smooth=False)),
+        Chart("Learning rate", _one("lr", "learning rate"), LineStyle(floor=0, smooth=False)),
+        Chart("Gradient norm", _one("grad_norm", "norm"), LineStyle(log=True)),
+        Chart("Skipped steps", _one("skipped_steps", "not finite"), LineStyle(floor=0, smooth=False)),
     ),
     "Throughput": (
-        Chart("Crops a second", _one("crops_per_s", "all ranks"), Look(floor=0)),
-        Chart("Waiting for data", _one("data_wait_pct", "of the time"), Look("%", floor=0)),
+        Chart("Crops per second", _one("crops_per_s", "all ranks"), LineStyle(floor=0)),
+        Chart("Waiting for data", _one("data_wait_pct", "of the time"), LineStyle("%", floor=0)),
         Chart("Model FLOPs utilisation", _one("mfu", "MFU"), SHARE),
-        Chart("Memory", _one("memory_gb", "rank 0"), Look("GB", floor=0, smooth=False)),
+        Chart("Memory", _one("memory_gb", "rank 0"), LineStyle("GB", floor=0, smooth=False)),
     ),
 }
-CONTEXTS = "Cosine of contexts and targets"
-PAIRS = {
-    CONTEXTS: {"positive_similarity": "its own", "negative_similarity": "others of the same half"},
-    "Cosine of pooled encodings": {"same_similarity": "the same crop or patient", "other_similarity": "others"},
+CARDS = {
+    "auroc": ("AUROC", ".3f"),
+    "challenge": ("CinC score", ".3f"),
+    "accuracy_local": ("Local accuracy", ".1%"),
+    "accuracy_global": ("Global accuracy", ".1%"),
+    "identification_accuracy": ("Patients recognised", ".1%"),
+}
+SIMILARITIES = {
+    "Cosine of contexts and targets": {"positive_similarity": "own target", "negative_similarity": "negatives"},
+    "Cosine of pooled encodings": {"same_similarity": "same crop or patient", "other_similarity": "others"},
 }
 
 
 def build(run: Path) -> str:
-    """The page."""
-    if not (run / METRICS).is_file():
-        raise ReportError(f"{run}: no {METRICS}: give the directory of a run, as engine/pretrain.py writes it")
-    metrics = Rows(run / METRICS)
-    if not metrics.rows:
-        raise ReportError(f"{run / METRICS}: holds no step yet: wait for the first log line")
-    held_out = Rows(run / VALIDATION) if (run / VALIDATION).is_file() else None
-    facts, config, remarks = read_facts(run)
-    diagnostics, more = read_diagnostics(run / DIAGNOSTICS)
-    remarks += more + list(concerns(metrics)) + list(no_better(held_out, facts))
-    absent: list[str] = []
-    body = [heading(run, metrics, facts), page.tiles(summary(metrics, held_out, facts)), page.remarks(remarks)]
-    for title, wanted in SECTIONS.items():
-        drawn = [draw(chart, metrics, held_out, facts, absent) for chart in wanted]
-        note = validation_note(facts) if title == "Loss" and held_out else ""
-        body.append(page.section(title, [(chart, False) for chart in drawn if chart], note=note))
-    body.append(page.section("What it tells apart", list(diagnostic_charts(diagnostics))))
-    body.append(page.section("What it saw", list(sample_charts(diagnostics.get("samples_mv"))), columns=2))
-    body.append(about(facts, config, absent))
-    return page.page(f"{run.resolve().name}: report", body)
+    files = RunFiles(run)
+    best, absent = best_step(files), list[str]()
+    sections = [Section(tiles=list(summary(files, best))), Section(remarks=[*files.remarks, *warnings(files, best)])]
+    for title, charts in SECTIONS.items():
+        drawn = [draw(chart, files, best, absent) for chart in charts]
+        note = validation_note(files) if title == "Loss" else ""
+        sections.append(Section(title, charts=list(filter(None, drawn)), note=note))
+    sections.append(Section("Similarities", charts=list(diagnostic_charts(files.diagnostics))))
+    sections.append(Section("Inputs", charts=list(sample_charts(files.diagnostics.get("samples_mv"))), columns=2))
+    table = [(key, value) for key, value in flat(files.facts) if not key.startswith(("config.", "chance.", "validation"))]
+    missing = f"Not logged in this run: {', '.join(absent)}." if absent else ""
+    sections.append(Section("The run", table=table, config=files.config, note=missing))
+    return render(f"{files.name}: report", kind_of(files), files.name, list(progress(files)), sections)
 
 
-def concerns(metrics: Rows) -> Iterator[str]:
-    """What a reader should see before the curves."""
-    _, loss = metrics.curve("loss")
-    if lost := int((~np.isfinite(loss)).sum()):
-        yield f"The loss was not finite in {lost} of {len(loss)} logged steps; they are marked on its axis."
+def kind_of(files: RunFiles) -> str:
+    task = files.fact("config", "head", "task")
+    return f"Fine-tuning: {task}" if task else "Pre-training"
+
+
+def progress(files: RunFiles) -> Iterator[str]:
+    metrics, total = files.metrics, number(files.fact("steps"))
+    yield f"step {metrics.steps[-1]:,.0f}" + (f" of {total:,.0f}" if total >= metrics.steps[-1] else "")
+    if math.isfinite(crops := metrics.last("crops_seen")):
+        yield f"{crops:,.0f} crops of 10 s"
+    if math.isfinite(epoch := metrics.last("epoch")):
+        yield f"epoch {epoch:.2f}"
+    with np.errstate(divide="ignore", invalid="ignore"):  # without validation and checkpoints
+        spans = np.diff(metrics.column("crops_seen"), prepend=0) / metrics.column("crops_per_s")
+    minutes, seconds = divmod(round(float(spans[np.isfinite(spans) & (spans > 0)].sum())), 60)
+    if minutes or seconds:
+        time = f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {seconds:02d} s"
+        yield f"{time} of training"
+
+
+def warnings(files: RunFiles, best: float | None) -> Iterator[str]:
+    metrics, (_, loss) = files.metrics, files.metrics.curve("loss")
+    if broken := int((~np.isfinite(loss)).sum()):
+        yield f"The loss was not finite in {broken} of {len(loss)} logged steps; they are marked on its axis."
     if (skipped := metrics.last("skipped_steps")) > 0:
         yield f"{skipped:.0f} steps were skipped because the loss or a gradient was not finite."
     if (wait := metrics.median("data_wait_pct")) > 5 and len(metrics.rows) > 1:
         yield f"Training waited for data {wait:.0f} % of the time: raise pipeline.threads or choose another pipeline.backend."
     if metrics.unreadable:
         yield f"{metrics.unreadable} lines of {METRICS} could not be read."
+    name, sign = chosen_by(files)
+    before, after = files.held_out.at(name, 0), files.held_out.at(name, best)
+    if best is not None and sign * (before - after) >= 0:
+        yield f"No step is better than step 0, before training: {name} {before:.3f}, and {after:.3f} at step {best:,.0f}."
 
 
-def heading(run: Path, metrics: Rows, facts: Mapping[str, Any]) -> str:
-    step, total = metrics.steps[-1], number(facts.get("steps"))
-    parts = [f"step {step:,.0f}" + (f" of {total:,.0f}" if total >= step else "")]
-    if math.isfinite(crops := metrics.last("crops_seen")):
-        parts.append(f"{crops:,.0f} crops of 10 s")
-    if math.isfinite(epoch := metrics.last("epoch")):
-        parts.append(f"epoch {epoch:.2f}")
-    if seconds := trained_s(metrics):
-        parts.append(f"{duration(seconds)} of training")
-    return page.header(kind_of(facts), run.resolve().name, parts)
-
-
-def kind_of(facts: Mapping[str, Any]) -> str:
-    try:
-        return f"Fine-tuning: {facts['config']['head']['task']}"
-    except (LookupError, TypeError):
-        return PRETRAINING
-
-
-def trained_s(metrics: Rows) -> float:
-    """From crops and crops a second: validation and checkpoints do not count."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        spans = np.diff(metrics.column("crops_seen"), prepend=0) / metrics.column("crops_per_s")
-    return float(spans[np.isfinite(spans) & (spans > 0)].sum())
-
-
-def duration(seconds: float) -> str:
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours} h {m:02d} min" if hours else f"{m} min {s:02d} s" if m else f"{s} s"
-
-
-def no_better(held_out: Rows | None, facts: Mapping[str, Any]) -> Iterator[str]:
-    """The untrained model is not exported, however good it is."""
-    name, sign = chosen_by(held_out, facts)
-    if held_out and (best := best_step(held_out, facts)) is not None:
-        before, after = (at(held_out, name, step) for step in (0, best))
-        if sign * (before - after) >= 0:
-            yield f"No step is better than step 0, before training: {name} {before:.3f}, and {after:.3f} at step {best:,.0f}."
-
-
-def validation_note(facts: Mapping[str, Any]) -> str:
-    differs = facts.get("validation")
-    if not isinstance(differs, list) or not differs:
+def validation_note(files: RunFiles) -> str:
+    differs = files.fact("validation")
+    if not isinstance(differs, list) or not differs or not files.held_out.rows:
         return ""
-    ways = "; ".join(map(str, differs))
-    return f"Held-out loss can lie below training loss: it is not measured in the same way. In validation {ways}."
+    how = "; ".join(map(str, differs))
+    return f"Held-out loss can lie below training loss: it is not measured in the same way. In validation {how}."
 
 
-def summary(metrics: Rows, held_out: Rows | None, facts: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """The numbers that one asks for first, as far as they are known: held out rather than of training."""
-    step = shown_step(held_out, facts)
-    if math.isfinite(loss := recent(metrics, "loss")):
-        yield "Training loss", f"{loss:.3f}", f"{_first(metrics.column('loss')):.3f} at first"
-    if held_out and math.isfinite(loss := at(held_out, "loss", step)):
+def summary(files: RunFiles, best: float | None) -> Iterator[tuple[str, str, str]]:
+    """The most wanted figures, held-out rather than training ones, of the step that is exported."""
+    metrics, held_out = files.metrics, files.held_out
+    step = best if kind_of(files) != "Pre-training" else float(held_out.steps[-1]) if held_out.rows else None
+    if math.isfinite(loss := metrics.recent("loss")):
+        yield "Training loss", f"{loss:.3f}", f"{metrics.finite('loss')[0]:.3f} at first"
+    if math.isfinite(loss := held_out.at("loss", step)):
         yield "Held-out loss", f"{loss:.3f}", f"at step {step:,.0f}"
-    for name, key, form in (
-        ("AUROC", "auroc", ".3f"),
-        ("CinC score", "challenge", ".3f"),
-        ("Local accuracy", "accuracy_local", ".1%"),
-        ("Global accuracy", "accuracy_global", ".1%"),
-        ("Patients recognised", "identification_accuracy", ".1%"),
-    ):
-        value, of, where = at(held_out, key, step), VALID, "held out"
+    for key, (name, form) in CARDS.items():
+        value, prefix, where = held_out.at(key, step), VALID, "held out"
         if not math.isfinite(value):
-            value, of, where = recent(metrics, key), "", "training"
+            value, prefix, where = metrics.recent(key), "", "training"
         if math.isfinite(value):
-            guess = chance(facts, of + key)
-            yield name, f"{value:{form}}", where + (f", chance {guess:{form}}" if guess is not None else "")
+            guess = number(files.fact("chance", prefix + key))
+            yield name, f"{value:{form}}", where + (f", chance {guess:{form}}" if math.isfinite(guess) else "")
     if math.isfinite(used := metrics.last("code_perplexity")):
-        codes = _codes(facts)
+        codes = number(files.fact("config", "model", "codebooks")) * number(files.fact("config", "model", "codes"))
         yield "Codes in use", f"{used:,.0f}", f"of {codes:,.0f}" if math.isfinite(codes) else "perplexity"
     if math.isfinite(rate := metrics.median("crops_per_s")):
         wait = metrics.median("data_wait_pct")
-        told = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
-        yield "Crops a second", told, f"{wait:.1f} % data wait" if wait >= 0 else "median"
+        yield (
+            "Crops per second",
+            f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
+            f"{wait:.1f} % data wait" if wait >= 0 else "",
+        )
     if math.isfinite(share := metrics.median("mfu")):
-        yield "MFU", f"{share:.1%}", "of the device's rate"
+        yield "MFU", f"{share:.1%}", "of the device's peak"
 
 
-def chance(facts: Mapping[str, Any], key: str) -> float | None:
-    """What guessing gives, as the run says."""
-    known = facts.get("chance")
-    value = number(known.get(key)) if isinstance(known, dict) else math.nan
-    return value if math.isfinite(value) else None
-
-
-def chosen_by(held_out: Rows | None, facts: Mapping[str, Any]) -> tuple[str, int]:
-    """The figure that chooses the best step; 1: the higher. Runs that do not name it: the score, if they have one."""
-    scored = held_out is not None and len(held_out.curve("score")[0]) > 0
-    name = str(facts.get("best", "score" if scored else "loss"))
+def chosen_by(files: RunFiles) -> tuple[str, int]:
+    """The figure that chooses the best step, and 1 if higher is better; older runs do not name it."""
+    name = str(files.fact("best") or ("score" if len(files.held_out.curve("score")[0]) else "loss"))
     return name, -1 if name == "loss" else 1
 
 
-def best_step(held_out: Rows, facts: Mapping[str, Any]) -> float | None:
-    """As the run chooses: the first of the best, the untrained model left out."""
-    name, sign = chosen_by(held_out, facts)
-    steps, figures = held_out.curve(name)
-    good = np.isfinite(figures) & (steps > 0)
-    return float(steps[good][(sign * figures[good]).argmax()]) if good.any() else None
+def best_step(files: RunFiles) -> float | None:
+    """The first of the best, as the run chooses it: without the untrained model."""
+    name, sign = chosen_by(files)
+    steps, values = files.held_out.curve(name)
+    good = np.isfinite(values) & (steps > 0)
+    return float(steps[good][(sign * values[good]).argmax()]) if good.any() else None
 
 
-def shown_step(held_out: Rows | None, facts: Mapping[str, Any]) -> float | None:
-    """Of the model that is exported: the best step in fine-tuning, the last one in pre-training."""
-    if held_out is None or not len(held_out.steps):
-        return None
-    return best_step(held_out, facts) if kind_of(facts) != PRETRAINING else float(held_out.steps[-1])
-
-
-def at(rows: Rows | None, key: str, step: float | None) -> float:
-    values = rows.column(key)[rows.steps == step] if rows else np.zeros(0)
-    return float(values[0]) if len(values) else math.nan
-
-
-def recent(rows: Rows, key: str) -> float:
-    values = rows.column(key)[-RECENT:]
-    values = values[np.isfinite(values)]
-    return float(values.mean()) if len(values) else math.nan
-
-
-def _first(values: np.ndarray) -> float:
-    return float(values[np.isfinite(values)][0])
-
-
-def _codes(facts: Mapping[str, Any]) -> float:
-    try:
-        return float(facts["config"]["model"]["codebooks"]) * float(facts["config"]["model"]["codes"])
-    except (LookupError, TypeError, ValueError):
-        return math.nan
-
-
-def draw(chart: Chart, metrics: Rows, held_out: Rows | None, facts: Mapping[str, Any], absent: list[str]) -> str:
-    """'' if none of its curves was logged."""
+def draw(chart: Chart, files: RunFiles, best: float | None, absent: list[str]) -> str:
+    """ "" if none of its curves was logged; keys that were logged as null go to `absent`."""
     lines: list[Line] = []
     for curve in chart.curves:
-        rows = held_out if curve.held_out else metrics
-        if rows is None or not len(rows.curve(curve.key)[0]):
-            if not curve.held_out and any(curve.key in row for row in metrics.rows):
-                absent.append(curve.key)
+        log: StepLog = files.held_out if curve.held_out else files.metrics
+        x, y = log.curve(curve.key)
+        if not len(x):
+            absent += [curve.key] * (not curve.held_out and any(curve.key in row for row in log.rows))
             continue
-        key = VALID + curve.key if curve.held_out else curve.key
-        beside = curve.held_out and not all(other.held_out for other in chart.curves)  # the same of training
-        colour = 1 if beside else len(lines)
-        x, y = rows.curve(curve.key)
         if curve.held_out:
             x, y = x[np.isfinite(y)], y[np.isfinite(y)]
-        lines.append(Line(key, curve.label, x, y, colour, beside, chance(facts, key)))
-    mark = best_step(held_out, facts) if held_out and any(line.key.startswith(VALID) for line in lines) else None
-    return charts.line_chart(chart.title, lines, chart.look, metrics.steps, mark) if lines else ""
+        key = VALID * curve.held_out + curve.key
+        beside_training = curve.held_out and not all(other.held_out for other in chart.curves)
+        chance = number(files.fact("chance", key))
+        level = chance if math.isfinite(chance) else None
+        lines.append(Line(key, curve.label, x, y, 1 if beside_training else len(lines), beside_training, level))
+    mark = best if any(line.key.startswith(VALID) for line in lines) else None
+    return plots.line_chart(chart.title, lines, chart.style, files.metrics.steps, mark) if lines else ""
 
 
-def diagnostic_charts(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[str, bool]]:
-    for title, pairs in PAIRS.items():
-        there = [(label, arrays[name]) for name, label in pairs.items() if name in arrays]
-        if there:
-            yield charts.histogram(title, there), True
-        if title == CONTEXTS and "code_usage" in arrays:  # beside it
-            counts_GV = np.nan_to_num(arrays["code_usage"], posinf=0, neginf=0).clip(0)
-            yield charts.rank_chart("Codes by how often they are used", counts_GV), False
+def diagnostic_charts(arrays: Mapping[str, np.ndarray]) -> Iterator[str]:
+    for title, names in SIMILARITIES.items():
+        groups = [(label, arrays[name]) for name, label in names.items() if name in arrays]
+        if groups:
+            yield plots.histogram(title, groups)
+        if "positive_similarity" in names and "code_usage" in arrays:
+            yield plots.rank_chart("Usage of codes", np.nan_to_num(arrays["code_usage"], posinf=0, neginf=0).clip(0))
 
 
-def sample_charts(samples: np.ndarray | None) -> Iterator[tuple[str, bool]]:
-    if samples is None:
-        return
-    names = LEADS if samples.shape[2] == len(LEADS) else [str(i + 1) for i in range(samples.shape[2])]
-    for i, mv_SLT in enumerate(samples[:SAMPLES_SHOWN]):
-        yield charts.ecg_chart(f"Crop {i + 1}, as the model saw it", mv_SLT, names, FS_HZ), False
+def sample_charts(samples: np.ndarray | None) -> Iterator[str]:
+    for i, mv_SLT in enumerate(samples[:SAMPLES_SHOWN] if samples is not None else ()):
+        names = LEADS if len(mv_SLT[0]) == len(LEADS) else [str(lead + 1) for lead in range(len(mv_SLT[0]))]
+        yield plots.ecg_chart(f"Crop {i + 1}, as the model saw it", mv_SLT, names, FS_HZ)
 
 
-def about(facts: Mapping[str, Any], config: str, absent: Sequence[str]) -> str:
-    rows = [(key, value) for key, value in flat(facts) if not key.startswith(("config.", "chance.", "validation"))]
-    inside = page.table(rows) + page.folded("config.yaml", config)
-    inside += page.small(f"Not logged in this run: {', '.join(absent)}." if absent else "")
-    return f"<section><h2>The run</h2>{inside}</section>" if inside else ""
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in tree.items():
+def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in tree.items() if isinstance(tree, dict) else ():
         if isinstance(value, dict):
             yield from flat(value, f"{prefix}{key}.")
         else:
@@ -329,14 +277,13 @@ def write_report(run: Path) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="python -m engine.evaluation.run_report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("run", type=Path, metavar="RUN")
+    name = "engine.evaluation.run_report"
+    parser = Parser(prog=f"python -m {name}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a run")
     try:
         print(write_report(parser.parse_args(arguments).run))
     except (ReportError, OSError) as error:
-        print(f"engine.evaluation.run_report: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
 

@@ -76,5 +76,5 @@ def test_a_run_on_two_ranks_in_bf16_leaves_them(stage: int, dataset: Dataset, tm
     for name in ("positive", "negative", "same", "other"):
         assert (abs(found[f"{name}_similarity"]) <= 1.001).all()
     html = (tmp_path / "run" / "report.html").read_text()
-    for drawn in ("Cosine of contexts and targets", "Cosine of pooled encodings", "Codes by how often", "Crop 4, as the model"):
+    for drawn in ("Cosine of contexts and targets", "Cosine of pooled encodings", "Usage of codes", "Crop 4, as the model"):
         assert drawn in html

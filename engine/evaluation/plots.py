@@ -1,0 +1,414 @@
+"""Charts as inline SVG for the reports: numbers in, a string out. The same numbers give the same bytes.
+
+    line_chart("Loss", [Line("loss", "training", steps, values)])    curves over steps; what is not finite is a gap and a mark
+    histogram("Similarity", [("positive pairs", values), ...])       the distribution of each group
+    rank_chart("Code usage", counts_GV)                              how often each code was used, most used first
+    ecg_chart("Crop 1", mv_SLT, names, fs_hz)                        leads under each other, on one scale
+    roc_and_pr("AF", label_N, score_N)                               both curves side by side
+    calibration_chart(mean, true, count, error)                      predicted probability against observed frequency
+    confusion_chart(labels_NK, outputs_NK, names)                    predicted classes of the samples of each class
+
+Written by hand because the report needs colours for light and dark pages and the reading at the pointer (report.html).
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from engine.evaluation.metrics import Array, counts, ranked
+
+WIDTH, HEIGHT = 384.0, 212.0
+WIDE = 2 * WIDTH + 52.0  # two charts side by side, with the gap and margins between them
+ECG_WIDTH = 588.0  # two to a row
+LEFT, RIGHT, TOP, BOTTOM = 46.0, 8.0, 40.0, 26.0  # margins around the plot
+MAX_POINTS = 480  # of a curve
+SMOOTHED_FROM = 60  # points; from there a moving average is drawn over the curve
+CELL, NAMES, HEAD = 26.0, 62.0, 96.0  # of the confusion chart
+
+
+@dataclass(frozen=True, eq=False)
+class Line:
+    key: str
+    label: str
+    x: Array
+    y: Array  # NaN or infinite where there is no number
+    colour: int = 0
+    dashed: bool = False
+    chance: float | None = None  # what guessing gives
+
+
+@dataclass(frozen=True)
+class LineStyle:
+    unit: str = ""
+    percent: bool = False
+    log: bool = False
+    floor: float | None = None  # the y axis reaches at least down to it
+    smooth: bool = True
+    x_label: str = "step"
+
+
+@dataclass(frozen=True)
+class PlotArea:
+    """Where numbers lie in a picture, in pixels."""
+
+    x0: float
+    x1: float
+    y0: float
+    y1: float
+    width: float = WIDTH - LEFT - RIGHT
+    height: float = HEIGHT - TOP - BOTTOM
+    left: float = LEFT
+    top: float = TOP
+    log: bool = False
+
+    def x(self, value: float) -> float:
+        return float(self.left + (value - self.x0) / (self.x1 - self.x0) * self.width)
+
+    def y(self, value: float) -> float:
+        at = (math.log10(value) if self.log else value) - self.y0
+        return float(self.top + self.height - at / (self.y1 - self.y0) * self.height)
+
+    def path(self, x: Array, y: Array) -> str:
+        """With a gap where y is not finite."""
+        parts, pen = [], "M"
+        for a, b in zip(x.tolist(), y.tolist(), strict=True):
+            if not math.isfinite(b):
+                pen = "M"
+                continue
+            parts.append(f"{pen}{self.x(a):.1f} {self.y(b):.1f}")
+            pen = "L"
+        return "".join(parts)
+
+    def vertical(self, kind: str, value: float, title: str = "", dotted: bool = False, length: float | None = None) -> str:
+        """A line at this x; `length`: upwards from the axis."""
+        top = self.top if length is None else self.top + self.height - length
+        return rule(kind, self.x(value), top, self.x(value), self.top + self.height, title, dotted)
+
+    def horizontal(self, kind: str, value: float, title: str = "", dotted: bool = False) -> str:
+        return rule(kind, self.left, self.y(value), self.left + self.width, self.y(value), title, dotted)
+
+    def x_tick(self, value: float, unit: str = "") -> str:
+        label = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+        return text(self.x(value), self.top + self.height + 18, label + unit, "middle")
+
+    def y_axis(self, percent: bool = False) -> Iterator[str]:
+        factor, sign = (100, " %") if percent else (1, "")
+        if self.log:
+            first, last = math.floor(self.y0), math.ceil(self.y1)
+            marks = [10.0**e * m for e in range(first, last + 1) for m in ((1,) if last - first > 3 else (1, 2, 5))]
+            marks = [mark for mark in marks if self.y0 <= math.log10(mark) <= self.y1]
+        else:
+            marks = ticks(self.y0, self.y1, 6)
+        write = "{:g}".format if self.log else tick_labels([mark * factor for mark in marks])
+        for mark in marks:
+            yield self.horizontal("grid", mark)
+            yield text(self.left - 7, self.y(mark) + 4, write(mark * factor) + sign, "end")
+
+
+def tag(name: str, inside: str = "", /, **attributes: Any) -> str:
+    """An SVG element. Floats are rounded to a tenth of a pixel, empty attributes are left out."""
+    texts = {key: f"{value:.1f}" if isinstance(value, float) else str(value) for key, value in attributes.items()}
+    written = "".join(f' {key.strip("_").replace("_", "-")}="{escape(value)}"' for key, value in texts.items() if value)
+    return f"<{name}{written}>{inside}</{name}>"
+
+
+def text(x: float, y: float, content: str, anchor: str = "", kind: str = "", **more: Any) -> str:
+    return tag("text", escape(content), class_=kind, x=float(x), y=float(y), text_anchor=anchor, **more)
+
+
+def rule(kind: str, x1: float, y1: float, x2: float, y2: float, title: str = "", dotted: bool = False) -> str:
+    inside = tag("title", escape(title)) if title else ""
+    dashes = "2 3" if dotted else ""
+    return tag("line", inside, class_=kind, x1=float(x1), y1=float(y1), x2=float(x2), y2=float(y2), stroke_dasharray=dashes)
+
+
+def curve(kind: str, path: str, **more: Any) -> str:
+    return tag("path", class_=f"curve {kind}", d=path, **more)
+
+
+def svg(kind: str, title: str, width: float, height: float, parts: Sequence[str], /, **data: str) -> str:
+    inside = text(0, 13, title, kind="title") + "".join(parts)
+    data = {f"data_{name}": value for name, value in data.items()}
+    return tag("svg", inside, class_=f"chart {kind}", viewBox=f"0 0 {width:g} {height:g}", role="img", aria_label=title, **data)
+
+
+def legend(entries: Sequence[tuple[str, int, bool]]) -> str:
+    """Labels, colours, and which are dashed; under the title."""
+    parts, x = [], 0.0
+    for label, colour, dashed in entries:
+        parts.append(rule(f"curve s{colour}{' dashed' * dashed}", x, 26, x + 16, 26))
+        parts.append(text(x + 21, 30, label, kind="key"))
+        x += 37 + 6.1 * len(label)
+    return "".join(parts)
+
+
+def line_chart(
+    title: str, lines: Sequence[Line], style: LineStyle = LineStyle(), span: Array | None = None, best: float | None = None
+) -> str:
+    """`span`: steps that the x axis covers in any case; `best`: the step to mark."""
+    lines = [line for line in lines if len(line.x)]
+    chance = {line.chance: line.colour for line in reversed(lines) if line.chance is not None}
+    numbers = np.concatenate([*(line.y[np.isfinite(line.y)] for line in lines), list(chance), []])
+    log = style.log and len(numbers) > 0 and bool(numbers.min() > 0)
+    steps = np.concatenate([np.zeros(0) if span is None else span, *(line.x for line in lines)])
+    low, high = (float(steps.min()), float(steps.max())) if len(steps) else (0.0, 0.0)
+    only, (low, high) = low == high, (low, high) if high > low else (low - 1, high + 1)
+    area = PlotArea(low, high, *_y_range(numbers, style.floor, log), log=log)
+    marks = [high - 1] if only else [mark for mark in ticks(low, high, round(WIDTH / 80)) if mark == int(mark)]
+    parts = [legend([(line.label, line.colour, line.dashed) for line in lines]) if len(lines) > 1 else ""]
+    parts += area.y_axis(style.percent)
+    parts += [text(LEFT - 7, HEIGHT - 8, style.x_label, "end"), *map(area.x_tick, marks)]
+    parts += [text(WIDTH - RIGHT, 13, style.unit, "end")] if style.unit else []
+    if best is not None and low <= best <= high:
+        at_end = area.x(best) > WIDTH - 60
+        parts.append(area.vertical("axis", best, f"best at step {best:,.0f}", dotted=True))
+        parts.append(text(area.x(best) + (-4 if at_end else 4), TOP - 1, "best", "end" if at_end else ""))
+    for i, (value, colour) in enumerate(chance.items()):
+        kind = f"level s{colour}" if len(chance) > 1 else "level axis"
+        parts.append(area.horizontal(kind, value, f"chance {value:.2%}" if style.percent else f"chance {value:.3g}"))
+        parts += [text(WIDTH - RIGHT, area.y(value) - 4, "chance", "end")] if i == 0 else []
+    for line in lines:
+        parts += _curve(line, area, style.smooth)
+    parts.append(rule("cross", 0, TOP, 0, HEIGHT - BOTTOM) + '<g class="read"></g>')  # the reading at the pointer
+    facts = {name: getattr(area, name) for name in ("x0", "x1", "y0", "y1", "left", "top", "width", "height")}
+    facts |= {"log": int(log), "scale": 100 if style.percent else 1}
+    data = {name: f"{value:.10g}" for name, value in facts.items()} | {"across": style.x_label}
+    return svg("lines", title, WIDTH, HEIGHT, parts, **data, unit=" %" if style.percent else style.unit and f" {style.unit}")
+
+
+def _curve(line: Line, area: PlotArea, smooth: bool) -> Iterator[str]:
+    x, y = thinned(line.x, line.y)
+    data = {"data_key": line.key, "data_label": line.label, "data_colour": str(line.colour)}
+    path, kind, good = area.path(x, y), f"s{line.colour}{' dashed' * line.dashed}", np.isfinite(y)
+    if smooth and good.sum() > SMOOTHED_FROM:
+        mean = 10 ** smoothed(np.log10(y)) if area.log else smoothed(y)
+        yield curve(f"raw data s{line.colour}", path, **data) + curve(kind, area.path(x, mean))
+    else:
+        yield curve(f"data {kind}", path, **data)
+        alone = good & ~np.r_[False, good[:-1]] & ~np.r_[good[1:], False]
+        for a, b in zip(*(values[good if good.sum() <= 24 else alone] for values in (x, y)), strict=True):
+            yield tag("circle", class_=f"f{line.colour}", cx=area.x(a), cy=area.y(b), r=2.4)
+    for a in line.x[~np.isfinite(line.y)][:200]:
+        yield area.vertical("lost", a, "not finite", length=7)
+
+
+def thinned(x: Array, y: Array) -> tuple[Array, Array]:
+    """At most MAX_POINTS: the lowest and the highest of each stretch, in their order."""
+    if len(x) <= MAX_POINTS:
+        return x, y
+    length = -(-len(y) // (MAX_POINTS // 2))
+    rows = np.pad(y.astype(float), (0, -len(y) % length), constant_values=np.nan).reshape(-1, length)
+    good, starts = np.isfinite(rows), np.arange(len(rows)) * length
+    lowest, highest = np.where(good, rows, np.inf).argmin(1), np.where(good, rows, -np.inf).argmax(1)
+    kept = np.unique([starts + lowest, starts + highest])
+    return x[kept], y[kept]
+
+
+def smoothed(y: Array) -> Array:
+    """The mean of the neighbours within a thirtieth of the curve; NaN where y is."""
+    good = np.isfinite(y)
+    window = np.ones(2 * max(1, len(y) // 60) + 1)
+    weight, sums = (np.convolve(values, window, "same") for values in (good.astype(float), np.where(good, y, 0.0)))
+    return np.where(good, sums / np.maximum(weight, 1), np.nan)
+
+
+def _y_range(numbers: Array, floor: float | None, log: bool) -> tuple[float, float]:
+    if not len(numbers):
+        return 0.0, 1.0
+    low, high = float(numbers.min()), float(numbers.max())
+    if log:
+        low, high = math.log10(low), math.log10(high)
+    elif floor is not None:
+        low = min(low, floor)
+    room = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
+    return (low if not log and low == floor else low - room), high + room
+
+
+def histogram(title: str, groups: Sequence[tuple[str, Array]], bins: int = 60) -> str:
+    """The share of each group's numbers in each bin."""
+    groups = [(label, values[np.isfinite(values)]) for label, values in groups if np.isfinite(values).any()]
+    numbers = np.concatenate([np.zeros(0), *(values for _, values in groups)]) if groups else np.zeros(1)
+    low, high = float(numbers.min()), float(numbers.max())
+    if high - low < 1e-9:
+        low, high = low - 0.5, high + 0.5
+    edges = np.linspace(low, high, bins + 1)
+    shares = [np.histogram(values, edges)[0] / len(values) for _, values in groups]
+    labels = [f"{label}, mean {values.mean():.2f}" for label, values in groups]
+    keys = [label for label, _ in groups]
+    means = [(float(values.mean()), f"mean {values.mean():.3f}") for _, values in groups]
+    return _steps(title, edges, shares, keys, labels, WIDE, means)
+
+
+def rank_chart(title: str, counts_GV: Array) -> str:
+    """The share of each code, largest first; dotted: all equal."""
+    shares_GV = -np.sort(-counts_GV / np.maximum(counts_GV.sum(1, keepdims=True), 1), axis=1)
+    codes = counts_GV.shape[1]
+    keys = [f"codebook {g + 1}" for g in range(len(counts_GV))]
+    labels = [f"book {g + 1}: {int((row > 0).sum())} of {codes}" for g, row in enumerate(counts_GV)]
+    return _steps(title, np.arange(codes + 1), list(shares_GV), keys, labels, WIDTH, level=1 / codes)
+
+
+def _steps(
+    title: str,
+    edges: Array,
+    shares: Sequence[Array],
+    keys: Sequence[str],
+    labels: Sequence[str],
+    width: float,
+    means: Sequence[tuple[float, str]] = (),
+    level: float = 0.0,
+) -> str:
+    """Outlines of shares between edges; filled, with a line at the mean, where there are means."""
+    highest = max([1e-9, 1.5 * level, *(float(share.max()) for share in shares)]) * 1.05
+    area = PlotArea(float(edges[0]), float(edges[-1]), 0, highest, width - LEFT - RIGHT)
+    parts = [*area.y_axis(percent=True), *map(area.x_tick, ticks(area.x0, area.x1, 7))]
+    parts += [area.horizontal("axis", level, "all equal", dotted=True)] if level else []
+    for i, (share, key) in enumerate(zip(shares, keys, strict=True)):
+        outline = area.path(np.repeat(edges, 2)[1:-1], np.repeat(share, 2))
+        if means:
+            closed = f"{outline}L{area.x(area.x1):.1f} {area.y(0):.1f}L{area.x(area.x0):.1f} {area.y(0):.1f}Z"
+            parts += [tag("path", class_=f"f{i}", opacity=".2", d=closed), area.vertical(f"s{i}", *means[i], dotted=True)]
+        parts.append(curve(f"s{i % 5}", outline, data_key=key))
+    entries = [(label, i % 5, False) for i, label in enumerate(labels)]
+    return svg("bins wide" if width == WIDE else "bins", title, width, HEIGHT, [legend(entries), *parts])
+
+
+def ecg_chart(title: str, mv_SLT: Array, leads: Sequence[str], fs_hz: float, step_mv: float = 2.0) -> str:
+    """Halves side by side; a lead that is all zeros is a grey line."""
+    halves, rows, samples = mv_SLT.shape
+    half_s, width, height = samples / fs_hz, ECG_WIDTH - LEFT - RIGHT, 26.0 * rows
+    area = PlotArea(0, halves * half_s, -step_mv * (rows - 0.4), step_mv * 0.6, width, height)
+    parts = [area.x_tick(tick, " s") for tick in ticks(0, halves * half_s, 10)]
+    parts.append(text(0, 30, f"{step_mv:g} mV from lead to lead; grey: masked out"))
+    parts += [area.vertical("axis", half_s * s, dotted=True) for s in range(1, halves)]
+    for row in range(rows):
+        level = -step_mv * row
+        parts.append(text(LEFT - 8, area.y(level) + 4, leads[row], "end"))
+        for s in range(halves):
+            t, mv = thinned(np.arange(samples) / fs_hz + s * half_s, mv_SLT[s, row].astype(float))
+            mv = np.clip(mv, -step_mv, step_mv)  # up to the lines of the neighbours
+            kind, path = "s0" if mv.any() else "axis", area.path(t, mv + level)
+            parts.append(tag("path", class_=kind, fill="none", stroke_width=".8", d=path))
+    return svg("", title, ECG_WIDTH, TOP + BOTTOM + height, parts)
+
+
+def roc_and_pr(title: str, label_N: Array, score_N: Array) -> str:
+    """ROC and precision-recall curves; dotted: chance."""
+    true, false = (np.append(0.0, part) for part in counts(label_N, *ranked(score_N)))
+    positives, negatives = true[-1], false[-1]
+    sensitivity, fallout = true / max(positives, 1), false / max(negatives, 1)
+    precision = true[1:] / (true + false)[1:]
+    auroc = float(np.trapezoid(sensitivity, fallout)) if positives and negatives else np.nan
+    auprc = float((np.diff(sensitivity) * precision).sum()) if positives else np.nan
+    base, ends = positives / max(positives + negatives, 1), np.array([0.0, 1.0])
+    roc, pr = (PlotArea(0, 1, 0, 1, 120, 120, left, 46) for left in (24, 176))
+    parts = [
+        *_unit_square(roc, "sensitivity", "false positive rate", f"area {auroc:.3f}"),
+        curve("chance", roc.path(ends, ends)),
+        curve("s0", roc.path(*_thin(fallout, sensitivity))),
+        *_unit_square(pr, "precision", "recall", f"area {auprc:.3f}"),
+        curve("chance", pr.path(ends, np.array([base, base]))),
+        curve("s1", pr.path(*_thin(np.append(0.0, sensitivity[1:]), np.append(precision[:1], precision)))),
+        text(300, 13, f"{int(positives):,} of {int(positives + negatives):,}", "end"),
+    ]
+    return svg("", title, 300, 186, parts)
+
+
+def _thin(x: Array, y: Array, limit: int = 160) -> tuple[Array, Array]:
+    """Points at about equal distances along the curve."""
+    if len(x) <= limit:
+        return x, y
+    length = np.append(0.0, np.cumsum(np.abs(np.diff(x)) + np.abs(np.diff(y))))
+    kept = np.unique(np.searchsorted(length, np.linspace(0, length[-1], limit)).clip(0, len(x) - 1))
+    return x[kept], y[kept]
+
+
+def _unit_square(area: PlotArea, y_label: str, x_label: str, note: str) -> Iterator[str]:
+    right, bottom = area.left + area.width, area.top + area.height
+    yield area.vertical("grid", 0.5) + area.horizontal("grid", 0.5)
+    box = {"x": area.left, "y": area.top, "width": area.width, "height": area.height}
+    yield tag("rect", class_="axis", fill="none", **{name: float(value) for name, value in box.items()})
+    yield text(area.left, area.top - 6, y_label) + text(right, area.top - 6, note, "end", "key")
+    yield text(area.left, bottom + 14, "0") + text(right, bottom + 14, x_label, "end")
+    yield text(area.left - 5, area.top + 8, "1", "end") + text(area.left - 5, bottom, "0", "end")
+
+
+def calibration_chart(mean: Array, true: Array, count: Array, error: float) -> str:
+    """Above: a dot for each bin of probabilities; below: how many there are, as a logarithm."""
+    area = PlotArea(0, 1, 0, 1, 312, 312, LEFT, 46)
+    parts = [*_unit_square(area, "observed frequency", "predicted probability", f"calibration error {error:.3f}")]
+    there, ends = count > 0, np.array([0.0, 1.0])
+    parts += [curve("chance", area.path(ends, ends)), curve("s0", area.path(mean[there], true[there]))]
+    decades, low, floor = max(math.ceil(math.log10(max(count.max(), 1)) + 1e-9), 1), 90, area.top + area.height + 130.0
+    step = area.width / len(count)
+    for i in np.flatnonzero(there).tolist():
+        reading = f"predicted {mean[i]:.3f}, observed {true[i]:.3f}, {int(count[i]):,} probabilities"
+        title = tag("title", escape(reading))
+        height = float(low * (math.log10(count[i]) + 0.15) / (decades + 0.15))  # a sliver for a single one
+        box = {"x": area.left + i * step + 1, "y": floor - height, "width": step - 2, "height": height}
+        parts.append(tag("circle", title, class_="f0", cx=area.x(mean[i]), cy=area.y(true[i]), r=4))
+        parts.append(tag("rect", title, class_="f0", opacity=".35", **box))
+    parts += [text(LEFT - 5, floor, "1", "end"), text(LEFT - 5, floor - low + 8, f"{10**decades:g}", "end")]
+    parts.append(text(LEFT, floor + 14, "probabilities in each bin (logarithmic)"))
+    return svg("", "Calibration", area.left + area.width + 26, floor + 20, parts)
+
+
+def confusion_chart(labels_NK: Array, outputs_NK: Array, names: Sequence[str]) -> str:
+    """Of the samples of each class, the share for which it was predicted (the diagonal: sensitivity), and for which another
+    class was predicted that they do not have."""
+    share_KK, positives, columns = confusion_shares(labels_NK, outputs_NK), labels_NK.sum(0), [*names, "nothing"]
+    parts = [
+        text(
+            0,
+            31,
+            "per cent of the samples of each class (row) with each prediction (column); blue: right, brown: wrong or none",
+        )
+    ]
+    for k, name in enumerate(columns):
+        place = f"translate({NAMES + CELL * (k + 0.5) + 3:g} {HEAD - 6:g}) rotate(-60)"
+        parts.append(tag("text", escape(name), transform=place))
+    for j, name in enumerate(names):
+        faint = "" if positives[j] else ".45"
+        parts.append(text(NAMES - 6, HEAD + CELL * (j + 0.5) + 4, name, "end", opacity=faint))
+        for k, column in enumerate(columns):
+            share, x, y = share_KK[j, k], NAMES + CELL * k, HEAD + CELL * j
+            box = {"x": x + 0.5, "y": y + 0.5, "width": CELL - 1, "height": CELL - 1, "rx": 2}
+            parts.append(tag("rect", class_="none", opacity=".5", **box))
+            if share >= 0.005:
+                title = tag("title", escape(f"{name}: {column} predicted for {share:.1%} of {positives[j]:,}"))
+                parts.append(tag("rect", title, class_=f"f{int(j != k)}", opacity=f"{0.1 + 0.75 * share:.2f}", **box))
+            if share >= 0.095:
+                parts.append(text(x + CELL / 2, y + CELL / 2 + 3, f"{100 * share:.0f}", "middle", "number"))
+    width, height = NAMES + CELL * len(columns) + 30, HEAD + CELL * len(names) + 4
+    return svg("wide", "Confusions", width, height, parts)
+
+
+def confusion_shares(labels_NK: Array, outputs_NK: Array) -> Array:
+    """[K, K + 1], the last column: nothing was predicted. NaN where no sample has the class."""
+    labels, outputs = labels_NK.astype(np.float64), outputs_NK.astype(bool)
+    wrong = labels.T @ (outputs & ~labels_NK.astype(bool))
+    np.fill_diagonal(wrong, (labels * outputs).sum(0))
+    silent = labels.T @ ~outputs.any(1)
+    with np.errstate(invalid="ignore"):
+        return np.asarray(np.column_stack([wrong, silent]) / labels.sum(0)[:, None])
+
+
+def ticks(low: float, high: float, about: int) -> list[float]:
+    """Round numbers within the range."""
+    step = 10.0 ** math.floor(math.log10((high - low) / about))
+    step *= next(m for m in (1, 2, 2.5, 5, 10) if (high - low) / (step * m) <= about)
+    first = math.ceil(low / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def tick_labels(values: Sequence[float]) -> Callable[[float], str]:
+    """How to write numbers that stand under each other."""
+    largest = max((abs(v) for v in values), default=0.0)
+    if largest and (largest < 1e-3 or largest >= 1e6):
+        return lambda v: f"{v:.1e}".replace(".0e", "e").replace("e-0", "e-").replace("e+0", "e") if v else "0"
+    digits = next((d for d in range(6) if all(math.isclose(v, round(v, d), abs_tol=1e-9) for v in values)), 6)
+    return lambda v: f"{v:,.{digits}f}"

@@ -1,0 +1,116 @@
+"""The report of an evaluation: it stands alone, shows what was measured, and draws any numbers."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from pages import check
+
+from engine.evaluation import evaluation_report, plots
+from engine.evaluation.metrics import MetricError, challenge_score, outputs_of
+from engine.evaluation.results import DiagnosisResult, IdentificationResult, by_record, calibration
+
+FACTS = {"model": "runs/<b>w2v</b>", "data": "0f3a", "role": "test", "leads": "I,II,V2"}
+Result = DiagnosisResult | IdentificationResult
+
+
+def diagnosis(labels: Any, scores: Any) -> DiagnosisResult:
+    names = [f"r{i // 2}" for i in range(len(labels))]
+    return DiagnosisResult(np.asarray(labels), np.asarray(scores), names, names, FACTS, resamples=20)
+
+
+def usual(n: int = 200) -> DiagnosisResult:
+    rng = np.random.default_rng(0)
+    labels = np.repeat(rng.random((n // 2, 26)) < np.linspace(0, 0.3, 26), 2, 0)
+    return diagnosis(labels, np.clip(0.4 * labels + 0.7 * rng.random(labels.shape), 0, 1))
+
+
+def identification(gallery: Any, probes: Any, ids: Any = None) -> IdentificationResult:
+    own = [f"p{i}" for i in range(len(gallery))]
+    return IdentificationResult(np.asarray(gallery), own, np.asarray(probes), ids or own[: len(probes)], FACTS, resamples=20)
+
+
+ROW, NONE = np.eye(26, dtype=bool)[:1], np.zeros((6, 26), bool)
+RESULTS: dict[str, Result] = {
+    "usual diagnoses": usual(),
+    "no positives at all": diagnosis(NONE, np.full((6, 26), 0.2)),
+    "every class of every row": diagnosis(~NONE, np.full((6, 26), 0.9)),
+    "one row": diagnosis(ROW, ROW * 0.8),
+    "all equal scores": diagnosis(usual().labels_NK, np.full((200, 26), 0.5)),
+    "zeros and ones": diagnosis(usual().labels_NK, usual().labels_NK.astype(np.float32)),
+    "usual identities": identification(*np.random.default_rng(0).normal(size=(2, 30, 8))),
+    "one patient": identification(np.ones((1, 4)), np.ones((1, 4))),
+    "zero vectors": identification(np.zeros((20, 4)), np.zeros((20, 4))),
+    "nobody is in the gallery": identification(np.eye(4), np.eye(4), ["x", "y", "z", "w"]),
+}
+
+
+@pytest.mark.parametrize("result", RESULTS.values(), ids=RESULTS)
+def test_any_numbers_are_drawn(result: Result, tmp_path: Path) -> None:
+    evaluation_report.write_report(result, tmp_path / "page.html")
+    html = (tmp_path / "page.html").read_text()
+    assert len(check(html)) >= 2 and "<b>w2v" not in html
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+    document = json.loads(json.dumps(result.document(), allow_nan=False))
+    key = "challenge" if isinstance(result, DiagnosisResult) else "accuracy"
+    assert document["score"] == document["metrics"][key]
+    assert (document["role"], document["leads"]) == ("test", "I,II,V2")
+
+
+def test_the_page_shows_what_was_measured() -> None:
+    result = usual()
+    score = challenge_score(result.labels_NK, outputs_of(result.scores_NK))
+    low, high = result.half["intervals"]["challenge"]
+    html = evaluation_report.build(result)
+    assert low < score < high and f"<b>{score:.3f}</b><small>{low:.3f} to {high:.3f}</small>" in html
+    assert "1 of 26 classes have no positives: AF." in html and html.count("(no positives)") == 1
+    charts = {chart.get("aria-label") for chart in check(html)}
+    assert {"All classes together", "TInv", "Calibration", "Confusions"} <= charts and "AF" not in charts
+
+
+def test_a_record_is_the_mean_of_its_halves() -> None:
+    labels, scores = usual(6).labels_NK, usual(6).scores_NK
+    order = [3, 0, 5, 2, 1, 4]
+    y, p, patients = by_record(labels[order], scores[order], np.array(list("aabbcc"))[order], np.array(list("xxyyzz"))[order])
+    np.testing.assert_allclose(p, scores.reshape(3, 2, 26).mean(1))
+    assert (y == labels[::2]).all() and patients == ["x", "y", "z"]
+    document = usual().document()
+    assert (document["n"], document["record"]["n"], document["record"]["unit"]) == (200, 100, "record")
+
+
+def test_calibration_by_hand() -> None:
+    labels, scores = np.array([[1, 0, 1, 1]], bool), np.array([[0.95, 0.05, 0.05, 1.0]])
+    mean, true, count, error = calibration(labels, scores)
+    assert count.tolist() == [2, 0, 0, 0, 0, 0, 0, 0, 0, 2]
+    assert (mean[[0, 9]].tolist(), true[[0, 9]].tolist()) == ([0.05, 0.975], [0.5, 1.0])
+    assert error == pytest.approx((0.45 + 0.025) / 2)
+
+
+def test_confusions_by_hand() -> None:
+    """Two rows of AF, one of which also has AFL: predicting AFL for it is no confusion."""
+    labels, outputs = np.zeros((3, 26), bool), np.zeros((3, 26), bool)
+    labels[:2, 0] = labels[0, 1] = True
+    outputs[0, [0, 1, 2]] = True
+    share = plots.confusion_shares(labels, outputs)
+    assert share[0, [0, 1, 2, 26]].tolist() == [0.5, 0.0, 0.5, 0.5]
+    assert share[1, [0, 1, 2, 26]].tolist() == [0.0, 1.0, 1.0, 0.0]
+    assert np.isnan(share[2]).all() and share.shape == (26, 27)
+
+
+def test_curves_end_where_they_must() -> None:
+    result = usual(2000)
+    chart = ElementTree.fromstring(plots.roc_and_pr("TInv", result.labels_NK[:, 25], result.scores_NK[:, 25]))
+    roc, pr = (node.get("d", "") for node in chart.iter("path") if node.get("class") in ("curve s0", "curve s1"))
+    assert roc.startswith("M24.0 166.0L") and roc.endswith("L144.0 46.0") and pr.split("L")[-1].startswith("296.0 ")
+    assert len(roc.split("L")) <= 160
+
+
+def test_nan_scores_are_an_error() -> None:
+    scores = usual().scores_NK.copy()
+    scores[[3, 8], 1] = math.nan
+    with pytest.raises(MetricError, match="NaN for 2 of 200"):
+        diagnosis(usual().labels_NK, scores).document()
