@@ -208,7 +208,7 @@ def test_a_finished_run_is_finished(dataset: Dataset, tmp_path: Path) -> None:
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     ended = pretrain(tmp_path, dataset.root.url, train__steps=2)
     assert ended.ok and "done: " in ended.output
-    assert "Global contrast" in (tmp_path / "run" / "report.html").read_text()
+    assert "Global loss" in (tmp_path / "run" / "report.html").read_text()
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
