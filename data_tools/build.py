@@ -1,44 +1,50 @@
 """From archives to a finished dataset: plan, shards in parallel, tables, and dataset.json last.
 
-A shard is one task and depends on nothing but its list of crops. Beside a finished shard lies its *part*: the rows of
-samples.parquet, its rejects, a key to its content, and the part's own sha256. Run again after any interruption, parts that
-hold and whose key is the right one are kept and the rest is made; so a run may be killed at any moment, as often as you
-like, and ends with the same bytes.
+A shard is one task and depends on nothing but its list of crops. Beside a finished shard lies its *part*: its rows of
+samples.parquet, its rejects, a key to its content, and the part's own sha256. When `shard` is run again after an interruption,
+valid parts with the right key are kept and the others are made again. So a run may be killed at any moment, any number
+of times, and ends with the same bytes.
 """
 
 import fcntl
 import hashlib
 import json
 import os
+import re
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from data_tools import cluster, pseudonyms
+from data_tools import cluster, dataset, splits, zarr_writer
 from data_tools.cli import keep_freed_memory
-from data_tools.dataset import COLUMNS, CROP_SHAPE, META, Dataset, waveform
+from data_tools.dataset import COLUMNS, CROP_SHAPE, META, STORE, Dataset, as_csv, fingerprint, waveform
 from data_tools.errors import DataError, DatasetError, ReadError, StorageError
-from data_tools.finish import finish, recipe_hash
 from data_tools.plan import Reject, ShardPlan, make_plan
-from data_tools.prepare import Crop, prepare_crop
+from data_tools.prepare import SPEC, SPEC_HASH, Crop, prepare_crop
 from data_tools.record import EcgRecord, class_row
-from data_tools.sources.base import Source, carefully, located, record_stem
-from data_tools.splits import PAPERS, RoleSources
-from data_tools.storage import Folder, ahead, folder_of_dataset
+from data_tools.sources.base import Source, located, read_safely, record_stem
+from data_tools.splits import PAPER_SOURCES, RoleSources
+from data_tools.storage import Folder, dataset_folder, prefetch, write_errors
 from data_tools.tar import MAX_INDEX, TarWriter, index_name, part_name, shard_name
 
-FORMATS = ("tar", "zarr", "both")
-TOLD = ("seed", "plan", "format", "id_share", "role_sources", "pseudonyms")  # of the recipe, what dataset.json says in words
 DIGEST_BYTES = 32  # at the end of a part
-RECORDS_HELD = 8  # long records whose crops meet in one shard are read once
+RECORDS_HELD = 8  # a long record whose crops are in one shard is read once
+ROW_GROUP = 65_536
+FORMATS = {"tar": ["tar"], "zarr": ["zarr"], "both": ["tar", "zarr"]}
+_SHARD_FILE = re.compile(r"shards/(\d{5,})\.(?:tar|idx)", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -46,17 +52,16 @@ class ShardOptions:
     out: str
     plan: str = "paper"
     seed: int = 0
-    role_sources: RoleSources = PAPERS
+    role_sources: RoleSources = PAPER_SOURCES
     format: str = "tar"
     workers: int = 1
     cluster: str | None = None
     pseudonym_key: bytes | None = None
-    extend: str | None = None
     quiet: bool = False
 
 
 @dataclass(frozen=True)
-class Task:
+class ShardTask:
     index: int
     out: Folder
     sources: tuple[Source, ...]
@@ -65,110 +70,79 @@ class Task:
     pseudonym_key: bytes | None
 
 
-def shard(sources: list[Source], settings: ShardOptions) -> Dataset:
-    """Make the dataset, or finish it. -> the finished dataset."""
-    out = folder_of_dataset(settings.out)
+def shard(sources: list[Source], options: ShardOptions) -> Dataset:
+    """Make the dataset, or finish it."""
+    out = dataset_folder(options.out)
     if not out.remote and os.path.exists(out.url) and not os.path.isdir(out.url):
-        raise DataError(f"--out {settings.out}: is a file: name a folder")
-    base = Dataset.open(settings.extend) if settings.extend else None
-    mark = _key_mark(settings.pseudonym_key)
-    if base and base.meta["pseudonyms"] != mark:
-        raise DatasetError(f"{settings.extend} has other pseudonyms: give the KEYFILE it was made with")
-    _ours_or_empty(out)
-    known = _labels(base) if base else set()
-    with nullcontext() if out.exists(META) else _alone(out):
-        plan = make_plan(
-            sources, settings.seed, known, settings.pseudonym_key, settings.workers, settings.cluster, settings.quiet
-        )
-        first = len(base.shards) if base else 0
-        planned = [plan.shard(i)[1:] for i in range(plan.shards)]
-        contents = [seen + (mark or "") for _, seen in planned]  # a part holds names as they are shown
+        raise DataError(f"--out {options.out}: is a file: name a folder")
+    if not (out.exists(META) or out.exists(".build")):
+        with suppress(StorageError):  # nothing is there
+            if files := out.children():
+                raise DataError(f"{out.url} is not empty ({files[0]}, ...) and not a dataset: choose another --out")
+    with nullcontext() if out.exists(META) else _locked(out):
+        plan = make_plan(sources, options.seed, options.workers, options.cluster, options.quiet)
+        mark = key_mark(options.pseudonym_key)
+        identities, contents = zip(*(plan.shard(i)[1:] for i in range(plan.shards)), strict=True)
         recipe = {
-            "contents": [identity for identity, _ in planned],
-            "base": base.fingerprint if base else None,
-            "plan": settings.plan,
-            "seed": settings.seed,
-            "format": settings.format,
+            "contents": identities,
+            "base": None,  # part of the hash since version 1
+            "plan": options.plan,
+            "seed": options.seed,
+            "format": options.format,
             "pseudonyms": mark,
-        } | ({} if settings.plan == "all" else settings.role_sources.told())
+        } | ({} if options.plan == "all" else options.role_sources.to_meta())
         if out.exists(META):
-            return _same(Dataset.open(settings.out), recipe)
-        parts = _build(plan, contents, out, first, settings)
-        return finish(plan, parts, out, base, recipe, settings)
-
-
-def _ours_or_empty(out: Folder) -> None:
-    """A folder with other things in it is somebody's: stray shards and tables are removed from a dataset's."""
-    if out.exists(META) or out.exists(".build"):
-        return
-    with suppress(StorageError):  # nothing is there
-        if found := out.children():
-            raise DataError(f"{out.url} is not empty ({found[0]}, ...) and no dataset: choose another --out")
-
-
-def _labels(dataset: Dataset) -> set[str]:
-    table = dataset.table(["source", "record"])
-    return {f"{s}/{r}" for s, r in zip(table["source"].to_pylist(), table["record"].to_pylist(), strict=True)}
+            return _same(Dataset.open(options.out), recipe)
+        parts = _build(plan, [content + (mark or "") for content in contents], out, options)
+        return _finish(plan, parts, out, recipe, options)
 
 
 @contextmanager
-def _alone(out: Folder) -> Iterator[None]:
-    """One run at a time writes to a folder, and begins without the half-written files of killed ones."""
-    scratch = out.scratch()
-    if out.remote:  # the scratch folder is shared by this user's runs
-        for path in filter(_is_left_over, scratch.iterdir()):
-            path.unlink(missing_ok=True)
-        yield
-        return
-    with open(scratch.parent / "lock", "wb") as lock:
+def _locked(out: Folder) -> Iterator[None]:
+    """One run at a time writes to a folder, and starts by removing the temporary files of killed ones."""
+    place = out.workdir()
+    with open(place / "lock", "wb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise StorageError(f"{out.url}: another run is writing there: wait for it, or choose another --out") from None
-        for path in scratch.iterdir():
+        for path in (place / "tmp").iterdir():
             path.unlink()
         yield
+        if out.remote:
+            shutil.rmtree(place)
 
 
-def _is_left_over(path: Path) -> bool:
-    try:
-        os.kill(int(path.name.split(".")[-2]), 0)  # is the process that wrote it alive?
-    except ProcessLookupError:
-        return True
-    except (OSError, ValueError, IndexError):
-        pass
-    return False
-
-
-def _key_mark(key: bytes | None) -> str | None:
-    return pseudonyms.fingerprint(key) if key else None
+def recipe_hash(recipe: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
 
 
 def _same(finished: Dataset, recipe: dict[str, Any]) -> Dataset:
+    """A finished dataset, if it was made with this recipe."""
     if finished.meta["recipe"] != recipe_hash(recipe):
-        was = finished.meta | {"format": "both" if len(finished.meta["formats"]) == 2 else finished.meta["formats"][0]}
-        told = [f"{name} was {was.get(name)}, not {recipe.get(name)}" for name in TOLD if was.get(name) != recipe.get(name)]
-        other = ", ".join(told) or "of other input or settings"
-        raise DatasetError(f"{finished.root.url} is finished, and {other}: choose another --out")
+        old = finished.meta | {"format": next(name for name, formats in FORMATS.items() if formats == finished.meta["formats"])}
+        names = [name for name in ("seed", "plan", "format", "id_share", "role_sources", "pseudonyms") if name in recipe]
+        changed = [f"{name} was {old.get(name)}, not {recipe[name]}" for name in names if old.get(name) != recipe[name]]
+        what = ", ".join(changed) or "with other input or options"
+        raise DatasetError(f"{finished.root.url} is finished already ({what}): choose another --out")
     if finished.root.exists(".build"):  # killed between its last two steps
         finished.root.remove(".build")
     return finished
 
 
-def _build(plan: ShardPlan, contents: list[str], out: Folder, first: int, settings: ShardOptions) -> list[pa.Table]:
-    """Every shard that does not stand yet; -> all parts, in shard order."""
-    done = [i for i, content in enumerate(contents) if _stands(out, first + i, content)]
-    missing = sorted(set(range(plan.shards)) - set(done))
-    tasks = (Task(first + i, out, plan.sources, plan.shard(i).crops, contents[i], settings.pseudonym_key) for i in missing)
-    with tqdm(total=len(plan.order), unit=" crops", desc="shards", disable=settings.quiet) as bar:
-        bar.update(sum(len(plan.shard(i).crops) for i in done))
-        for planned in cluster.run(build_shard, tasks, settings.workers, settings.cluster):
-            bar.update(planned)
-    return [read_part(out, shard_name(first + i)) for i in range(plan.shards)]
+def _build(plan: ShardPlan, contents: list[str], out: Folder, options: ShardOptions) -> list[pa.Table]:
+    """Make the shards that are missing; -> all parts, in shard order."""
+    missing = [i for i, content in enumerate(contents) if not _is_done(out, i, content)]
+    tasks = (ShardTask(i, out, plan.sources, plan.shard(i).crops, contents[i], options.pseudonym_key) for i in missing)
+    made = cluster.run(build_shard, tasks, options.workers, options.cluster)
+    done = plan.shards - len(missing)
+    for _ in tqdm(made, total=plan.shards, initial=done, unit=" shards", desc="shards", disable=options.quiet):
+        pass
+    return [read_part(out, shard_name(i)) for i in range(plan.shards)]
 
 
 def read_part(out: Folder, name: str) -> pa.Table:
-    """A ReadError if it is not as it was written."""
+    """A ReadError if its sha256 differs."""
     data = memoryview(out.read(part_name(name), 2**30))
     body, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
     if hashlib.sha256(body).digest() != digest:
@@ -176,87 +150,83 @@ def read_part(out: Folder, name: str) -> pa.Table:
     return pq.read_table(pa.BufferReader(body))
 
 
-def part_facts(part: pa.Table) -> dict[str, Any]:
+def _part_facts(part: pa.Table) -> dict[str, Any]:
     facts: dict[str, Any] = json.loads(part.schema.metadata[b"omnilead"])
     return facts
 
 
-def _stands(out: Folder, index: int, content: str) -> bool:
-    """A part appears after its shard, and both only when complete: a part with the right key vouches for both."""
+def _is_done(out: Folder, index: int, content: str) -> bool:
+    """A part is written after its shard, so one with the right key stands for both."""
     name = shard_name(index)
     try:
-        facts = part_facts(read_part(out, name))
+        facts = _part_facts(read_part(out, name))
         addresses = hashlib.sha256(out.read(index_name(name), MAX_INDEX)).hexdigest()
         return (facts["content"], facts["index"]) == (content, addresses) and out.size(f"shards/{name}") == facts["bytes"]
     except (ReadError, FileNotFoundError, KeyError):
         return False
 
 
-def build_shard(task: Task) -> int:
-    """One shard: read, prepare and write its crops, then publish tar, index and part in this order. -> crops planned."""
+def build_shard(task: ShardTask) -> None:
+    """Read, prepare and write the crops of one shard, then publish tar, index and part in this order."""
     keep_freed_memory()
-    name = shard_name(task.index)
-    temporary = task.out.scratch() / f"{name}.{os.getpid()}.{threading.get_ident()}"
+    name, key = shard_name(task.index), task.pseudonym_key
+    temporary = task.out.workdir() / "tmp" / f"{name}.{os.getpid()}.{threading.get_ident()}"
     rows: list[dict[str, Any]] = []
     rejects: list[Reject] = []
     out = np.empty(CROP_SHAPE, "<i2")
     try:
-        with open(temporary, "wb", buffering=1 << 20) as file:
+        with write_errors(task.out.url, f"shards/{name}"), open(temporary, "wb", buffering=1 << 20) as file:
             tar = TarWriter(file)
             for path, label, part, record in _records(task):
-                filed, _, plain = label.partition("/")
-                shown = pseudonyms.shown(task.pseudonym_key, "r", filed, plain)
+                source, _, plain = label.partition("/")
+                shown = pseudonym(key, "r", source, plain)
                 try:
                     if isinstance(record, ReadError):
                         raise record
                     if part == 0:
-                        rejects += [(filed, shown, reason, detail) for reason, detail in record.warnings]
+                        rejects += [(source, shown, reason, detail) for reason, detail in record.warnings]
                     crop = prepare_crop(record, part, out)
-                    row = row_of(filed, shown, record, crop, task.pseudonym_key)
+                    row = row_of(source, shown, record, crop, key)
                 except ReadError as error:
-                    rejects.append((filed, shown, error.reason, located(path, error.detail)))
+                    rejects.append((source, shown, error.reason, located(path, error.detail)))
                     continue
-                rejects += [(filed, shown, *flag) for flag in _findings(crop)]
+                rejects += [(source, shown, *flag) for flag in _flags(crop)]
                 row["crc32c"], row["waveform"] = waveform(out)
                 text = json.dumps(row | {"crc32c": f"{row['crc32c']:08x}", "waveform": f"{row['waveform']:016x}"})
-                row["offset"] = tar.add(f"{filed}-{shown}-{part:03d}", out.data.cast("B"), text.encode())
+                row["offset"] = tar.add(f"{source}-{shown}-{part:03d}", out.data.cast("B"), text.encode())
                 rows.append(row)
-            index = tar.close()
+            addresses = tar.close().encode()
         task.out.publish(temporary, f"shards/{name}")
-    except OSError as error:
-        raise StorageError(f"writing shards/{name} in {task.out.url}: {error.strerror or error}") from None
     finally:
         temporary.unlink(missing_ok=True)
-    if task.pseudonym_key:
+    if key:
         rejects = [(source, record, reason, "") for source, record, reason, _ in rejects]
     facts = {"content": task.content, "name": name, "crops": len(rows), "bytes": tar.size, "sha256": tar.sha256.hexdigest()}
-    facts["index"] = hashlib.sha256(index.encode()).hexdigest()
-    _write_small(task.out, index_name(name), index.encode())
-    _write_small(task.out, part_name(name), _part(task.index, rows, facts | {"rejects": rejects}))
-    return len(task.crops)
-
-
-def _write_small(out: Folder, name: str, data: bytes) -> None:
-    try:
-        out.write(name, data)
-    except OSError as error:
-        raise StorageError(f"writing {name} in {out.url}: {error.strerror or error}") from None
+    task.out.write(index_name(name), addresses)
+    facts |= {"index": hashlib.sha256(addresses).hexdigest(), "rejects": rejects}
+    task.out.write(part_name(name), _part(task.index, rows, facts))
 
 
 def _part(index: int, rows: list[dict[str, Any]], facts: dict[str, Any]) -> bytes:
-    absent = {"shard": index, "pretrain": False, "dx_role": None, "id_role": None}  # roles need all records: see finish.py
-    columns = {
-        field.name: pa.array([absent.get(field.name, row.get(field.name)) for row in rows], field.type) for field in COLUMNS
-    }
-    table = pa.table(columns, schema=COLUMNS.with_metadata({"omnilead": json.dumps(facts)}))
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
-    data = bytes(sink.getvalue())
+    absent = {
+        "shard": index,
+        "pretrain": False,
+        "dx_role": None,
+        "id_role": None,
+    }  # roles are assigned when all records are known
+    columns = [pa.array([absent.get(field.name, row.get(field.name)) for row in rows], field.type) for field in COLUMNS]
+    data = _parquet(pa.table(columns, schema=COLUMNS.with_metadata({"omnilead": json.dumps(facts)})))
     return data + hashlib.sha256(data).digest()
 
 
+def _parquet(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd", row_group_size=ROW_GROUP)
+    return bytes(sink.getvalue())
+
+
 def row_of(source: str, name: str, record: EcgRecord, crop: Crop, key: bytes | None) -> dict[str, Any]:
-    patient = pseudonyms.shown(key, "p", source, record_stem(record.patient)) if record.patient else None
+    patient = pseudonym(key, "p", source, record_stem(record.patient)) if record.patient else None
     return {
         "source": source,
         "record": name,
@@ -273,33 +243,160 @@ def row_of(source: str, name: str, record: EcgRecord, crop: Crop, key: bytes | N
     }
 
 
-def _findings(crop: Crop) -> Iterator[tuple[str, str]]:
-    """Usable, but worth a line in rejects.csv."""
+def _flags(crop: Crop) -> Iterator[tuple[str, str]]:
+    """(reason, detail) of what is odd about a usable crop, for rejects.csv."""
     at = f"at {crop.start_s:g} s"
     if crop.missing:
         yield "lead not measured", f"{' '.join(crop.missing)} {at}"
-    flat = [flag.removeprefix("flat:") for flag in crop.flags if flag.startswith("flat:")]
-    if flat:
+    if flat := [flag.removeprefix("flat:") for flag in crop.flags if flag.startswith("flat:")]:
         yield "flat lead", f"{' '.join(flat)} {at}"
-    for flag in crop.flags:
-        if not flag.startswith("flat:"):
-            yield flag, at
+    yield from ((flag, at) for flag in crop.flags if not flag.startswith("flat:"))
 
 
-def _records(task: Task) -> Iterator[tuple[str, str, int, EcgRecord | ReadError]]:
-    """Each crop's record, in shard order; from far away, many requests are on their way at once."""
-    if not any(source.root.remote for source in task.sources):
-        held: dict[str, EcgRecord | ReadError] = {}
-        for archive, key, label, part in task.crops:
-            if label not in held:
-                if len(held) >= RECORDS_HELD:
-                    held.clear()
-                held[label] = carefully(task.sources[archive].read, key)
-            yield key, label, part, held[label]
-        return
+def _records(task: ShardTask) -> Iterator[tuple[str, str, int, EcgRecord | ReadError]]:
+    """(key, label, crop, record) in shard order; remote records are requested ahead, many at once."""
+    read = lru_cache(RECORDS_HELD)(lambda archive, key: read_safely(task.sources[archive].read, key))
+    remote = any(source.root.remote for source in task.sources)
+    pairs = [crop[:2] for crop in task.crops]
+    records = prefetch(lambda pair: read(*pair), pairs) if remote else starmap(read, pairs)
+    for (_, key, label, part), record in zip(task.crops, records, strict=True):
+        yield key, label, part, record
 
-    def read(crop: tuple[int, str, str, int]) -> tuple[str, str, int, EcgRecord | ReadError]:
-        archive, key, label, part = crop
-        return key, label, part, carefully(task.sources[archive].read, key)
 
-    yield from ahead(read, task.crops)
+# The end of a build: roles over all records, tables, the zarr copy, and dataset.json
+
+
+def _finish(plan: ShardPlan, parts: list[pa.Table], out: Folder, recipe: dict[str, Any], options: ShardOptions) -> Dataset:
+    facts = [_part_facts(part) for part in parts]
+    table = pa.concat_tables([part.replace_schema_metadata().cast(COLUMNS) for part in parts])
+    key = options.pseudonym_key
+    hidden = [(source, pseudonym(key, "r", source, name), reason, "") for source, name, reason, _ in plan.rejects]
+    rejects = [tuple(reject) for fact in facts for reject in fact["rejects"]] + (hidden if key else plan.rejects)
+    shards = [{name: fact[name] for name in ("name", "crops", "bytes", "sha256")} for fact in facts]
+    sources = _source_facts(plan, table)
+    if not len(table):
+        reasons = sorted({reject[2] for reject in rejects})
+        raise StorageError(f"no usable crop in any record ({', '.join(reasons)[:200]}): nothing to write")
+    table = assign_roles(table, options.plan, options.seed, options.role_sources)
+    if options.format != "tar":
+        zarr_writer.write(table, shards, out, options.workers, options.cluster, options.quiet)
+    if options.format == "zarr":
+        out.remove("shards")
+        shards = []
+        address = pa.array(np.full(len(table), -1))
+        table = table.set_column(0, COLUMNS[0], address.cast(pa.int32())).set_column(1, COLUMNS[1], address)
+    _remove_strays(out, shards, options.format)
+    samples, refused = _parquet(table), as_csv([("source", "record", "reason", "detail"), *sorted(set(rejects))]).encode()
+    meta: dict[str, Any] = {
+        "format_version": dataset.FORMAT_VERSION,
+        **{name: SPEC[name] for name in ("fs_hz", "leads", "uv_per_lsb", "crop_samples")},
+        "preprocessing": SPEC,
+        "preprocessing_sha256": SPEC_HASH,
+        "seed": options.seed,
+        "plan": options.plan,
+        **{name: recipe[name] for name in ("id_share", "role_sources") if name in recipe},
+        "recipe": recipe_hash(recipe),
+        "pseudonyms": recipe["pseudonyms"],
+        "crops": len(table),
+        "sources": sources,
+        "roles": role_counts(table),
+        "formats": FORMATS[options.format],
+        "samples": {"bytes": len(samples), "sha256": hashlib.sha256(samples).hexdigest()},
+        "rejects": {"bytes": len(refused), "sha256": hashlib.sha256(refused).hexdigest()},
+        "shards": shards,
+    }
+    out.write(dataset.SAMPLES, samples)
+    out.write(dataset.REJECTS, refused)
+    out.write(META, (json.dumps(meta | {"fingerprint": fingerprint(meta)}, indent=1) + "\n").encode())
+    out.remove(".build")
+    return Dataset.open(options.out)
+
+
+def _source_facts(plan: ShardPlan, table: pa.Table) -> list[dict[str, Any]]:
+    planned = plan.records.group_by("source", use_threads=False).aggregate([("dropped_s", "sum"), ("archive", "first")])
+    by_name = {row["source"]: row for row in planned.to_pylist()}
+    facts = []
+    for name, seen in plan.seen.items():
+        rows = table.filter(pc.equal(table["source"], name))
+        used = pc.count_distinct(rows["record"]).as_py() if len(rows) else 0
+        about = by_name.get(name, {"dropped_s_sum": 0.0, "archive_first": 0})
+        facts.append(
+            {
+                "name": name,
+                "licence": plan.sources[about["archive_first"]].licence,
+                "records": {"seen": seen, "used": used, "refused": seen - used},
+                "crops": len(rows),
+                "dropped_s": round(about["dropped_s_sum"], 3),
+            }
+        )
+    return facts
+
+
+def _remove_strays(out: Folder, shards: list[dict[str, Any]], format: str) -> None:
+    """What a killed run with other sources or options has left."""
+    ours = {shard["name"].removesuffix(".tar") for shard in shards}
+    for name in list(out.names("shards")):
+        if (found := _SHARD_FILE.fullmatch(name)) and found[1] not in ours:
+            out.remove(name)
+    if format == "tar" and out.exists(f"{STORE}/zarr.json"):
+        out.remove(STORE)
+
+
+def records_of(table: pa.Table) -> splits.Records:
+    """The records behind rows of samples.parquet."""
+    source = pc.dictionary_encode(table["source"].combine_chunks())
+    codes = source.indices.to_numpy().astype(np.int64)
+    name = pc.dictionary_encode(table["record"].combine_chunks())
+    pair = codes * len(name.dictionary) + name.indices.to_numpy()
+    _, first, crop_record = np.unique(pair, return_index=True, return_inverse=True)
+    names, patients = (table[column].combine_chunks().take(pa.array(first)) for column in ("record", "patient"))
+    starts, waveforms = (table[column].to_numpy() for column in ("start_s", "waveform"))
+    sources, crop_record = tuple(source.dictionary.to_pylist()), crop_record.astype(np.int64)
+    return splits.Records(codes[first].astype(np.int16), sources, names, patients, crop_record, starts, waveforms)
+
+
+def assign_roles(table: pa.Table, plan: str, seed: int, sources: RoleSources = PAPER_SOURCES) -> pa.Table:
+    records = records_of(table)
+    roles = splits.assign(records, plan, seed, sources)
+    if plan != "paper-split" and (found := splits.leaks(records, roles)):
+        raise DatasetError(f"leakage between roles: {found[0]}")
+    names = pa.array([name or None for name in splits.ROLE_NAMES])
+    columns = {"pretrain": pa.array(roles.pretrain)}
+    columns |= {"dx_role": names.take(pa.array(roles.dx)), "id_role": names.take(pa.array(roles.identity))}
+    for name, column in columns.items():
+        table = table.set_column(table.column_names.index(name), COLUMNS.field(name), column)
+    return table
+
+
+def role_counts(table: pa.Table) -> dict[str, Any]:
+    def count(column: str) -> dict[str, int]:
+        values = pc.value_counts(table[column].drop_null()).to_pylist()
+        return dict(sorted((value["values"], value["counts"]) for value in values))
+
+    return {"pretrain": int(pc.sum(table["pretrain"]).as_py() or 0), "dx": count("dx_role"), "id": count("id_role")}
+
+
+# Pseudonyms: record and patient ids as keyed hashes
+
+
+def read_key(path: str) -> bytes:
+    """The contents of a key file, hashed to a key. `head -c 32 /dev/urandom > KEYFILE` makes one."""
+    try:
+        secret = Path(path).read_bytes()
+    except OSError as error:
+        raise StorageError(f"--pseudonymize {path}: {error.strerror}") from None
+    if len(secret) < 16:
+        raise StorageError(f"--pseudonymize {path}: {len(secret)} bytes, at least 16 are needed: head -c 32 /dev/urandom")
+    return blake2b(secret, digest_size=32).digest()
+
+
+def pseudonym(key: bytes | None, kind: str, source: str, name: str) -> str:
+    """The name to write: itself without a key. `kind`, r for records and p for patients, keeps the two apart."""
+    if key is None:
+        return name
+    return kind + blake2b(f"{source}/{name}".encode(), key=key, digest_size=10, person=kind.encode()).hexdigest()
+
+
+def key_mark(key: bytes | None) -> str | None:
+    """Identifies a key without disclosing it."""
+    return blake2b(b"omnilead pseudonyms", key=key, digest_size=8).hexdigest() if key else None

@@ -1,8 +1,8 @@
-"""What a command line has in every program here: wrong arguments, lost output and too little memory are one line each.
+"""What all command lines here share: a parser, and one-line errors for wrong arguments, failing output and too little memory.
 
 Parser("python -m data_tools").parse_args()
 say("step 10")                            # a full disk behind standard output does not end the work
-if is_memory(error): ...                  # whoever ran out of it
+if is_memory(error): ...                  # out of memory, in whatever words
 """
 
 import argparse
@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 # "out of memory", in the words of torch, C++, Python's threads, the system and its loader of libraries
 MEMORY: tuple[str, ...] = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc", "can't start new thread")
 MEMORY += ("Cannot allocate memory", "Resource temporarily unavailable", "failed to map segment")
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,7 +38,7 @@ class Parser(argparse.ArgumentParser):
 
 @cache
 def guard_streams() -> None:
-    """Before anything is printed. A closed stream takes all that is written; what a stream cannot encode is escaped."""
+    """To be called before anything is printed: replaces a closed stream and escapes what a stream cannot encode."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -49,40 +50,43 @@ def guard_streams() -> None:
 
 
 def _unhandled(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Nobody reads standard output any more, or it cannot be written: no traceback."""
+    """No traceback if standard output cannot be written or nobody reads it any more."""
     if isinstance(error, OSError) and error.filename is None and error.errno in (errno.EPIPE, errno.ENOSPC, errno.EBADF):
-        drop_output()
-        if error.errno != errno.EPIPE:
-            print(f"standard output: {error.strerror}: choose another place", file=sys.stderr, flush=True)
+        _report(error)
     else:
         sys.__excepthook__(kind, error, trace)
 
 
 def _flush() -> None:
     if show(""):
-        os._exit(1)  # the last that is done
+        os._exit(1)  # too late for sys.exit
 
 
 def show(text: str) -> int:
-    """What a command was asked for; the exit code, which is 0 also if the reader has seen enough."""
+    """Print a command's result. -> the exit code, 0 also if the reader has closed the pipe."""
     try:
         print(text, end="", flush=True)
     except OSError as error:
-        drop_output()
-        if not isinstance(error, BrokenPipeError):
-            print(f"standard output: {error.strerror}: choose another place", file=sys.stderr, flush=True)
-            return 1
+        return _report(error)
     return 0
 
 
+def _report(error: OSError) -> int:
+    drop_output()
+    if error.errno == errno.EPIPE:
+        return 0
+    print(f"standard output: {error.strerror}: choose another place", file=sys.stderr, flush=True)
+    return 1
+
+
 def drop_output() -> int:
-    """What is still in the buffer, too, or the end of the process would stumble over it."""
+    """Also what is still in the buffer, which would raise again when the process ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def say(text: str) -> None:
-    """For work that is worth more than what it prints."""
+    """Print a remark; failing to do so must not end the work."""
     try:
         print(text, flush=True)
     except OSError as error:
@@ -91,21 +95,16 @@ def say(text: str) -> None:
 
 
 def is_memory(error: BaseException | None) -> bool:
-    """Whether this, or what led to it, is a lack of memory."""
-    if error is None:
-        return False
-    if isinstance(error, BlockingIOError):  # a lock that another has says the words of a thread that cannot be started
+    """Whether this error, or one that led to it, is a lack of memory."""
+    if error is None or isinstance(error, BlockingIOError):  # a lock held by another has the words of a thread's failed start
         return False
     return isinstance(error, MemoryError) or any(words in str(error) for words in MEMORY) or is_memory(error.__context__)
 
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
-
-
 @cache
 def keep_freed_memory() -> None:
-    """glibc gives larger buffers back to the kernel when they are freed, and the next record or batch pays for every page anew:
-    on a CPU two thirds of the time of noise. From now on this process keeps up to 256 MB of them. Without glibc: nothing."""
+    """glibc returns large buffers to the kernel when they are freed, and the next record or batch pays for every page again: on
+    a CPU two thirds of the time of noise. From now on this process keeps up to 256 MB of them. Without glibc: nothing."""
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         mallopt(M_MMAP_THRESHOLD, 32 * 2**20)

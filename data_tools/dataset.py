@@ -1,52 +1,50 @@
-"""The dataset on disk or in a bucket, format version 1: the one room that the data tools and the engine both enter.
+"""A dataset on disk or in a bucket, format version 1. This is the module through which the engine uses data_tools.
 
-    DATASET/dataset.json      what it is: preprocessing, sources, roles, shards with their sha256, the fingerprint
-            samples.parquet   one row a crop, in shard order
+    DATASET/dataset.json      preprocessing, sources, roles, shards with their sha256, and the fingerprint of all this
+            samples.parquet   one row per crop, in shard order
             rejects.csv       every record, lead or crop that was refused, repaired or flagged
             shards/00000.tar  <key>.ecg = int16 little-endian [12, 5000] microvolts, <key>.json; 00000.idx for DALI
-            store.zarr/       optional twin: int16 [crops, 12, 5000]
+            store.zarr/       optional copy: int16 [crops, 12, 5000]
 
-`Dataset.open` reads dataset.json and nothing else; columns are read when asked for, crops by offset with their checksum.
+`Dataset.open` reads only dataset.json. Columns are read on demand, crops by offset and checked against their crc32c.
 """
 
+import csv
 import hashlib
 import io
 import json
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import google_crc32c
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
-from data_tools.errors import ChunkError as ChunkError  # the engine has these, and as_csv, from here
+from data_tools.errors import ChunkError as ChunkError  # the engine imports the errors from here
 from data_tools.errors import DataError as DataError
 from data_tools.errors import DatasetError as DatasetError
 from data_tools.errors import ReadError, one_line
 from data_tools.record import ABBREVIATIONS, LEADS
-from data_tools.storage import Folder, folder_of_dataset
-from data_tools.tables import as_csv as as_csv
+from data_tools.storage import Folder, dataset_folder
 
 FORMAT_VERSION = 1
 CLASSES = ABBREVIATIONS  # the columns of `labels`
-PLANS = ("paper", "all", "paper-split")
-ROLES = {"dx", "id", "pretrain"}  # for which sources may be named
 CROP_SAMPLES = 5000
 CROP_SHAPE = (len(LEADS), CROP_SAMPLES)
 CROP_BYTES = 2 * len(LEADS) * CROP_SAMPLES
 SHARD_CROPS = 1024
 META, SAMPLES, REJECTS, STORE = "dataset.json", "samples.parquet", "rejects.csv", "store.zarr"
 MAX_META = 256 * 2**20
-_SHARD, _SHA256 = re.compile(r"[A-Za-z0-9_-]{1,64}\.tar", re.ASCII), re.compile(r"[0-9a-f]{64}")
+FORMULA = tuple("=+-@\t\r\n")  # how a cell begins that a spreadsheet takes for a formula
 
 COLUMNS = pa.schema(
     [
-        ("shard", pa.int32()),  # -1 in a dataset that is only zarr, where the row is the address
+        ("shard", pa.int32()),  # -1 in a dataset that is only zarr, where the row number is the address
         ("offset", pa.int64()),
         ("crc32c", pa.uint32()),
         ("waveform", pa.uint64()),  # crc32c of the limb leads, then of the chest leads: equal for equal waveforms
@@ -67,14 +65,58 @@ COLUMNS = pa.schema(
         ("fs_source_hz", pa.float64()),
     ]
 )
-NOT_ALWAYS = ("patient", "dx_role", "id_role", "age", "sex")  # all other columns say something of every crop
+NULLABLE = ("patient", "dx_role", "id_role", "age", "sex")
+
+
+class FileFacts(BaseModel, strict=True):
+    bytes: int
+    sha256: str
+
+
+class ShardFacts(BaseModel, strict=True):
+    """Name and sha256 become file names: nothing else may be in them."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}\.tar$")]
+    crops: NonNegativeInt
+    bytes: NonNegativeInt
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class RecordCounts(BaseModel, strict=True):
+    seen: int
+    used: int
+    refused: int
+
+
+class SourceFacts(BaseModel, strict=True):
+    name: str
+    licence: str
+    records: RecordCounts
+    crops: int
+    dropped_s: float
+
+
+class DatasetFacts(BaseModel, strict=True):
+    """The parts of dataset.json that readers rely on. Datasets of earlier versions lack those with a default."""
+
+    crops: int
+    samples: FileFacts
+    rejects: FileFacts | None = None
+    shards: list[ShardFacts]
+    formats: list[Literal["tar", "zarr"]]
+    seed: int = 0
+    plan: Literal["paper", "all", "paper-split"] = "all"
+    id_share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    role_sources: dict[Literal["dx", "id", "pretrain"], list[str]] = {}
+    roles: dict[str, Any] = {}
+    sources: list[SourceFacts] = []
 
 
 class Meta(dict[str, Any]):
-    """What dataset.json says: to need what it does not say is that file's error, and no program's."""
+    """The contents of dataset.json; a missing key is that file's error."""
 
     def __missing__(self, name: str) -> Any:
-        raise DatasetError(f"{META}: says nothing of {name}: restore the file")
+        raise DatasetError(f"{META}: {name} is missing: restore the file")
 
 
 @dataclass(frozen=True)
@@ -84,11 +126,11 @@ class Dataset:
 
     @classmethod
     def open(cls, url: str, anonymous: bool = False) -> "Dataset":
-        root = folder_of_dataset(url, anonymous)
+        root = dataset_folder(url, anonymous)
         try:
             meta = json.loads(root.read(META, MAX_META))
         except ReadError as error:
-            hint = "unfinished, or no dataset: `python -m data_tools shard SRC --out DATASET` finishes or makes one"
+            hint = "not a dataset, or an unfinished one: `python -m data_tools shard SRC --out DATASET` makes or finishes it"
             raise DatasetError(f"{url}: no {META} ({hint})" if error.reason == "missing file" else f"{url}: {error}") from None
         except (ValueError, RecursionError) as error:
             raise DatasetError(one_line(f"{url}/{META}: not JSON ({error}): restore the file")) from None
@@ -96,17 +138,21 @@ class Dataset:
         if version != FORMAT_VERSION:
             raise DatasetError(f"{url}: format version {version}, this program reads {FORMAT_VERSION}: use its own version")
         if meta.get("fingerprint") != fingerprint(meta):
-            raise DatasetError(f"{url}/{META}: its fingerprint is not that of its contents: it was changed by hand")
-        if wrong := misshapen(meta):
-            raise DatasetError(f"{url}/{META}: {wrong} has not the form of version {FORMAT_VERSION}: restore the file")
-        held, names = sum(shard["crops"] for shard in meta["shards"]), {shard["name"] for shard in meta["shards"]}
-        if names and (held, len(names)) != (meta["crops"], len(meta["shards"])):
-            told = f"{len(names)} shards of {held} crops, and {meta['crops']} crops in all"
-            raise DatasetError(f"{url}/{META}: contradicts itself ({told}): restore the file")
+            raise DatasetError(f"{url}/{META}: the fingerprint does not match the contents: edited by hand? restore the file")
+        try:
+            DatasetFacts.model_validate(meta)
+        except ValidationError as error:
+            wrong = error.errors()[0]["loc"][0]
+            raise DatasetError(f"{url}/{META}: {wrong} is not valid in version {FORMAT_VERSION}: restore the file") from None
+        counts = {shard["name"]: shard["crops"] for shard in meta["shards"]}
+        stored = len(meta["shards"]), sum(shard["crops"] for shard in meta["shards"])
+        if stored != (len(counts), meta["crops"] if counts else 0) or ("tar" in meta["formats"]) != bool(counts):
+            facts = f"{stored[0]} shards with {stored[1]} crops, {meta['crops']} crops in all, formats {meta['formats']}"
+            raise DatasetError(f"{url}/{META}: contradicts itself ({facts}): restore the file")
         return cls(root, Meta(meta))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Dataset, (self.root, self.meta)  # another process reads for itself
+        return Dataset, (self.root, self.meta)  # without what is cached
 
     def __hash__(self) -> int:
         return hash((self.root.url, self.fingerprint))
@@ -123,36 +169,33 @@ class Dataset:
         return list(self.meta["shards"])
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """Rows in shard order. On a local disk the file is mapped, and only the columns asked for are decoded."""
+        """Rows in shard order. A local file is memory-mapped, and only the given columns are decoded."""
         with self._arrow_errors():
             table = self._samples.read(columns)
         if table.num_rows != len(self):
-            raise DatasetError(
-                f"{self.root.url}: {SAMPLES} has {table.num_rows} rows, {META} says {len(self)}: restore the file"
-            )
-        if lacking := [name for name in table.column_names if name not in NOT_ALWAYS and table[name].null_count]:
-            raise DatasetError(f"{self.root.url}/{SAMPLES}: {lacking[0]} is missing in some rows: build the dataset again")
+            raise DatasetError(f"{self.root.url}: {SAMPLES}: {table.num_rows} rows, {len(self)} expected: restore the file")
+        if nulls := [name for name in table.column_names if name not in NULLABLE and table[name].null_count]:
+            raise DatasetError(f"{self.root.url}/{SAMPLES}: {nulls[0]} is missing in some rows: build the dataset again")
         return table
 
     def parts(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """The same rows by and by, for what needs only some of them at a time."""
+        """The same rows, batch by batch."""
         with self._arrow_errors():
             for group in self._samples.fragments[0].split_by_row_group():
                 yield from group.to_table(COLUMNS, list(columns)).to_batches()
 
     @cached_property
     def _samples(self) -> pq.ParquetDataset:
-        """Its bytes are right: parquet's own checks do not see every flipped bit. Those from far away are kept, or each column
-        would fetch them again."""
-        told, file = self.meta["samples"], f"{self.root.url}/{SAMPLES}"
+        """Its sha256 is checked first: parquet's own checks miss some flipped bits. A remote file is kept in memory."""
+        facts, file = self.meta["samples"], f"{self.root.url}/{SAMPLES}"
         source: Any = file
         if self.root.remote:
-            data = self.root.read(SAMPLES, told["bytes"])
+            data = self.root.read(SAMPLES, facts["bytes"])
             source, digest = io.BytesIO(data), hashlib.sha256(data)
         else:
             with open(file, "rb") as opened:
                 digest = hashlib.file_digest(opened, "sha256")
-        if digest.hexdigest() != told["sha256"]:
+        if digest.hexdigest() != facts["sha256"]:
             raise DatasetError(f"{file}: fails its sha256: restore the file")
         return pq.ParquetDataset(source, memory_map=True, schema=COLUMNS)
 
@@ -180,16 +223,16 @@ class Dataset:
 
     @cached_property
     def addresses(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """shard, offset and crc32c of every crop: 16 bytes each."""
+        """Shard, offset and crc32c of every crop: 16 bytes each."""
         table = self.table(["shard", "offset", "crc32c"])
         return tuple(table[name].to_numpy() for name in ("shard", "offset", "crc32c"))
 
     def select(self, pretrain: bool | None = None, dx: str | None = None, identity: str | None = None) -> np.ndarray:
-        """Rows of a role: select(dx="test"), select(pretrain=True), select(identity="gallery")."""
+        """Rows with a role: select(dx="test"), select(pretrain=True), select(identity="gallery")."""
         keep = np.ones(len(self), bool)
-        for name, wanted in (("pretrain", pretrain), ("dx_role", dx), ("id_role", identity)):
-            if wanted is not None:
-                keep &= self.column(name) == wanted
+        for name, role in (("pretrain", pretrain), ("dx_role", dx), ("id_role", identity)):
+            if role is not None:
+                keep &= self.column(name) == role
         return np.flatnonzero(keep)
 
     def read(self, row: int, check: bool = True) -> np.ndarray:
@@ -211,75 +254,59 @@ class Dataset:
 
     @cached_property
     def chunks(self) -> Any:
-        """The zarr twin, crop by crop: `chunks.read(row, out)`."""
+        """The zarr copy, crop by crop: `chunks.read(row, out)`."""
         from data_tools.zarr_reader import Chunks
 
         return Chunks(self.root, len(self))
 
-    @cached_property
-    def store(self) -> Any:
-        """The zarr twin as zarr-python reads it."""
-        return open_store(self.root, "r")
-
-
-def misshapen(meta: dict[str, Any]) -> str | None:
-    """The first thing that readers build upon and that is not as they expect it."""
-
-    def has(facts: Any, **kinds: type) -> bool:
-        return isinstance(facts, dict) and all(type(facts.get(name)) is kind for name, kind in kinds.items())
-
-    def is_shard(facts: Any) -> bool:
-        """Name and sum become names of files: nothing else may be in them."""
-        return (
-            has(facts, name=str, crops=int, bytes=int, sha256=str)
-            and bool(_SHARD.fullmatch(facts["name"]) and _SHA256.fullmatch(facts["sha256"]))
-            and min(facts["crops"], facts["bytes"]) >= 0
-        )
-
-    def is_source(facts: Any) -> bool:
-        return has(facts, name=str, licence=str, records=dict, crops=int, dropped_s=float) and has(
-            facts["records"], seen=int, used=int, refused=int
-        )
-
-    def are_names(names: Any) -> bool:
-        return isinstance(names, list) and all(isinstance(name, str) for name in names)
-
-    shards, sources, whose = meta.get("shards"), meta.get("sources", []), meta.get("role_sources", {})
-    share = meta.get("id_share", 1)
-    right = {
-        "crops": has(meta, crops=int),
-        "samples": has(meta.get("samples"), bytes=int, sha256=str),
-        "rejects": "rejects" not in meta or has(meta["rejects"], bytes=int, sha256=str),  # not in the first datasets
-        "shards": isinstance(shards, list) and all(map(is_shard, shards)),
-        "formats": meta.get("formats") in ((["tar"], ["tar", "zarr"]) if shards else (["zarr"],)),
-        "seed": isinstance(meta.get("seed", 0), int),
-        "plan": meta.get("plan", "all") in PLANS,
-        "id_share": isinstance(share, int | float) and 0 <= share <= 1,
-        "role_sources": isinstance(whose, dict) and whose.keys() <= ROLES and all(map(are_names, whose.values())),
-        "roles": isinstance(meta.get("roles", {}), dict),
-        "sources": isinstance(sources, list) and all(map(is_source, sources)),
-    }
-    return next((name for name, holds in right.items() if not holds), None)
-
-
-def open_store(root: Folder, mode: str) -> Any:
-    import zarr
-
-    try:
-        options = {"anon": True} if getattr(root, "anonymous", False) else None
-        return zarr.open_array(f"{root.url}/{STORE}", mode=mode, storage_options=options)
-    except (FileNotFoundError, LookupError, TypeError, ValueError, AttributeError) as error:  # all of a damaged zarr.json
-        raise DatasetError(one_line(f"{root.url}/{STORE}: {error}")) from None
+    def rejects(self) -> list[tuple[str, str, str, str]]:
+        """(source, record, reason, detail): the rows of rejects.csv."""
+        facts, file = self.meta.get("rejects"), f"{self.root.url}/{REJECTS}"
+        try:
+            data = self.root.read(REJECTS, facts["bytes"] if facts else 2**31)
+            if facts and hashlib.sha256(data).hexdigest() != facts["sha256"]:
+                raise ValueError("fails its sha256")
+            _, *rows = csv.reader(io.StringIO(data.decode()))
+            return [(source, record, reason, detail) for source, record, reason, detail in (map(unquoted, row) for row in rows)]
+        except (ReadError, ValueError, csv.Error) as error:
+            raise DatasetError(one_line(f"{file}: {error}: restore the file")) from None
 
 
 def fingerprint(meta: dict[str, Any]) -> str:
-    """Of everything that dataset.json says, which names every shard and table by its sha256."""
+    """A hash of all of dataset.json, which holds the sha256 of every shard and table."""
     rest = {name: value for name, value in meta.items() if name != "fingerprint"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def waveform(crop: np.ndarray) -> tuple[int, int]:
-    """(crc32c of the crop, its waveform hash). One and a half passes at memory speed."""
+    """(crc32c of the crop, its waveform hash)."""
     limb, chest = crop[: len(LEADS) // 2], crop[len(LEADS) // 2 :]
     first = google_crc32c.value(limb)
     return google_crc32c.extend(first, chest), first << 32 | google_crc32c.value(chest)
+
+
+def as_csv(rows: Iterable[Sequence[Any]]) -> str:
+    """A CSV table that is safe in a spreadsheet: a cell that would be a formula begins with an apostrophe."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([_quoted(cell) for cell in row] for row in rows)
+    return text.getvalue()
+
+
+def _quoted(cell: Any) -> Any:
+    """Numbers stay numbers, also several in one cell. Python below 3.13 writes a carriage return as it is: a new line."""
+    if not isinstance(cell, str):
+        return cell
+    text = cell.replace("\r", " ")
+    return text if not cell.startswith(FORMULA) or all(map(_is_number, cell.split())) else f"'{text}"
+
+
+def unquoted(cell: str) -> str:
+    return cell[1:] if cell.startswith("'") and cell[1:].startswith(FORMULA) else cell
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True

@@ -1,12 +1,12 @@
-"""What can go wrong, as one line for the user: the commands print the message and exit with 2; anything else is a bug."""
+"""Errors for the user: the commands print the message in one line and exit with 2. Anything else is a bug."""
 
 
 class DataError(Exception):
-    """Wrong arguments, or one of those below."""
+    """Wrong arguments, or one of the errors below."""
 
 
 class ReadError(DataError):
-    """A record, or a part of one, that cannot be used: `reason` is one of a fixed set of words, counted in rejects.csv."""
+    """A record or crop that cannot be used. `reason` comes from a fixed set of phrases and is counted in rejects.csv."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -17,28 +17,28 @@ class ReadError(DataError):
 
 
 class StorageError(DataError):
-    """The place itself fails (network, credentials, a full disk): the run stops, and goes on when it is started again."""
+    """The storage fails (network, credentials, full disk): the run stops, and continues when it is started again."""
 
 
 class DatasetError(DataError):
-    """A dataset that is not what it says: the message names the file, the crop and the check."""
+    """A damaged or invalid dataset: the message names the file, the crop and the check that failed."""
 
 
 class ChunkError(DataError):
-    """What is wrong with a chunk of the zarr twin, in the words that come after its name."""
+    """A damaged chunk of the zarr copy; the caller adds which one."""
 
 
 def printable(text: str) -> str:
-    """On one line: control characters, and the bytes of a file's name that are not UTF-8, are escaped."""
+    """On one line: escapes control characters, and bytes of a file name that are not UTF-8."""
     return text if text.isprintable() else "".join(map(_escaped, text))
 
 
 def _escaped(letter: str) -> str:
-    if "\udc80" <= letter <= "\udcff":  # how Python holds such a byte
+    if "\udc80" <= letter <= "\udcff":  # Python's stand-in for such a byte
         return f"\\x{ord(letter) - 0xDC00:02x}"
     return letter if letter.isprintable() else ascii(letter)[1:-1]
 
 
-def one_line(text: str, most: int = 300) -> str:
-    """What a library says may be several."""
-    return " ".join(text.split())[:most]
+def one_line(text: str, limit: int = 300) -> str:
+    """A library's message, which may have several lines."""
+    return " ".join(text.split())[:limit]

@@ -1,56 +1,62 @@
-"""Pictures to judge data by eye: one ECG on ECG paper, true to scale, and one overview of a whole dataset.
+"""Data by eye: an ECG on ECG paper, true to scale, and an overview of a dataset in words and in a figure.
 
-Arrays and counts come in, a matplotlib `Figure` goes out, `save` writes it; nothing here reads a dataset.
-
-    python -m data_tools show DATASET --png FILE
+python -m data_tools show DATASET|RECORD --png FILE
 """
 
 import math
 import os
 import textwrap
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import matplotlib
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from matplotlib.axes import Axes
 from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
+from data_tools.build import records_of
+from data_tools.dataset import Dataset
+from data_tools.prepare import MAX_UV
 from data_tools.record import ABBREVIATIONS, LEADS
+from data_tools.splits import RoleSources
 
 DPI, MM_PER_INCH = 150, 25.4
 MM_PER_S = 25.0
 COLUMN_S, SHOWN_S = 2.5, 10.0
-GAINS_MM_PER_MV = (10.0, 5.0)  # the standard one, and the one for traces that would leave the paper
+GAINS_MM_PER_MV = (10.0, 5.0)  # the standard one, and half of it for traces that would leave the paper
 
-# A4 landscape, so that a print at 100 % is to scale. The paper's own axes count millimetres from its lower left corner.
+# A4 landscape, so that a print at 100 % is to scale. The paper's own axes count millimetres from its lower left corner
 PAGE_MM, PAPER_MM, PAPER_AT_MM = (297.0, 210.0), (270.0, 175.0), (13.5, 13.0)
-TRACE_X_MM = 15.0  # where second 0 lies; the calibration pulse stands left of it
+TRACE_X_MM = 15.0  # second 0; the calibration pulse stands left of it
 ROWS_Y_MM = (140.0, 100.0, 60.0, 20.0)  # baselines: three rows of four leads, then the rhythm strip
-FLAT_MV = 0.005  # less than this from end to end is no signal: one step of the usual converters
+FLAT_MV = 0.005  # a lead that varies less has no signal: one step of the usual converters
 
 FONT = "DejaVu Sans"  # comes with matplotlib: the same picture everywhere
 INK, GREY, PAPER, GRID_1_MM, GRID_5_MM = "#14141c", "#75757d", "#fffcfb", "#f8dcda", "#eeb0ad"
 ROLE_COLOURS = ("#2f6690", "#db963a", "#b3d4e6", "#7d7d88", "#d9d9d4", "#3d2c4a")  # apart in lightness: any colour vision
 
+MANY_SATURATED = 0.01  # of a source's crops
+# Oh et al. 2022, section 5.1, in 5 s segments. Its split is by segment and excludes nothing: see `--plan paper-split`
+PAPER_ROLES = {"pretrain": 189_051, "dx train": 32_640, "dx valid": 4_079, "dx test": 4_079}
+PAPER_ROLES |= {"id train": 147_444, "id valid": 17_670, "id gallery": 2_127, "id probe": 2_127}
+# Its six sets, in records of the Challenge's release
+PAPER_SETS = {"chapman_shaoxing": 10_247, "cpsc_2018": 6_877, "cpsc_2018_extra": 3_453}
+PAPER_SETS |= {"georgia": 10_344, "ningbo": 34_905, "ptb-xl": 21_837}
+
 
 def ecg_figure(mv: np.ndarray, fs_hz: float, title: str = "", caption: str = "", missing: Collection[str] = ()) -> Figure:
     """Twelve leads `mv` [12, n] in the order of LEADS: 3 x 4 columns of 2.5 s, contiguous in time, over a rhythm strip.
 
-    Each lead is centred on its median, as AC-coupled carts do. NaN leaves a gap; a lead of nothing else is missing.
-    """
-    if mv.ndim != 2 or mv.shape[0] != len(LEADS) or mv.shape[1] < 2:
-        raise ValueError(f"mv: expected [{len(LEADS)}, n >= 2] millivolts, got shape {mv.shape}")
-    if not (math.isfinite(fs_hz) and fs_hz > 0):
-        raise ValueError(f"fs_hz: expected a positive frequency, got {fs_hz}")
-    if unknown := sorted(set(missing) - set(LEADS)):
-        raise ValueError(f"missing: no such lead {unknown}; leads are {', '.join(LEADS)}")
-
+    Each lead is centred on its median, as AC-coupled carts do. NaN leaves a gap; a lead of nothing else is missing."""
     mv = np.array(mv[:, : math.ceil(SHOWN_S * fs_hz - 1e-9)], dtype=np.float64)
     mv[~np.isfinite(mv)] = np.nan
     absent = {lead for lead, row in zip(LEADS, mv, strict=True) if lead in missing or np.isnan(row).all()}
@@ -63,25 +69,22 @@ def ecg_figure(mv: np.ndarray, fs_hz: float, title: str = "", caption: str = "",
     cells.append((rhythm, 3, 0.0, SHOWN_S))
     length_s = mv.shape[1] / fs_hz
     whole_s = max(1, math.floor(length_s / COLUMN_S + 1e-9)) * COLUMN_S
-    # (place on the paper, time in the ECG) at which a column begins: those past a short ECG's end begin at its start again
-    begins = {s: (s, s if s < length_s - 2 / fs_hz else s % whole_s) for _, _, s, _ in cells}
+    # where a column begins -> at which time of the ECG: columns after the end of a short ECG show it from its start again
+    begins = {s: s if s < length_s - 2 / fs_hz else s % whole_s for _, _, s, _ in cells}
 
-    def draw_at(gain: float) -> list[np.ndarray]:
-        return [
-            _trace_mm(shown.get(lead), fs_hz, gain, row, begins[start_s], end_s - start_s)
-            for lead, row, start_s, end_s in cells
-        ]
+    def traces_at(gain: float) -> list[np.ndarray]:
+        return [_trace_mm(shown.get(lead), fs_hz, gain, row, s, begins[s], end - s) for lead, row, s, end in cells]
 
     gain = GAINS_MM_PER_MV[0]
     edges = (PAPER_MM[1], *ROWS_Y_MM, 0.0)  # a trace may reach into the next row, but not across that row's baseline
-    traces, notes = draw_at(gain), []
+    traces, notes = traces_at(gain), []
     if any(_leaves(trace, edges[row + 2], edges[row]) for trace, (_, row, _, _) in zip(traces, cells, strict=True)):
         gain = GAINS_MM_PER_MV[1]
-        traces = draw_at(gain)
+        traces = traces_at(gain)
         notes.append(f"half gain: too tall for {GAINS_MM_PER_MV[0]:g} mm/mV")
     if any(_leaves(trace, 0.0, PAPER_MM[1]) for trace in traces):
         notes.append("cut at the edge of the paper")
-    if any(place_s != time_s for place_s, time_s in begins.values()):
+    if any(place_s != time_s for place_s, time_s in begins.items()):
         notes.append(f"{length_s:.3g} s long: its end is not the last column's")
 
     figure, axes = _paper()
@@ -89,22 +92,19 @@ def ecg_figure(mv: np.ndarray, fs_hz: float, title: str = "", caption: str = "",
         pulse = row_y + gain * np.array([0, 0, 1, 1, 0, 0])
         axes.plot((2, 5, 5, 10, 10, 13), pulse, color=INK, lw=0.9, solid_joinstyle="miter", label="calibration")
     for (lead, row, start_s, end_s), trace in zip(cells, traces, strict=True):
-        end_s = min(end_s, length_s + start_s - begins[start_s][1])
+        end_s = min(end_s, length_s + start_s - begins[start_s])
         _draw_lead(axes, lead, row, start_s, end_s, trace if lead in shown else None)
-        x, y = TRACE_X_MM + MM_PER_S * start_s, ROWS_Y_MM[row]
-        _write(axes, x + 1.2, _free_y(traces, x, y, lead), lead, 10, weight="bold", label=f"name {lead}", zorder=4)
     _margins(figure, title, caption, f"{MM_PER_S:g} mm/s   {gain:g} mm/mV   {fs_hz:g} Hz", "   ".join(notes))
     return figure
 
 
 def _trace_mm(
-    mv: np.ndarray | None, fs_hz: float, gain: float, row: int, starts_s: tuple[float, float], dur_s: float
+    mv: np.ndarray | None, fs_hz: float, gain: float, row: int, place_s: float, start_s: float, dur_s: float
 ) -> np.ndarray:
-    """[points, (x, y)] in mm, from (place on the paper, time in the ECG). The sample on a column's right edge is its last point
-    and the next one's first."""
+    """[points, (x, y)] in mm of the ECG from `start_s`, drawn from `place_s` on. The sample on the edge of two columns is in
+    both."""
     if mv is None:
         return np.empty((0, 2))
-    place_s, start_s = starts_s
     first, last = math.ceil(start_s * fs_hz - 1e-9), math.floor((start_s + dur_s) * fs_hz + 1e-9)
     at = np.arange(first, min(last + 1, len(mv)))
     return np.stack([TRACE_X_MM + MM_PER_S * (at / fs_hz - start_s + place_s), ROWS_Y_MM[row] + gain * mv[at]], axis=1)
@@ -123,19 +123,8 @@ def _draw_lead(axes: Axes, lead: str, row: int, start_s: float, end_s: float, tr
         _write(axes, (x + end_x) / 2, y + 1.5, "missing", 9, color=GREY, style="italic", ha="center")
     else:
         axes.plot(trace[:, 0], trace[:, 1], color=INK, lw=0.9, solid_joinstyle="round", zorder=3, label=f"trace {lead}")
-
-
-def _free_y(traces: list[np.ndarray], x: float, baseline: float, name: str) -> float:
-    """Where a lead's name stands clear of every trace: the usual place if it can, else the next free one."""
-    width, height, usual = 2.2 + sum(1.5 if letter == "I" else 2.5 for letter in name), 3.2, 6.0
-    near = [trace[(trace[:, 0] >= x - 0.5) & (trace[:, 0] <= x + width), 1] for trace in traces]
-    low = np.concatenate([np.minimum(y[:-1], y[1:]) for y in near])
-    high = np.concatenate([np.maximum(y[:-1], y[1:]) for y in near])
-    for offset in (usual, 8.0, 10.0, 12.0, 14.0, 17.0, 20.0, -8.0, -10.0, -12.0, -15.0, -18.0):
-        y = baseline + offset
-        if 0 < y < PAPER_MM[1] - height and not np.any((low < y + height + 0.8) & (high > y - 0.8)):
-            return y
-    return baseline + usual
+    halo = [withStroke(linewidth=3, foreground=PAPER)]  # the name stays legible on a trace
+    _write(axes, x + 1.2, y + 6, lead, 10, weight="bold", label=f"name {lead}", zorder=4, path_effects=halo)
 
 
 def _paper() -> tuple[Figure, Axes]:
@@ -154,15 +143,15 @@ def _paper() -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _margins(figure: Figure, title: str, caption: str, footer: str, notes: str) -> None:
-    """The words round the paper; `footer` carries the scale."""
+def _margins(figure: Figure, title: str, caption: str, scale: str, notes: str) -> None:
+    """The text around the paper."""
     (page_w, page_h), (w, h), (left, bottom) = PAGE_MM, PAPER_MM, PAPER_AT_MM
     x, right, footer_y = left / page_w, (left + w) / page_w, (bottom - 5.5) / page_h
-    lines = [part for line in caption.splitlines() for part in textwrap.wrap(line, 125)]
+    lines = textwrap.wrap(caption, 125)
     caption = "\n".join(lines[:2]) + (" …" if lines[2:] else "")
     _write(figure, x, (bottom + h + 12) / page_h, title[:80] + ("…" if title[80:] else ""), 13, weight="bold")
     _write(figure, x, (bottom + h + 9.5) / page_h, caption, 9, color=GREY, va="top", linespacing=1.25)
-    _write(figure, x, footer_y, footer, 9.5, weight="bold" if "gain" in notes else "normal")
+    _write(figure, x, footer_y, scale, 9.5, weight="bold" if "gain" in notes else "normal")
     _write(figure, right, footer_y, notes, 9, color=GREY, ha="right")
 
 
@@ -170,8 +159,27 @@ def _write(where: Figure | Axes, x: float, y: float, text: str, size: float, col
     where.text(x, y, text, fontsize=size, color=color, fontfamily=FONT, parse_math=False, **style)  # type: ignore[arg-type]
 
 
+def dataset_figure(dataset: Dataset) -> Figure:
+    table = dataset.table(["source", "pretrain", "dx_role", "id_role", "labels"])
+    columns = (table[name].to_pylist() for name in ("source", "pretrain", "dx_role", "id_role"))
+    counts: dict[str, Counter[str]] = {}
+    for source, *roles in zip(*columns, strict=True):
+        counts.setdefault(source, Counter())[_role(*roles)] += 1
+    labels = pc.list_flatten(table["labels"]).to_numpy().reshape(-1, len(ABBREVIATIONS))
+    classes = {name: int(count) for name, count in zip(ABBREVIATIONS, labels.sum(axis=0), strict=True) if count}
+    return summary_figure(counts, classes, f"{len(dataset):,} crops of 10 s, plan {dataset.meta['plan']}")
+
+
+def _role(pretrain: bool, dx: str | None, identity: str | None) -> str:
+    if identity in ("gallery", "probe"):
+        return "gallery or probe"
+    if dx in ("valid", "test"):
+        return f"diagnosis {dx}"
+    return "pre-training" if pretrain else "kept out"
+
+
 def summary_figure(counts: Mapping[str, Mapping[str, int]], class_counts: Mapping[str, int], title: str) -> Figure:
-    """Left: crops of each source, by role (counts[source][role]). Right: crops that carry each diagnosis class."""
+    """Left: crops of each source, by role (counts[source][role]). Right: crops that have each diagnosis class."""
     slots = max(len(counts), len(ABBREVIATIONS) if class_counts else 0, 8)
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.03)
     figure = Figure(figsize=(12.5, 1.8 + 0.22 * slots), dpi=DPI, facecolor="white", layout=layout)
@@ -179,57 +187,55 @@ def summary_figure(counts: Mapping[str, Mapping[str, int]], class_counts: Mappin
     figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK, family=FONT, parse_math=False)
     left, right = figure.subplots(1, 2, width_ratios=(1.1, 1.0))
     crops = sum(sum(roles.values()) for roles in counts.values())
-    panels = ((left, f"{crops:,} crops by source and role"), (right, "crops that carry each diagnosis class"))
-    for axes, panel in panels:
-        axes.set_title(panel, loc="left", fontsize=10, color=INK, family=FONT)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.spines["bottom"].set_color(GREY)
-        axes.tick_params(axis="x", which="both", colors=GREY, labelsize=8, labelfontfamily=FONT)
-        axes.tick_params(axis="y", length=0, labelcolor=INK, labelsize=9, labelfontfamily=FONT)
-        axes.grid(axis="x", color="#e6e6ea", linewidth=0.6)
-        axes.set_axisbelow(True)
+    left.set_title(f"{crops:,} crops by source and role", loc="left", fontsize=10, color=INK, family=FONT)
+    right.set_title("crops with each diagnosis class", loc="left", fontsize=10, color=INK, family=FONT)
     _draw_sources(left, counts, slots)
-    _draw_classes(right, class_counts)
+    if class_counts:
+        _draw_classes(right, class_counts)
+    else:
+        right.set_axis_off()
+        _write(right, 0.5, 0.5, "no diagnosis labels", 10, color=GREY, style="italic", ha="center", va="center")
     return figure
 
 
 def _draw_sources(axes: Axes, counts: Mapping[str, Mapping[str, int]], slots: int) -> None:
     totals = {source: sum(roles.values()) for source, roles in counts.items()}
     order = sorted(totals, key=lambda source: (-totals[source], source))
-    done = np.zeros(len(order))
+    left = np.zeros(len(order))
     for i, role in enumerate(dict.fromkeys(role for roles in counts.values() for role in roles)):
         part = np.array([counts[source].get(role, 0) for source in order])
         colour, label = ROLE_COLOURS[i % len(ROLE_COLOURS)], f"{role}  {part.sum():,}"
-        axes.barh(range(len(order)), part, 0.68, left=done, color=colour, label=label)
-        done += part
+        axes.barh(range(len(order)), part, 0.68, left=left, color=colour, label=label)
+        left += part
     axes.set_xlim(0, max([1, *totals.values()]) * 1.14)
     _finish_bars(axes, order, [totals[source] for source in order], max(len(order), 0.55 * slots))
-    if done.any():  # under the axis, where no bar can be
+    if left.any():  # under the axis, where there are no bars
         at, font = (-0.01, -1.1 / slots), {"family": FONT, "size": 9}
         axes.legend(loc="upper left", bbox_to_anchor=at, ncols=4, frameon=False, prop=font, borderaxespad=0)
 
 
 def _draw_classes(axes: Axes, class_counts: Mapping[str, int]) -> None:
-    if not class_counts:
-        axes.set_axis_off()
-        _write(axes, 0.5, 0.5, "no diagnosis labels", 10, color=GREY, style="italic", ha="center", va="center")
-        return
     full = dict.fromkeys(ABBREVIATIONS, 0) | dict(class_counts)
     order = sorted(full, key=lambda name: (-full[name], name))
-    least, most = min((n for n in full.values() if n > 0), default=1), max(1, *full.values())
-    span, start = most / least, 0.0
-    if span > 50:
-        start = least / 2
+    lowest, highest, start = min((n for n in full.values() if n > 0), default=1), max(1, *full.values()), 0.0
+    axes.set_xlim(0, highest * 1.14)
+    if highest / lowest > 50:
+        start = lowest / 2
         axes.set_xscale("log")
+        axes.set_xlim(start, highest * (highest / lowest) ** 0.14)
         axes.set_xlabel("crops, logarithmic scale", fontsize=8, color=GREY, family=FONT)
-    widths = [max(full[name] - start, 0) for name in order]
-    axes.barh(range(len(order)), widths, 0.68, left=start, color=ROLE_COLOURS[0])
-    axes.set_xlim(start, most * (span**0.14 if start else 1.14))
+    axes.barh(range(len(order)), [max(full[name] - start, 0) for name in order], 0.68, left=start, color=ROLE_COLOURS[0])
     _finish_bars(axes, order, [full[name] for name in order], len(order))
 
 
 def _finish_bars(axes: Axes, names: list[str], values: list[int], slots: float) -> None:
-    """Names at the left, numbers behind the bars, ticks that are whole numbers."""
+    """Names at the left, numbers behind the bars, whole numbers as ticks."""
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(GREY)
+    axes.tick_params(axis="x", which="both", colors=GREY, labelsize=8, labelfontfamily=FONT)
+    axes.tick_params(axis="y", length=0, labelcolor=INK, labelsize=9, labelfontfamily=FONT)
+    axes.grid(axis="x", color="#e6e6ea", linewidth=0.6)
+    axes.set_axisbelow(True)
     axes.set_ylim(slots - 0.4, -0.6)
     axes.set_yticks(range(len(names)), names, parse_math=False)
     for y, value in enumerate(values):
@@ -242,8 +248,7 @@ def _finish_bars(axes: Axes, names: list[str], values: list[int], slots: float) 
     axes.xaxis.set_minor_formatter("")
 
 
-def kind_of(path: Path) -> str:
-    """Of a picture, by its file's name."""
+def picture_kind(path: Path) -> str:
     kind = path.suffix[1:].lower() or "png"
     if kind not in FigureCanvasBase.get_supported_filetypes():
         raise OSError(f"{path}: no picture can be written as .{kind}: use .png, .svg or .pdf")
@@ -251,9 +256,9 @@ def kind_of(path: Path) -> str:
 
 
 def save(figure: Figure, path: str | os.PathLike[str], dpi: float = DPI) -> None:
-    """Write the file whole or not at all, in the format of its suffix; the same figure gives the same bytes."""
+    """Write the whole file or nothing, in the format of its suffix; the same figure gives the same bytes."""
     path = Path(path)
-    kind = kind_of(path)
+    kind = picture_kind(path)
     undated = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -263,3 +268,76 @@ def save(figure: Figure, path: str | os.PathLike[str], dpi: float = DPI) -> None
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def describe(dataset: Dataset) -> str:
+    """Sources, roles beside the paper's, what was refused and why."""
+    meta = dataset.meta
+    megabytes = sum(shard["bytes"] for shard in dataset.shards) / 1e6
+    shards = f"{len(dataset.shards)} tar shard{'s' * (len(dataset.shards) != 1)} of {megabytes:,.0f} MB in all"
+    lines = [
+        f"{dataset.root.url}: {len(dataset):,} crops of 10 s, {shards}" + ", zarr copy" * ("zarr" in meta["formats"]),
+        f"plan {meta['plan']}, seed {meta['seed']}, fingerprint {dataset.fingerprint[:16]}",
+        "",
+        f"{'source':22}{'records':>10}{'the paper':>11}{'used':>10}{'refused':>9}{'crops':>10}{'dropped':>12}  licence",
+    ]
+    for source in meta["sources"]:
+        name, records, paper = source["name"], source["records"], PAPER_SETS.get(source["name"], 0)
+        counts = f"{name:22}{records['seen']:10,}{paper:11,}{records['used']:10,}{records['refused']:9,}{source['crops']:10,}"
+        lines.append(f"{counts}{source['dropped_s']:10,.0f} s  {source['licence']}")
+    lines += ["", f"{'role':22}{'crops':>10}{'5 s parts':>11}{'the paper':>11}"]
+    if meta["plan"] == "paper-split":
+        lines.append("paper-split LEAKS: crops of one ECG are on both sides, as in the authors' code. For comparison only.")
+    table = dataset.table(["halves", "pretrain", "dx_role", "id_role"])
+    for name, paper in PAPER_ROLES.items():
+        task, _, role = name.partition(" ")
+        mask = pc.equal(table[f"{task}_role"], role).fill_null(False) if role else table["pretrain"]
+        parts = pc.sum(table["halves"].filter(mask)).as_py() or 0
+        lines.append(f"{name:22}{pc.sum(mask).as_py() or 0:10,}{parts:11,}{paper:11,}")
+    if duplicates := _duplicates(dataset):
+        lines += ["", f"{duplicates:,} crops have a waveform that another record has too"]
+    reasons = Counter(reject[2] for reject in dataset.rejects())
+    lines += ["", "refused, repaired or flagged (rejects.csv):" if reasons else "nothing refused, repaired or flagged"]
+    return "\n".join(lines + [f"  {reason:30}{count:8,}" for reason, count in reasons.most_common()])
+
+
+def _duplicates(dataset: Dataset) -> int:
+    records = records_of(dataset.table(["source", "record", "patient", "start_s", "waveform"]))
+    _, number = np.unique(records.waveform, return_inverse=True)
+    pairs = np.unique(np.stack([number, records.crop_record]), axis=1)
+    return int((np.bincount(pairs[0])[number] > 1).sum())
+
+
+def notes(dataset: Dataset) -> Iterator[str]:
+    """Warnings about what later commands would fail on."""
+    if dataset.meta["plan"] != "all":
+        yield from _role_notes(dataset)
+    table = dataset.table(["source", "flags"])
+    flags = table["flags"].combine_chunks()
+    saturated = np.asarray(pc.list_parent_indices(flags))[np.asarray(pc.equal(pc.list_flatten(flags), "saturated"))]
+    crops = Counter(table["source"].to_pylist())
+    for source, count in sorted(Counter(table["source"].take(pa.array(np.unique(saturated))).to_pylist()).items()):
+        if count > crops[source] * MANY_SATURATED:
+            yield f"{count:,} of {crops[source]:,} crops of {source} are beyond {MAX_UV // 1000} mV: is its unit right?"
+
+
+def _role_notes(dataset: Dataset) -> Iterator[str]:
+    chosen, roles = RoleSources.from_meta(dataset.meta), dataset.meta["roles"]
+    empty = [] if roles["pretrain"] else ["pretrain"]
+    empty += [name for name in PAPER_ROLES if name != "pretrain" and name.split()[1] not in roles[name.split()[0]]]
+    advice = {
+        "pretrain": "--pretrain-sources names what is for pre-training",
+        "dx": f"diagnosis roles are for records of {' or '.join(chosen.dx)}: --dx-sources names others",
+        "id gallery": f"gallery and probe are for patients of {' or '.join(chosen.id)} with two sessions, at most "
+        f"{chosen.id_share:g} of all: --id-sources and --id-share change that",
+    }
+    if empty:
+        given = [text for role, text in advice.items() if any(name.startswith(role) for name in empty)]
+        yield f"no crop for {', '.join(empty)}: {'; '.join(given) or 'too few records'}"
+    names = [source["name"] for source in dataset.meta["sources"] if source["crops"]]
+    if left_out := [name for name in names if not chosen.pretrains(name)]:
+        why = "not in the paper's" if chosen.pretrain is None else "not in --pretrain-sources"
+        yield f"not for pre-training: {', '.join(left_out)} ({why}): --pretrain-sources all includes every source"
+    others = [name for name in names if chosen.pretrains(name) and name not in PAPER_SETS]
+    if chosen.pretrain is None and others and PAPER_SETS.keys() & set(names):
+        yield f"for pre-training, but not in the paper's: {', '.join(others)}: --pretrain-sources names the sources to use"

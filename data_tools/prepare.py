@@ -1,8 +1,12 @@
 """A record of any archive -> crops of 10 s: 12 leads in order, 500 Hz, int16 microvolts.
 
-Leads are placed by name; physical = (digital - baseline) / gain; another rate is resampled (polyphase FIR, anti-aliased);
-what was not measured becomes a lead of zeros that is named as missing. A record that already has the form is copied bit
-for bit. `SPEC` says all this in numbers; its hash goes into every dataset and every model trained on it.
+Leads are placed by name; physical = (digital - baseline) / gain; other rates are resampled (polyphase FIR, anti-aliased); a
+lead that was not measured becomes zeros and is listed as missing. A record that already has this form is copied bit for bit.
+`SPEC` states all this; its hash goes into every dataset and every model trained on it.
+
+Flags say what is odd about a crop and change nothing: `flat:V1` a lead that never changes; `saturated` clipped at +-32.767 mV;
+`large` beyond +-20 mV, more than hearts give; `einthoven` limb leads that contradict each other by more than 20 uV (swapped
+or mislabelled leads, or a bad resampling).
 """
 
 import hashlib
@@ -11,11 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from itertools import compress
 
 import numpy as np
 from scipy.signal import firwin, upfirdn
 
-from data_tools import quality
 from data_tools.errors import ReadError
 from data_tools.record import LEADS, MV_PER_UNIT, EcgRecord, lead_rows, unit_name
 
@@ -23,10 +27,15 @@ FS_HZ, CROP, HALF = 500, 5000, 2500
 CROP_BYTES = len(LEADS) * CROP * 2
 IN_ORDER = {lead: lead for lead in range(len(LEADS))}
 MAX_UV = 32_767
-MAX_MV = 1e9  # more is no voltage, and would overflow in the filter
+MAX_MV = 1e9  # larger values would overflow in the filter
 MAX_RATIO = 2000  # of the polyphase filter: its length grows with it
 RATE_RANGE_HZ = (50.0, 2000.0)
 _TAPS_PER_PHASE, _KAISER_BETA = 10, 5.0
+LARGE_UV, EINTHOVEN_UV = 20_000, 20
+# Twice (derived - stored) of III, aVR, aVL and aVF, from I, II, III, aVR, aVL, aVF: doubled, so that there are no halves
+_TWICE_RESIDUAL = np.array(
+    [[-2, 2, -2, 0, 0, 0], [-1, -1, 0, -2, 0, 0], [2, -1, 0, 0, -2, 0], [-1, 2, 0, 0, 0, -2]], np.float32
+)
 
 SPEC = {
     "fs_hz": FS_HZ,
@@ -45,7 +54,7 @@ SPEC_HASH = hashlib.sha256(json.dumps(SPEC, sort_keys=True).encode()).hexdigest(
 
 @dataclass(frozen=True, slots=True)
 class Crop:
-    """What is known of a crop besides its samples."""
+    """The facts about a crop besides its samples."""
 
     start_s: float
     halves: int
@@ -82,17 +91,30 @@ def rate_ratio(fs_hz: float) -> tuple[int, int]:
 
 def prepare_crop(record: EcgRecord, index: int, out: np.ndarray) -> Crop:
     """Write crop `index` of the record into `out` [12, 5000] int16; a crop without a valid lead is refused."""
-    body, missing, flags = fill(record, index, out)
-    start_s, lacks = index * CROP / FS_HZ, missing.tolist()
-    flags += quality.flags_of(body, lacks)
-    if sum(flag.startswith("flat:") for flag in flags) + sum(lacks) == len(LEADS):
+    body, mask, flags = fill(record, index, out)
+    start_s, missing = index * CROP / FS_HZ, mask.tolist()
+    flags += _flags_of(body, missing)
+    if sum(flag.startswith("flat:") for flag in flags) + sum(missing) == len(LEADS):
         raise ReadError("no valid lead", f"at {start_s:g} s")
-    absent = tuple(lead for lead, lacking in zip(LEADS, lacks, strict=True) if lacking)
-    return Crop(start_s, body.shape[1] // HALF, absent, tuple(flags))
+    return Crop(start_s, body.shape[1] // HALF, tuple(compress(LEADS, missing)), tuple(flags))
+
+
+def _flags_of(body: np.ndarray, missing: list[bool]) -> list[str]:
+    low, high = body.min(axis=1).tolist(), body.max(axis=1).tolist()  # for twelve numbers Python is faster than numpy
+    flags = [f"flat:{lead}" for lead, a, b, gone in zip(LEADS, low, high, missing, strict=True) if a == b and not gone]
+    if max(high) > LARGE_UV or min(low) < -LARGE_UV:
+        flags.append("large")
+    if not any(missing[:2]):  # the other limb leads follow from I and II
+        twice_residual = _TWICE_RESIDUAL @ body[:6].astype(np.float32)  # whole numbers below 2**24: exact
+        if any(missing[2:6]):
+            twice_residual[missing[2:6]] = 0
+        if max(twice_residual.max(), -twice_residual.min()) > 2 * EINTHOVEN_UV:
+            flags.append("einthoven")
+    return flags
 
 
 def fill(record: EcgRecord, index: int, out: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Crop `index` of the record -> `out`. What of it is signal, whole halves; which leads were not measured; flags."""
+    """Write crop `index` into `out`. -> the part of it that is signal, which leads were not measured, flags."""
     length = samples_at_500(record.signal.shape[1], record.fs_hz)
     start = index * CROP
     stop = min(start + CROP, length)
@@ -110,14 +132,14 @@ def fill(record: EcgRecord, index: int, out: np.ndarray) -> tuple[np.ndarray, np
             missing = body.min(axis=1) == -MAX_UV - 1
         else:
             missing, flags = _convert(record, rows, start, body)
-    except (ArithmeticError, TypeError, ValueError) as error:  # as in `carefully`: a source of one's own may hand over anything
+    except (ArithmeticError, TypeError, ValueError) as error:  # a user's source may pass anything
         raise ReadError("unreadable record", f"{type(error).__name__} in its conversion") from None
     body[missing] = 0
     return body, missing, flags
 
 
 def _is_canonical(record: EcgRecord, rows: Mapping[int, int]) -> bool:
-    """Already 12 leads in order at 500 Hz in whole microvolts, no baseline: the bytes can be taken as they are."""
+    """12 leads in order at 500 Hz in whole microvolts, no baseline: the samples can be copied."""
     if record.signal.dtype != np.int16 or rate_ratio(record.fs_hz) != (1, 1) or unit_name(record.unit) != "mV":
         return False
     if len(record.leads) != len(LEADS) or rows != IN_ORDER:
@@ -127,18 +149,13 @@ def _is_canonical(record: EcgRecord, rows: Mapping[int, int]) -> bool:
     return _is_all(record.gain, 1000.0) and _is_all(record.baseline, 0.0)
 
 
-def _is_all(value: tuple[float, ...] | float, wanted: float) -> bool:
-    return value == wanted if isinstance(value, (int, float)) else all(one == wanted for one in value)
-
-
-def _column(value: tuple[float, ...] | float, rows: int) -> np.ndarray:
-    return np.broadcast_to(np.asarray(value, np.float64), (rows,))
+def _is_all(value: tuple[float, ...] | float, expected: float) -> bool:
+    return value == expected if isinstance(value, (int, float)) else all(one == expected for one in value)
 
 
 def _convert(record: EcgRecord, rows: Mapping[int, int], start: int, body: np.ndarray) -> tuple[np.ndarray, list[str]]:
-    """Any numbers, any lead order, any rate: only the samples that this crop needs are touched."""
-    gain = _column(record.gain, len(record.leads))
-    baseline = _column(record.baseline, len(record.leads))
+    """Any numbers, lead order and rate. Only the samples that this crop needs are read."""
+    gain, baseline = (np.broadcast_to(np.asarray(x, np.float64), len(record.leads)) for x in (record.gain, record.baseline))
     if not (np.isfinite(gain).all() and (gain > 0).all() and np.isfinite(baseline).all()):
         raise ReadError("gain", f"{record.gain}"[:60])
     leads, taken = list(rows), list(rows.values())
@@ -147,9 +164,7 @@ def _convert(record: EcgRecord, rows: Mapping[int, int], start: int, body: np.nd
     invalid = np.zeros(values.shape, bool) if record.signal.dtype.kind in "iu" else ~np.isfinite(values)
     if record.invalid is not None:
         invalid |= values == record.invalid
-    some = bool(invalid.any())
-    if some:
-        values[invalid] = 0.0
+    values[invalid] = 0.0
     with np.errstate(over="ignore"):  # absurd floats stay finite on their way to saturation
         if not (_is_all(record.baseline, 0.0) and _is_all(record.gain, 1.0)):
             values -= baseline[taken, None]
@@ -157,8 +172,7 @@ def _convert(record: EcgRecord, rows: Mapping[int, int], start: int, body: np.nd
         values *= MV_PER_UNIT[unit_name(record.unit)]
     if record.signal.dtype.kind == "f":
         np.clip(values, -MAX_MV, MAX_MV, out=values)
-    if some:
-        values[invalid] = 0.0
+    values[invalid] = 0.0
     if (ratio := rate_ratio(record.fs_hz)) != (1, 1):  # 500.001 Hz is 500 Hz
         values = _resample(values, *ratio)[:, lead_in : lead_in + body.shape[1]]
     values *= 1000.0
@@ -172,10 +186,10 @@ def _convert(record: EcgRecord, rows: Mapping[int, int], start: int, body: np.nd
 
 
 def _needed(record: EcgRecord, start: int, length: int) -> tuple[int, int, int]:
-    """Source samples for output samples [start, start + length), and how many outputs precede `start` in their resampling.
+    """The source samples for output samples [start, start + length), and how many outputs precede `start` in their resampling.
 
-    The window begins at a multiple of `down`, so every output sees the same filter phase and the same samples as it would
-    in a resampling of the whole record: crops do not depend on how a record is cut."""
+    The window begins at a multiple of `down`, so every output sees the same filter phase and samples as in a resampling of the
+    whole record: crops do not depend on how a record is cut."""
     samples = record.signal.shape[1]
     up, down = rate_ratio(record.fs_hz)
     if up == down:
@@ -194,13 +208,13 @@ def _filter(up: int, down: int) -> np.ndarray:
 
 
 def _resample(x: np.ndarray, up: int, down: int) -> np.ndarray:
-    """Output k lies at source time k * down / up. The ends are held, not zero: a record does not begin with a step."""
+    """Output k lies at source time k * down / up. Padded with the edge values, or a record would begin with a step."""
     taps = _filter(up, down)
     reach = -(-(len(taps) // 2) // up)
     reach += -reach % down  # a whole number of phases
-    held = np.pad(x, ((0, 0), (reach, reach)), mode="edge")
-    delay = reach * up + len(taps) // 2  # of the wanted first output, in the up-sampled stream
+    padded = np.pad(x, ((0, 0), (reach, reach)), mode="edge")
+    delay = reach * up + len(taps) // 2  # of the first output, in the up-sampled stream
     lead_in = -delay % down  # zero taps that bring it onto the output's grid
-    filtered: np.ndarray = upfirdn(np.concatenate([np.zeros(lead_in), taps]), held, up, down, axis=1)
+    filtered: np.ndarray = upfirdn(np.concatenate([np.zeros(lead_in), taps]), padded, up, down, axis=1)
     first = (delay + lead_in) // down
     return filtered[:, first : first + -(-x.shape[1] * up // down)]

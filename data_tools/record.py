@@ -1,11 +1,11 @@
-"""One ECG as an archive holds it: the record, its leads and its units.
+"""One ECG as an archive holds it: the record, its leads, units and diagnoses.
 
-Every source yields `EcgRecord`s; everything after the sources (prepare, build, verify, plot) knows nothing else.
+Every source yields `EcgRecord`s; everything after the sources (prepare, build, verify, plots) works on these alone.
 """
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -21,14 +21,14 @@ _UNITS = {"v": "V", "mv": "mV", "uv": "uV", "µv": "uV", "μv": "uV", "nv": "nV"
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the plan must know of a record before anyone reads its signal."""
+    """What planning needs to know of a record, before its signal is read."""
 
     name: str
     source: str
     samples: int
     fs_hz: float
-    fingerprint: bytes = b""  # of the file's own words (checksums, sizes): a part of the dataset's identity
-    stamp: bytes = b""  # sizes and times of its files: an interrupted run reads anew what changed meanwhile; nothing more
+    fingerprint: bytes = b""  # a hash of the header's text (checksums, sizes): part of the dataset's identity
+    stamp: bytes = b""  # size and time of its files: an interrupted run reads changed files again
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,10 @@ class EcgRecord:
     age: float | None = None
     sex: str | None = None
     dx: tuple[str, ...] = ()
-    warnings: tuple[tuple[str, str], ...] = field(default=())  # (reason, detail): usable, but worth a line in rejects.csv
+    warnings: tuple[tuple[str, str], ...] = ()  # (reason, detail): usable, but noted in rejects.csv
 
     def __post_init__(self) -> None:
-        """A source of one's own may hand over anything: what does not fit is this record's fault, and not the run's."""
+        """A user's source may pass anything: an invalid record is refused, and the run goes on."""
         rows = len(self.leads)
         if self.signal.ndim != 2 or self.signal.dtype.kind not in "iuf" or len(self.signal) != rows:
             raise ReadError("signal shape", f"{self.signal.dtype} {self.signal.shape} for {rows} leads")
@@ -63,12 +63,12 @@ class EcgRecord:
         dx, others = only_codes(self.dx)
         object.__setattr__(self, "dx", dx)
         if others:
-            told = ("diagnosis without a code", f"{others} not copied: `dx` holds SNOMED codes, which are digits")
-            object.__setattr__(self, "warnings", (*self.warnings, told))
+            warning = ("diagnosis without a code", f"{others} not copied: `dx` holds SNOMED codes, which are digits")
+            object.__setattr__(self, "warnings", (*self.warnings, warning))
 
 
 def unit_name(text: str) -> str:
-    """`mv`, `mV`, `MV` -> `mV`. An unknown unit is refused: a guess would be wrong by a factor of 1,000."""
+    """`mv`, `mV`, `MV` -> `mV`. An unknown unit is refused: a guess could be wrong by a factor of 1,000."""
     try:
         return _UNITS[text.strip().lower()]
     except KeyError:
@@ -77,7 +77,7 @@ def unit_name(text: str) -> str:
 
 @lru_cache(maxsize=64)  # an archive's records are mostly alike
 def lead_rows(names: tuple[str, ...]) -> Mapping[int, int]:
-    """Which row of the signal holds which canonical lead: {index in LEADS: row}. Channels that are no ECG lead are left out."""
+    """{index in LEADS: row of the signal}; channels that are not ECG leads are ignored."""
     rows: dict[int, int] = {}
     for row, name in enumerate(names):
         lead = LEAD_INDEX.get(name.strip().upper())
@@ -92,7 +92,7 @@ def lead_rows(names: tuple[str, ...]) -> Mapping[int, int]:
 
 
 def clean_age(value: object) -> float | None:
-    """Years, or None. All ages over 89 (PTB-XL writes 300) become 90: they identify people."""
+    """Years, or None. Ages over 89 (PTB-XL writes 300) become 90, because they identify people."""
     try:
         age = float(str(value))
     except ValueError:
@@ -104,77 +104,34 @@ def clean_sex(value: object) -> str | None:
     return {"m": "M", "male": "M", "f": "F", "female": "F"}.get(str(value).strip().lower())
 
 
-# (abbreviation, SNOMED CT codes that are scored as the same diagnosis)
-CLASSES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("AF", ("164889003",)),
-    ("AFL", ("164890007",)),
-    ("BBB", ("6374002",)),
-    ("Brady", ("426627000",)),
-    ("LBBB", ("733534002", "164909002")),
-    ("RBBB", ("713427006", "59118001")),
-    ("IAVB", ("270492004",)),
-    ("IRBBB", ("713426002",)),
-    ("LAD", ("39732003",)),
-    ("LAnFB", ("445118002",)),
-    ("LPR", ("164947007",)),
-    ("LQRSV", ("251146004",)),
-    ("LQT", ("111975006",)),
-    ("NSIVCB", ("698252002",)),
-    ("NSR", ("426783006",)),
-    ("PAC", ("284470004", "63593006")),
-    ("PR", ("10370003",)),
-    ("PRWP", ("365413008",)),
-    ("PVC", ("427172004", "17338001")),
-    ("QAb", ("164917005",)),
-    ("RAD", ("47665007",)),
-    ("SA", ("427393009",)),
-    ("SB", ("426177001",)),
-    ("STach", ("427084000",)),
-    ("TAb", ("164934002",)),
-    ("TInv", ("59931005",)),
-)
+# The 26 scored diagnoses of the PhysioNet/CinC Challenge 2021, in the order of its weights.csv: abbreviation, and the SNOMED
+# CT codes that are scored as this diagnosis
+_CLASSES = """
+AF 164889003, AFL 164890007, BBB 6374002, Brady 426627000, LBBB 733534002 164909002, RBBB 713427006 59118001,
+IAVB 270492004, IRBBB 713426002, LAD 39732003, LAnFB 445118002, LPR 164947007, LQRSV 251146004, LQT 111975006,
+NSIVCB 698252002, NSR 426783006, PAC 284470004 63593006, PR 10370003, PRWP 365413008, PVC 427172004 17338001, QAb 164917005,
+RAD 47665007, SA 427393009, SB 426177001, STach 427084000, TAb 164934002, TInv 59931005
+"""
+CLASSES = tuple((name, tuple(codes)) for name, *codes in (line.split() for line in _CLASSES.split(",")))
 ABBREVIATIONS = tuple(name for name, _ in CLASSES)
 CLASS_OF = {code: i for i, (_, codes) in enumerate(CLASSES) for code in codes}
 
-# The nine words of CPSC 2018's first release, in which `Dx:` held text, and the codes of the same records today.
-CPSC_WORDS = {
-    "Normal": "426783006",
-    "AF": "164889003",
-    "I-AVB": "270492004",
-    "LBBB": "164909002",
-    "RBBB": "59118001",
-    "PAC": "284470004",
-    "PVC": "164884008",
-    "STD": "429622005",
-    "STE": "164931005",
-}
+# The words in `Dx:` of CPSC 2018's first release, and the codes that the same records have today
+_CPSC_WORDS = """
+Normal 426783006, AF 164889003, I-AVB 270492004, LBBB 164909002, RBBB 59118001, PAC 284470004, PVC 164884008, STD 429622005,
+STE 164931005
+"""
+CPSC_WORDS = dict(pair.split() for pair in _CPSC_WORDS.split(","))
 
-# PTB-XL's SCP statements that name a scored class (NORM is a verdict, not a rhythm: it has none).
-SCP_CODES = {
-    "AFIB": "164889003",
-    "AFLT": "164890007",
-    "CLBBB": "164909002",
-    "CRBBB": "713427006",
-    "1AVB": "270492004",
-    "IRBBB": "713426002",
-    "LAFB": "445118002",
-    "LPR": "164947007",
-    "LVOLT": "251146004",
-    "LNGQT": "111975006",
-    "IVCD": "698252002",
-    "SR": "426783006",
-    "PAC": "284470004",
-    "SVARR": "63593006",
-    "PACE": "10370003",
-    "PVC": "164884008",  # the Challenge files PTB-XL's under ventricular ectopics, which it does not score
-    "QWAVE": "164917005",
-    "SARRH": "427393009",
-    "SBRAD": "426177001",
-    "STACH": "427084000",
-    "NT_": "164934002",
-    "NDT": "164934002",
-    "INVT": "59931005",
-}
+# PTB-XL's SCP statements that name a scored class (NORM is a verdict, not a rhythm: it has none). PVC is a code that is not
+# scored: the Challenge files PTB-XL's under ventricular ectopics
+_SCP_CODES = """
+AFIB 164889003, AFLT 164890007, CLBBB 164909002, CRBBB 713427006, 1AVB 270492004, IRBBB 713426002, LAFB 445118002,
+LPR 164947007, LVOLT 251146004, LNGQT 111975006, IVCD 698252002, SR 426783006, PAC 284470004, SVARR 63593006, PACE 10370003,
+PVC 164884008, QWAVE 164917005, SARRH 427393009, SBRAD 426177001, STACH 427084000, NT_ 164934002, NDT 164934002,
+INVT 59931005
+"""
+SCP_CODES = dict(pair.split() for pair in _SCP_CODES.split(","))
 HEART_AXIS_CODES = {"LAD": "39732003", "ALAD": "39732003", "RAD": "47665007", "ARAD": "47665007"}
 
 
@@ -185,12 +142,12 @@ def parse_dx(text: str) -> tuple[str, ...]:
 
 
 def only_codes(dx: Iterable[str]) -> tuple[tuple[str, ...], int]:
-    """Distinct SNOMED codes in their order, and how many words were none: those are counted, never copied (free text)."""
+    """Distinct SNOMED codes in order, and how many other words there were: free text is counted, never copied."""
     codes = [(word, word.isascii() and word.isdigit() and len(word) <= 18) for word in dx]
     return tuple(dict.fromkeys(word for word, is_code in codes if is_code)), sum(not is_code for _, is_code in codes)
 
 
 def class_row(dx: tuple[str, ...]) -> list[bool]:
-    """26 booleans: a class holds if any of its equivalent codes does. Unscored codes count for nothing."""
+    """26 booleans: a class is true if any of its equivalent codes is present. Unscored codes are ignored."""
     present = {CLASS_OF.get(code) for code in dx}
     return [i in present for i in range(len(CLASSES))]

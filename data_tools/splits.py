@@ -1,9 +1,9 @@
-"""Who trains and who tests: roles from keyed hashes, the same for a record today and after more data has come.
+"""Train, validation and test roles from keyed hashes: a record keeps its roles when more data comes.
 
-A *group* is what must not be torn apart: the records of one patient, and records that share a waveform. Each group draws
-its roles once. Everything works on whole columns (numpy), so ten million records take seconds.
+Records of one patient and records that share a waveform form a *group*, which draws its roles once and is never split.
+Everything works on whole columns (numpy), so ten million records take seconds.
 
-`paper`        by group, as the paper describes it (no leaks); the default
+`paper`        by group, as the paper describes it: no leakage; the default
 `paper-split`  by crop, as the authors' code does it: crops of one ECG fall on both sides. For comparison only
 `all`          everything is for pre-training
 """
@@ -21,49 +21,45 @@ from scipy.sparse.csgraph import connected_components
 
 NONE, TRAIN, VALID, TEST, GALLERY, PROBE = range(6)
 ROLE_NAMES = ("", "train", "valid", "test", "gallery", "probe")
-
-
 NOT_THE_PAPERS = ("ptb", "st_petersburg_incart")  # of the Challenge's eight sets; one has 32 patients in 13,000 crops
 ALL_SOURCES = "all"
 
 
 @dataclass(frozen=True)
 class RoleSources:
-    """Whose records get which roles."""
+    """Which sources' records get which roles."""
 
     dx: tuple[str, ...] = ("cpsc_2018", "georgia")
     id: tuple[str, ...] = ("ptb-xl",)
     pretrain: tuple[str, ...] | None = None  # None: all but NOT_THE_PAPERS
-    id_share: float = 0.15  # of a source's patients, at most, in gallery and probe
+    id_share: float = 0.15  # at most this share of a source's patients in gallery and probe
 
     def pretrains(self, source: str) -> bool:
-        """Decided source by source, not by what else is there, so that adding an archive takes nobody out."""
+        """Decided for each source alone, so that adding an archive moves no other."""
         if self.pretrain is None:
             return source not in NOT_THE_PAPERS
         return source in self.pretrain or ALL_SOURCES in self.pretrain
 
-    def told(self) -> dict[str, Any]:
-        """What dataset.json says of it: `id_share`, and whatever is not as the paper has it."""
-        mine = {
-            name: list(value) for name in ("dx", "id", "pretrain") if (value := getattr(self, name)) != getattr(PAPERS, name)
-        }
-        return {"id_share": self.id_share} | ({"role_sources": mine} if mine else {})
+    def to_meta(self) -> dict[str, Any]:
+        """For dataset.json: `id_share`, and what differs from the default."""
+        chosen = {name: getattr(self, name) for name in ("dx", "id", "pretrain")}
+        changed = {name: list(value) for name, value in chosen.items() if value != getattr(PAPER_SOURCES, name)}
+        return {"id_share": self.id_share} | ({"role_sources": changed} if changed else {})
 
     @classmethod
-    def of(cls, meta: Mapping[str, Any]) -> "RoleSources":
-        """A dataset's. One that says nothing of `id_share` was made when all sources pre-trained and all patients with two
-        sessions were tested."""
-        before: dict[str, Any] = {"pretrain": (ALL_SOURCES,), "id_share": 1.0}
-        told = {"id_share": meta["id_share"]} if "id_share" in meta else before
-        return cls(**told | {name: tuple(sources) for name, sources in meta.get("role_sources", {}).items()})
+    def from_meta(cls, meta: Mapping[str, Any]) -> "RoleSources":
+        """Datasets without `id_share` are older: all sources pre-trained, all patients with two sessions were tested."""
+        old: dict[str, Any] = {"pretrain": (ALL_SOURCES,), "id_share": 1.0}
+        chosen = {"id_share": meta["id_share"]} if "id_share" in meta else old
+        return cls(**chosen | {name: tuple(sources) for name, sources in meta.get("role_sources", {}).items()})
 
 
-PAPERS = RoleSources()
+PAPER_SOURCES = RoleSources()
 
 
 @dataclass(frozen=True)
 class Records:
-    """One entry a record; `crop_record` says to which of them each crop belongs."""
+    """Columns with one entry per record, and for each crop the index of its record."""
 
     source: np.ndarray  # int, into source_names
     source_names: tuple[str, ...]
@@ -81,37 +77,36 @@ class Records:
 
 
 @dataclass(frozen=True)
-class Roles:
-    """One entry a crop."""
+class CropRoles:
+    """Columns with one entry per crop."""
 
     pretrain: np.ndarray
     dx: np.ndarray
     identity: np.ndarray
 
 
-def assign(records: Records, plan: str, seed: int, whose: RoleSources = PAPERS) -> Roles:
+def assign(records: Records, plan: str, seed: int, sources: RoleSources = PAPER_SOURCES) -> CropRoles:
     crops = len(records.crop_record)
     if plan == "all":
-        return Roles(np.ones(crops, bool), np.zeros(crops, np.int8), np.zeros(crops, np.int8))
+        return CropRoles(np.ones(crops, bool), np.zeros(crops, np.int8), np.zeros(crops, np.int8))
     if plan == "paper-split":
-        return _leaking(records, seed, whose)
+        return _assign_by_crop(records, seed, sources)
     group = _groups(records)
-    in_dx = records.is_from(*whose.dx)
+    in_dx = records.is_from(*sources.dx)
     chance_dx, chance_id = _chances(records, group, seed, in_dx)
-    dx_of_group = np.select([chance_dx < 0.8, chance_dx < 0.9], [TRAIN, VALID], TEST).astype(np.int8)
-    identity, tested = _gallery_probe(records, seed, whose)
+    dx_of_group = _train_valid_test(chance_dx)
+    identity, tested = _gallery_probe(records, seed, sources)
     kept_out = np.bincount(group, weights=tested) > 0  # groups that no training may see
     kept_out |= (np.bincount(group, weights=in_dx) > 0) & (dx_of_group != TRAIN)
     of_crop = group[records.crop_record]
-    pretrain = ~kept_out[of_crop] & _pretrains(records, whose)[records.crop_record]
+    pretrain = ~kept_out[of_crop] & _pretrains(records, sources)[records.crop_record]
     dx = np.where(in_dx[records.crop_record], dx_of_group[of_crop], NONE)
     identity[pretrain] = np.where(chance_id < 0.8, TRAIN, VALID)[of_crop[pretrain]]
-    return Roles(pretrain, dx.astype(np.int8), identity)
+    return CropRoles(pretrain, dx.astype(np.int8), identity)
 
 
-def leaks(records: Records, roles: Roles) -> list[str]:
-    """Every way in which a patient or a waveform stands on two sides, in words; an empty list is a clean split."""
-    found = []
+def leaks(records: Records, roles: CropRoles) -> list[str]:
+    """Every kind of leakage of a patient or a waveform between roles, in words; empty for a clean split."""
     group = _groups(records)[records.crop_record]
     size = int(group.max()) + 1 if len(group) else 0
 
@@ -119,28 +114,33 @@ def leaks(records: Records, roles: Roles) -> list[str]:
         return np.bincount(group[mask], minlength=size) > 0
 
     dx = [has(roles.dx == role) for role in (TRAIN, VALID, TEST)]
-    tested = has((roles.identity == GALLERY) | (roles.identity == PROBE))
-    trained = [has(roles.identity == role) for role in (TRAIN, VALID)]
-    pretrain = has(roles.pretrain)
-    for what, clash in (
-        ("two of diagnosis train, valid and test", np.sum(dx, axis=0) > 1),
-        ("pre-training and diagnosis valid or test", pretrain & (dx[1] | dx[2])),
-        ("pre-training and gallery or probe", pretrain & tested),
-        ("identification train or valid, and gallery or probe", (trained[0] | trained[1]) & tested),
-        ("identification train and valid", trained[0] & trained[1]),
-    ):
-        if clash.any():
-            record = records.crop_record[np.flatnonzero(group == np.flatnonzero(clash)[0])[0]]
-            found.append(f"{int(clash.sum())} patients or waveforms in {what}, for example that of {records.label(record)}")
+    id_train, id_valid, gallery, probe = (has(roles.identity == role) for role in (TRAIN, VALID, GALLERY, PROBE))
+    tested, pretrain = gallery | probe, has(roles.pretrain)
+    kinds = {
+        "two of diagnosis train, valid and test": np.sum(dx, axis=0) > 1,
+        "pre-training and diagnosis valid or test": pretrain & (dx[1] | dx[2]),
+        "pre-training and gallery or probe": pretrain & tested,
+        "identification train or valid, and gallery or probe": (id_train | id_valid) & tested,
+        "identification train and valid": id_train & id_valid,
+    }
+    found = []
+    for kind, leaking in kinds.items():
+        if leaking.any():
+            record = records.crop_record[np.flatnonzero(group == np.flatnonzero(leaking)[0])[0]]
+            found.append(f"{int(leaking.sum())} patients or waveforms in {kind}, for example that of {records.label(record)}")
     return found
 
 
-def _pretrains(records: Records, whose: RoleSources) -> np.ndarray:
-    return records.is_from(*filter(whose.pretrains, records.source_names))
+def _train_valid_test(chance: np.ndarray) -> np.ndarray:
+    return np.select([chance < 0.8, chance < 0.9], [TRAIN, VALID], TEST).astype(np.int8)
+
+
+def _pretrains(records: Records, sources: RoleSources) -> np.ndarray:
+    return records.is_from(*filter(sources.pretrains, records.source_names))
 
 
 def keyed_uniform(texts: Iterable[str], key: str, draws: int = 1) -> np.ndarray:
-    """[n, draws] numbers in [0, 1), from nothing but each text and the key."""
+    """[n, draws] numbers in [0, 1), a function of each text and the key alone."""
     secret, size = key.encode(), 8 * draws
     words = bytearray()
     for text in texts:
@@ -164,7 +164,8 @@ def _groups(records: Records) -> np.ndarray:
 
 
 def _chances(records: Records, group: np.ndarray, seed: int, in_dx: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Two draws a group, its leader's: a diagnosis record if it has one, so that duplicates from elsewhere move nobody."""
+    """Two draws per group, those of its leader: a diagnosis record if it has one, so that duplicates from other sources
+    change nothing."""
     owners = pc.coalesce(records.patients, records.names)
     texts = (f"{records.source_names[s]}/{owner}" for s, owner in zip(records.source, _strings(owners), strict=True))
     draws = keyed_uniform(texts, f"roles {seed}", draws=3)
@@ -173,16 +174,16 @@ def _chances(records: Records, group: np.ndarray, seed: int, in_dx: np.ndarray) 
     return draws[leaders, 1], draws[leaders, 2]
 
 
-def _gallery_probe(records: Records, seed: int, whose: RoleSources) -> tuple[np.ndarray, np.ndarray]:
-    """For patients of these sources with two sessions, the first crop of two of them by keyed hash: roles of crops, and
-    records of such patients. Two files of one waveform are one session."""
+def _gallery_probe(records: Records, seed: int, sources: RoleSources) -> tuple[np.ndarray, np.ndarray]:
+    """For patients with two sessions, the first crop of two sessions drawn by keyed hash. -> roles of crops, and which records
+    belong to such patients. Two files of one waveform count as one session."""
     identity = np.zeros(len(records.crop_record), np.int8)
     tested = np.zeros(len(records.names), bool)
     order = np.lexsort((records.crop_start, records.crop_record))
     read, first = np.unique(records.crop_record[order], return_index=True)
     first_crop = np.full(len(records.names), -1)
     first_crop[read] = order[first]
-    candidates = read[records.is_from(*whose.id)[read] & pc.is_valid(records.patients).to_numpy(zero_copy_only=False)[read]]
+    candidates = read[records.is_from(*sources.id)[read] & pc.is_valid(records.patients).to_numpy(zero_copy_only=False)[read]]
     ranks = keyed_uniform(_strings(records.names.take(pa.array(candidates))), f"session {seed}")[:, 0]
     sessions: dict[tuple[int, str], list[int]] = {}
     for position in np.argsort(ranks, kind="stable"):
@@ -191,31 +192,30 @@ def _gallery_probe(records: Records, seed: int, whose: RoleSources) -> tuple[np.
         waveform = records.waveform[first_crop[record]]
         if len(chosen) < 2 and not (chosen and records.waveform[first_crop[chosen[0]]] == waveform):
             chosen.append(record)
-    for patient in _drawn(sessions, records.source_names, seed, whose.id_share):
+    for patient in _tested_patients(sessions, records.source_names, seed, sources.id_share):
         chosen = sessions[patient]
         identity[first_crop[chosen]] = GALLERY, PROBE
         tested[chosen] = True
     return identity, tested
 
 
-def _drawn(
+def _tested_patients(
     sessions: dict[tuple[int, str], list[int]], source_names: tuple[str, ...], seed: int, share: float
 ) -> list[tuple[int, str]]:
-    """The patients with two sessions who are tested. All of them where they are at most `share` of their source's patients, as
-    in the real PTB-XL (2,127 of 18,885); else those whose own hash is below 1/2, 1/4, ...: the first that is few enough.
+    """All patients with two sessions where they are at most `share` of their source's patients, as in the real PTB-XL (2,127 of
+    18,885); else those whose own hash is below 1/2, 1/4, ...: the first limit that is low enough.
 
-    A ranking would come closer to `share`, but every new patient with a small hash would push another out. With these
-    thresholds nobody moves when data is added, unless the source passes one of them."""
+    A ranking would come closer to `share`, but each new patient with a small hash would push another out."""
     both = [patient for patient, chosen in sessions.items() if len(chosen) == 2]
     texts = (f"{source_names[source]}/{patient}" for source, patient in both)
     chances = keyed_uniform(texts, f"gallery {seed}")[:, 0]
-    everybody = np.bincount(np.array([source for source, _ in sessions], np.int64), minlength=len(source_names))
+    patients = np.bincount(np.array([source for source, _ in sessions], np.int64), minlength=len(source_names))
     of_source = np.array([source for source, _ in both], np.int64)
     drawn = np.ones(len(both), bool)
     limit = 1.0
-    while (many := np.bincount(of_source[drawn], minlength=len(source_names)) > share * everybody).any():
+    while (too_many := np.bincount(of_source[drawn], minlength=len(source_names)) > share * patients).any():
         limit /= 2
-        drawn &= ~many[of_source] | (chances < limit)
+        drawn &= ~too_many[of_source] | (chances < limit)
     return [both[i] for i in np.flatnonzero(drawn)]
 
 
@@ -224,16 +224,15 @@ def _strings(column: pa.Array) -> Iterator[str]:
         yield from column.slice(start, 1 << 16).to_pylist()
 
 
-def _leaking(records: Records, seed: int, whose: RoleSources) -> Roles:
-    """Crop by crop, and nothing is kept from pre-training but diagnosis valid and test: the authors' code, not their text."""
+def _assign_by_crop(records: Records, seed: int, sources: RoleSources) -> CropRoles:
+    """The authors' code, not their text: only diagnosis valid and test crops are kept from pre-training."""
     labels = [records.label(record) for record in range(len(records.names))]
     crops = zip(records.crop_record, records.crop_start, strict=True)
     chance = keyed_uniform((f"{labels[record]}/{start:g}" for record, start in crops), f"roles {seed}")[:, 0]
-    in_dx = records.is_from(*whose.dx)[records.crop_record]
-    dx = np.where(in_dx, np.select([chance < 0.8, chance < 0.9], [TRAIN, VALID], TEST), NONE).astype(np.int8)
-    identity, _ = _gallery_probe(records, seed, whose)
+    dx = np.where(records.is_from(*sources.dx)[records.crop_record], _train_valid_test(chance), NONE).astype(np.int8)
+    identity, _ = _gallery_probe(records, seed, sources)
     of_record = keyed_uniform(labels, f"identity {seed}")[:, 0]
-    ours = _pretrains(records, whose)
-    trained = np.where(ours, np.where(of_record < 0.8, TRAIN, VALID), NONE).astype(np.int8)[records.crop_record]
-    pretrain = (dx != VALID) & (dx != TEST) & ours[records.crop_record]
-    return Roles(pretrain, dx, np.where(identity == NONE, trained, identity))
+    pretrains = _pretrains(records, sources)
+    trained = np.where(pretrains, np.where(of_record < 0.8, TRAIN, VALID), NONE).astype(np.int8)[records.crop_record]
+    pretrain = (dx != VALID) & (dx != TEST) & pretrains[records.crop_record]
+    return CropRoles(pretrain, dx, np.where(identity == NONE, trained, identity))

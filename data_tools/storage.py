@@ -1,10 +1,11 @@
-"""Archives and datasets by relative name, on a local disk or behind any fsspec URL (s3://bucket/prefix).
+"""Files by relative name, below a local folder or any fsspec URL (s3://bucket/prefix): `folder(url)` picks the class.
 
-A reader never follows a link out of the archive and never reads more than it was told to expect; a writer never leaves
-a half-written file under its final name. `folder(url)` picks the place.
+Reading never follows a link out of the archive and never takes more bytes than the caller expects. Writing never leaves
+an incomplete file under its final name.
 """
 
 import errno
+import hashlib
 import os
 import random
 import shutil
@@ -12,58 +13,21 @@ import stat
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from data_tools.errors import ReadError, StorageError, one_line, printable
 
 T = TypeVar("T")
 Item = TypeVar("Item")
 RETRIES, FIRST_WAIT_S = 6, 0.2
-REQUESTS = 32  # in flight in one worker, when the place is far away
-
-
-class Folder(Hashable, Protocol):
-    @property
-    def url(self) -> str: ...
-    @property
-    def remote(self) -> bool: ...
-
-    def read(self, name: str, limit: int) -> bytes: ...
-    def read_range(self, name: str, start: int, size: int) -> bytes: ...
-    def size(self, name: str) -> int: ...
-    def stamp(self, name: str) -> bytes: ...
-    def exists(self, name: str) -> bool: ...
-    def names(self, under: str = "") -> Iterator[str]: ...
-    def children(self) -> list[str]: ...
-    def write(self, name: str, data: bytes) -> None: ...
-    def publish(self, path: Path, name: str) -> None: ...
-    def scratch(self) -> Path: ...
-    def remove(self, name: str) -> None: ...
-    def patiently(self, what: str, call: Callable[[], T]) -> T: ...
-
-
-def folder(url: str | os.PathLike[str], anonymous: bool = False) -> Folder:
-    text = os.fspath(url)
-    return RemoteFolder(text.rstrip("/"), anonymous) if "://" in text else LocalFolder(os.path.realpath(text))
-
-
-def folder_of_dataset(url: str | os.PathLike[str], anonymous: bool = False) -> Folder:
-    """An archive may lie under any name; pyarrow and zarr open files under names in UTF-8 alone."""
-    place = folder(url, anonymous)
-    try:
-        place.url.encode()
-    except UnicodeEncodeError:
-        raise StorageError(
-            f"{printable(place.url)}: the path of a dataset has to be UTF-8: rename it, or choose another"
-        ) from None
-    return place
+REQUESTS = 32  # in flight at once in each process
 
 
 @dataclass(frozen=True)
@@ -75,7 +39,7 @@ class LocalFolder:
         return f"{self.url}/{name}"
 
     def read(self, name: str, limit: int) -> bytes:
-        """A whole regular file of at most `limit` bytes: a link, a pipe or a device is refused, not followed."""
+        """A regular file of at most `limit` bytes; links, pipes and devices are refused."""
         try:
             file = os.open(self.path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -92,13 +56,12 @@ class LocalFolder:
                 raise ReadError("file too large", f"{name}: {state.st_size} bytes")
             if state.st_size < 2**30:
                 return os.read(file, state.st_size)
-            with open(file, "rb", closefd=False) as whole:  # one os.read ends at 2 GiB
+            with open(file, "rb", closefd=False) as whole:  # os.read stops at 2 GiB
                 return whole.read(limit)
         finally:
             os.close(file)
 
     def read_range(self, name: str, start: int, size: int) -> bytes:
-        """A part of one of our own files."""
         with open(self.path(name), "rb", buffering=0) as file:
             return os.pread(file.fileno(), size, start)
 
@@ -106,7 +69,7 @@ class LocalFolder:
         return os.path.getsize(self.path(name))
 
     def stamp(self, name: str) -> bytes:
-        """Size and time of change: another stamp means that the file may hold something else."""
+        """Size and modification time: an interrupted build reads files again whose stamp has changed."""
         try:
             state = os.lstat(self.path(name))
         except OSError:
@@ -117,7 +80,7 @@ class LocalFolder:
         return os.path.exists(self.path(name))
 
     def names(self, under: str = "") -> Iterator[str]:
-        """Every file below, folder by folder, each sorted; folders that are links are not entered."""
+        """All files below, folder by folder in sorted order; links to folders are not entered."""
         try:
             entries = sorted(os.scandir(self.path(under)), key=lambda entry: entry.name)
         except (FileNotFoundError, NotADirectoryError):
@@ -132,17 +95,18 @@ class LocalFolder:
 
     def children(self) -> list[str]:
         try:
-            return sorted(entry.name for entry in os.scandir(self.url))
+            return sorted(os.listdir(self.url))
         except OSError as error:
             raise StorageError(f"cannot list {self.url}: {error.strerror}") from None
 
     def write(self, name: str, data: bytes) -> None:
-        temporary = self.scratch() / f"{os.path.basename(name)}.{os.getpid()}"
-        temporary.write_bytes(data)
-        self.publish(temporary, name)
+        temporary = self.workdir() / "tmp" / f"{os.path.basename(name)}.{os.getpid()}"
+        with write_errors(self.url, name):
+            temporary.write_bytes(data)
+            self.publish(temporary, name)
 
     def publish(self, path: Path, name: str) -> None:
-        """fsync, then rename, then fsync of the folder: the name appears only with all of its bytes."""
+        """Move a temporary file to its final name: fsync, rename, fsync of the folder."""
         final = Path(self.path(name))
         final.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "rb") as file:
@@ -152,14 +116,11 @@ class LocalFolder:
         os.fsync(parent)
         os.close(parent)
 
-    def scratch(self) -> Path:
-        """Unfinished files lie on the same disk, so that publishing is a rename."""
-        place = Path(self.url, ".build", "tmp")
-        place.mkdir(parents=True, exist_ok=True)
+    def workdir(self) -> Path:
+        """For temporary files and the lock; on the same disk, so that publishing is a rename."""
+        place = Path(self.url, ".build")
+        (place / "tmp").mkdir(parents=True, exist_ok=True)
         return place
-
-    def patiently(self, what: str, call: Callable[[], T]) -> T:
-        return call()  # a disk that fails once is not asked again
 
     def remove(self, name: str) -> None:
         path = Path(self.path(name))
@@ -169,18 +130,18 @@ class LocalFolder:
             path.unlink(missing_ok=True)
 
 
-def links_in(place: Folder) -> str:
-    """Where nothing was found, this may be why."""
-    if not isinstance(place, LocalFolder):
-        return ""
-    found = next((name for name in place.names() if os.path.islink(path := place.path(name)) and os.path.isdir(path)), None)
-    return f" ({found} is a link, and such folders are not entered: name the folder itself)" if found else ""
+@contextmanager
+def write_errors(url: str, name: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"writing {name} in {url}: {error.strerror or error}") from None
 
 
 @lru_cache(maxsize=8)
 def _connect(url: str, anonymous: bool) -> Any:
-    """`patiently` tries again; the two libraries beneath would too, and a server that stalls be waited for half an hour. With
-    s3fs's limit of 15 s an answer it is two minutes."""
+    """The fsspec file system. `RemoteFolder._retry` is the only retry layer: those of s3fs and botocore are switched off, or a
+    stalled server would be waited for three times over."""
     options: dict[str, Any] = {"anon": True} if anonymous else {}
     try:
         import fsspec
@@ -196,7 +157,7 @@ def _connect(url: str, anonymous: bool) -> Any:
 
 
 async def _get_s3(fs: Any, path: str, start: int, size: int) -> tuple[bytes, int]:
-    """A range, and the length of the whole object, which the same answer names and `cat_file` does not pass on."""
+    """A byte range and the length of the whole object, which the same answer states and `cat_file` does not pass on."""
     bucket, key, _ = fs.split_path(path)
     answer = await fs._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{start + size - 1}")
     async with answer["Body"] as body:
@@ -206,7 +167,7 @@ async def _get_s3(fs: Any, path: str, start: int, size: int) -> tuple[bytes, int
 
 @dataclass(frozen=True)
 class RemoteFolder:
-    """An fsspec place. An object appears only when its upload is complete, so there is nothing to rename."""
+    """An object appears only when its upload is complete, so nothing has to be renamed."""
 
     url: str
     anonymous: bool = False
@@ -219,28 +180,28 @@ class RemoteFolder:
     def path(self, name: str) -> str:
         return f"{self.url}/{name}" if name else self.url
 
-    def patiently(self, what: str, call: Callable[[], T], ours: bool = False) -> T:
-        """Retries with growing, jittered waits: an object store answers 500 or stalls now and then, and may answer 404 for
-        `ours`, files that are known to be there."""
-        for attempt in range(RETRIES):
+    def _retry(self, name: str, call: Callable[[], T], must_exist: bool = False) -> T:
+        """Retries with growing, jittered waits. A store may even answer 404 for an object that exists (`must_exist`)."""
+        what = self.path(name)
+        for attempt in range(1, RETRIES + 1):
             try:
                 return call()
             except FileNotFoundError:
-                if not ours or attempt == RETRIES - 1:
+                if not must_exist or attempt == RETRIES:
                     raise
             except PermissionError as error:
                 raise StorageError(f"{what}: not allowed ({error}): credentials, or --anonymous") from None
             except Exception as error:
                 if "Credentials" in type(error).__name__:
                     raise StorageError(f"{what}: {error}: set the usual variables, or --anonymous for public data") from None
-                if attempt == RETRIES - 1:
+                if attempt == RETRIES:
                     raise StorageError(one_line(f"{what}: {type(error).__name__} after {RETRIES} tries: {error}")) from None
-            time.sleep(FIRST_WAIT_S * 2**attempt * (0.5 + random.random()))
+            time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1) * (0.5 + random.random()))
         raise AssertionError
 
     def read(self, name: str, limit: int) -> bytes:
-        try:  # one request: a byte more than the limit tells whether there is more
-            data = self.patiently(self.path(name), lambda: self._range(name, 0, limit + 1))
+        try:  # one request: a byte more than the limit shows whether there is more
+            data = self._retry(name, lambda: self._range(name, 0, limit + 1))
         except FileNotFoundError:
             raise ReadError("missing file", name) from None
         if len(data) > limit:
@@ -248,82 +209,106 @@ class RemoteFolder:
         return data
 
     def read_range(self, name: str, start: int, size: int) -> bytes:
-        return self.patiently(self.path(name), lambda: self._range(name, start, size), ours=True)
+        return self._retry(name, lambda: self._range(name, start, size), must_exist=True)
 
     def _range(self, name: str, start: int, size: int) -> bytes:
-        """As many of the bytes as the object has: an answer may be cut, and announce the length that it was cut to."""
+        """All bytes of the range that the object has: a proxy may cut an answer and state the length it was cut to."""
         path = self.path(name)
-        data: bytes
         try:
             if hasattr(self.fs, "call_s3"):
                 from fsspec.asyn import sync
 
-                data, whole = sync(self.fs.loop, _get_s3, self.fs, path, start, size)
+                data, total = sync(self.fs.loop, _get_s3, self.fs, path, start, size)
             else:
-                data = self.fs.cat_file(path, start=start, end=start + size)
-                whole = start + size if len(data) == size else self.fs.info(path)["size"]
+                data, total = self.fs.cat_file(path, start=start, end=start + size), self.fs.info(path)["size"]
         except OSError as error:  # HTTP 416: an empty object has no range
             if error.errno == errno.EINVAL and not self.fs.info(path)["size"]:
                 return b""
             raise
-        if len(data) != (due := min(size, max(0, whole - start))):
-            raise OSError(f"{len(data)} bytes arrived of {due}")
-        return data
+        if len(data) != (expected := min(size, max(0, total - start))):
+            raise OSError(f"{len(data)} bytes arrived of {expected}")
+        return bytes(data)
 
     def size(self, name: str) -> int:
-        return int(self.patiently(self.path(name), lambda: self.fs.info(self.path(name))["size"], ours=True))
+        return int(self._retry(name, lambda: self.fs.info(self.path(name))["size"], must_exist=True))
 
     def stamp(self, name: str) -> bytes:
-        return b""  # a request per record would cost more than the plan; headers carry checksums
+        return b""  # a request for each record would cost more than planning; headers have checksums
 
     def exists(self, name: str) -> bool:
-        return bool(self.patiently(self.path(name), lambda: self.fs.exists(self.path(name))))
+        return bool(self._retry(name, lambda: self.fs.exists(self.path(name))))
 
     def names(self, under: str = "") -> Iterator[str]:
         root = self.fs._strip_protocol(self.url) + "/"
         try:
-            found: list[str] = self.patiently(self.path(under), lambda: self.fs.find(self.path(under)))
+            found: list[str] = self._retry(under, lambda: self.fs.find(self.path(under)))
         except FileNotFoundError:
             return
-        yield from sorted((name.removeprefix(root) for name in found), key=_as_on_a_disk)
+        yield from sorted((name.removeprefix(root) for name in found), key=_local_order)
 
     def children(self) -> list[str]:
         try:
-            listed: list[str] = self.patiently(self.url, lambda: self.fs.ls(self.url, detail=False))
+            found: list[str] = self._retry("", lambda: self.fs.ls(self.url, detail=False))
         except FileNotFoundError:
             raise StorageError(f"cannot list {self.url}: nothing is there") from None
-        return sorted(name.rstrip("/").rsplit("/", 1)[-1] for name in listed)
+        return sorted(name.rstrip("/").rsplit("/", 1)[-1] for name in found)
 
     def write(self, name: str, data: bytes) -> None:
-        self.patiently(self.path(name), lambda: self.fs.pipe_file(self.path(name), data))
+        self._retry(name, lambda: self.fs.pipe_file(self.path(name), data))
 
     def publish(self, path: Path, name: str) -> None:
-        self.patiently(self.path(name), lambda: self.fs.put_file(str(path), self.path(name)))
-        size = self.patiently(self.path(name), lambda: self.fs.info(self.path(name)))["size"]
-        if size != path.stat().st_size:
+        self._retry(name, lambda: self.fs.put_file(str(path), self.path(name)))
+        if (size := self.size(name)) != path.stat().st_size:
             raise StorageError(f"{self.path(name)}: {size} bytes arrived of {path.stat().st_size}: run again")
         path.unlink()
 
-    def scratch(self) -> Path:
-        place = Path(tempfile.gettempdir(), f"omnilead-{os.getuid()}")
+    def workdir(self) -> Path:
+        mark = hashlib.sha256(self.url.encode()).hexdigest()[:16]
+        place = Path(tempfile.gettempdir(), f"omnilead-{os.getuid()}-{mark}")
         place.mkdir(mode=0o700, exist_ok=True)
         if place.stat().st_uid != os.getuid():
-            raise StorageError(f"{place} belongs to somebody else: name another place in TMPDIR")
+            raise StorageError(f"{place} belongs to another user: set TMPDIR to another folder")
+        (place / "tmp").mkdir(exist_ok=True)
         return place
 
     def remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
-            self.patiently(self.path(name), lambda: self.fs.rm(self.path(name), recursive=True))
+            self._retry(name, lambda: self.fs.rm(self.path(name), recursive=True))
 
 
-def _as_on_a_disk(name: str) -> list[tuple[bool, str]]:
-    """A folder's files come before the folders in it."""
-    *places, file = name.split("/")
-    return [*((True, place) for place in places), (False, file)]
+Folder = LocalFolder | RemoteFolder
 
 
-def ahead(call: Callable[[Item], T], items: Iterable[Item]) -> Iterator[T]:
-    """call(item) for each, in order, while the next ones are on their way."""
+def folder(url: str | os.PathLike[str], anonymous: bool = False) -> Folder:
+    text = os.fspath(url)
+    return RemoteFolder(text.rstrip("/"), anonymous) if "://" in text else LocalFolder(os.path.realpath(text))
+
+
+def dataset_folder(url: str | os.PathLike[str], anonymous: bool = False) -> Folder:
+    """An archive's path may have any bytes; pyarrow opens files below UTF-8 paths only."""
+    place = folder(url, anonymous)
+    try:
+        place.url.encode()
+    except UnicodeEncodeError:
+        raise StorageError(f"{printable(place.url)}: a dataset's path has to be UTF-8: rename it or choose another") from None
+    return place
+
+
+def _local_order(name: str) -> list[tuple[bool, str]]:
+    """The order in which a local folder is listed: its files come before its folders."""
+    *folders, file = name.split("/")
+    return [*((True, folder) for folder in folders), (False, file)]
+
+
+def links_in(place: Folder) -> str:
+    """A hint for an archive in which nothing was found."""
+    names = () if place.remote else place.names()
+    link = next((name for name in names if os.path.islink(path := place.path(name)) and os.path.isdir(path)), None)
+    return f" ({link} is a link, and such folders are not entered: name the folder itself)" if link else ""
+
+
+def prefetch(call: Callable[[Item], T], items: Iterable[Item]) -> Iterator[T]:
+    """call(item) for each, in order, with many calls in flight."""
     queue = iter(items)
     with ThreadPoolExecutor(REQUESTS) as pool:
         pending = deque(pool.submit(call, item) for item in islice(queue, 2 * REQUESTS))

@@ -9,10 +9,9 @@ from typing import BinaryIO
 
 BLOCK, MAX_NAME = 512, 99
 MAX_INDEX = 2**26
-ECG, JSON = "ecg", "json"
 OWNER, TIME = b"0000644\0" + b"0000000\0" * 2, b"00000000000\0"
 REST = b"0" + bytes(100) + b"ustar\00000" + bytes(64) + b"0000000\0" * 2 + bytes(167)
-CONSTANT_SUM = sum(OWNER + TIME + REST) + 8 * 32  # the sum itself counts as eight blanks
+CONSTANT_SUM = sum(OWNER + TIME + REST) + 8 * 32  # the checksum field itself counts as eight blanks
 
 
 def shard_name(number: int) -> str:
@@ -24,40 +23,39 @@ def index_name(shard: str) -> str:
 
 
 def part_name(shard: str) -> str:
-    """Of an unfinished dataset: the shard's rows."""
+    """The rows of a shard in an unfinished dataset."""
     return f".build/{shard.removesuffix('.tar')}.parquet"
 
 
 def member_header(name: str, size: int) -> bytes:
-    """A ustar header of a regular file, mode 0644, owner 0, time 0."""
+    """The ustar header of a regular file, mode 0644, owner 0, time 0."""
     raw = name.encode("ascii")
     if len(raw) > MAX_NAME or not 0 <= size < 8**11:
-        raise ValueError(f"a tar member of this form cannot be: {name!r}, {size} bytes")
+        raise ValueError(f"no tar header for {name!r} with {size} bytes: the limits are {MAX_NAME} letters and 8 GiB")
     octal = b"%011o\0" % size
     total = sum(raw) + sum(octal) + CONSTANT_SUM
     return raw.ljust(100, b"\0") + OWNER + octal + TIME + b"%06o\0 " % total + REST
 
 
 class TarWriter:
-    """Appends members to an open file; offsets, size and sha256 come as they are written."""
+    """Appends crops to an open file and keeps track of its size, sha256 and index."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.size, self.sha256 = file, 0, hashlib.sha256()
         self.index: list[str] = []
 
     def add(self, key: str, ecg: bytes | memoryview, text: bytes) -> int:
-        """One crop; -> the offset of its signal."""
-        signal, facts = f"{key}.{ECG}", f"{key}.{JSON}"
-        self._write(member_header(signal, len(ecg)))
-        at = self.size
+        """Write one crop and return the offset of its signal."""
+        self._write(member_header(f"{key}.ecg", len(ecg)))
+        offset = self.size
         self._write(ecg)
-        before = bytes(-len(ecg) % BLOCK) + member_header(facts, len(text))
-        self.index.append(_line(at, len(ecg), signal, self.size + len(before), len(text), facts))
-        self._write(before + text + bytes(-len(text) % BLOCK))
-        return at
+        between = bytes(-len(ecg) % BLOCK) + member_header(f"{key}.json", len(text))
+        self.index.append(_line(offset, len(ecg), f"{key}.ecg", self.size + len(between), len(text), f"{key}.json"))
+        self._write(between + text + bytes(-len(text) % BLOCK))
+        return offset
 
     def close(self) -> str:
-        """End of archive; -> the index's text."""
+        """Write the end of the archive and return the text of its index."""
         self._write(bytes(2 * BLOCK))
         return _index(self.index)
 
@@ -70,22 +68,22 @@ class TarWriter:
 def index_of(shard: memoryview, offsets: Iterable[int]) -> str:
     """The index of a finished shard, from the headers of its members."""
     lines = []
-    for at in offsets:
-        signal, size = member(shard, at)
-        below = at + size + -size % BLOCK + BLOCK
-        facts, length = member(shard, below)
-        lines.append(_line(at, size, signal, below, length, facts))
+    for offset in offsets:
+        ecg, size = member(shard, offset)
+        below = offset + size + -size % BLOCK + BLOCK
+        text, length = member(shard, below)
+        lines.append(_line(offset, size, ecg, below, length, text))
     return _index(lines)
 
 
-def member(shard: memoryview, at: int) -> tuple[str, int]:
-    """Name and size of the member whose bytes begin there."""
-    header = bytes(shard[at - BLOCK : at])
+def member(shard: memoryview, offset: int) -> tuple[str, int]:
+    """Name and size of the member whose data begin at `offset`."""
+    header = bytes(shard[offset - BLOCK : offset])
     return header[:100].rstrip(b"\0").decode("ascii"), int(header[124:135], 8)
 
 
-def _line(at: int, size: int, signal: str, below: int, length: int, facts: str) -> str:
-    return f"{ECG} {at} {size} {signal} {JSON} {below} {length} {facts}\n"
+def _line(offset: int, size: int, ecg: str, below: int, length: int, text: str) -> str:
+    return f"ecg {offset} {size} {ecg} json {below} {length} {text}\n"
 
 
 def _index(lines: list[str]) -> str:

@@ -1,9 +1,9 @@
-"""Crops from the zarr twin without zarr-python, which costs 0.5 to 2 ms a chunk: 70 us here, nearly all of it Blosc's.
+"""Crops from the zarr copy without zarr-python, which costs 0.5 to 2 ms a chunk: 70 us here, nearly all of it Blosc's.
 
     store.zarr/c/<k>/0/0: 1,024 crops, each a chunk of its own | index: (start, length) of each | crc32c of the index
-    chunk: 16 bytes that say how long it is, raw and packed | LZ4 of shuffled bits | crc32c of everything before
+    chunk: Blosc's 16-byte header with its raw and packed length | LZ4 of shuffled bits | crc32c of everything before
 
-Only the layout that data_tools writes is read; a test holds it against zarr-python. Every length is checked before memory is
+Only the layout that data_tools writes is read; a test compares it with zarr-python. Every length is checked before memory is
 allocated or written to.
 """
 
@@ -19,45 +19,37 @@ from data_tools.dataset import CROP_BYTES, CROP_SHAPE, STORE
 from data_tools.errors import ChunkError, DatasetError, ReadError, one_line
 from data_tools.storage import Folder
 
-numcodecs.blosc.use_threads = False  # its own would be shared, and locked, by all of ours
-BLOSC = numcodecs.blosc.Blosc()
+numcodecs.blosc.use_threads = False  # Blosc's own threads would be shared, and locked, by all of ours
+BLOSC = numcodecs.blosc.Blosc(cname="lz4", clevel=5, shuffle=numcodecs.blosc.BITSHUFFLE)
 BLOSC_HEADER, CRC = 16, 4
-MAX_CHUNK = BLOSC_HEADER + CROP_BYTES + CRC  # what Blosc cannot pack it copies
-INDEXES = 256  # kept, of 16 kB each as data_tools writes them
+MAX_CHUNK = BLOSC_HEADER + CROP_BYTES + CRC  # what Blosc cannot compress it copies
+CACHED_INDEXES = 256  # 16 kB each
 MAX_META = 2**20
-MAX_BLOCK = 2**20  # an index of 16 MB
-ABSENT = 2**64 - 1  # a start: the chunk is all zeros, and was not written
+MAX_BLOCK = 2**20  # crops; an index of 16 MB
+ABSENT = 2**64 - 1  # the start of a chunk that was not written because it is all zeros
 
 
 class Chunks:
     """`read` may be called from several threads at a time."""
 
     def __init__(self, root: Folder, crops: int) -> None:
-        self.root = root
-        self.meta = read_meta(root)
+        self.root, file = root, f"{root.url}/{STORE}/zarr.json"
         try:
+            self.meta = json.loads(root.read(f"{STORE}/zarr.json", MAX_META))
             self.block = int(self.meta["chunk_grid"]["configuration"]["chunk_shape"][0])  # crops in one storage object
-        except (LookupError, TypeError, ValueError) as error:
-            raise _unusable(root, f"{type(error).__name__} {error}: restore the file") from None
+        except (ReadError, LookupError, TypeError, ValueError, RecursionError) as error:
+            raise DatasetError(one_line(f"{file}: {type(error).__name__} {error}: restore the file")) from None
         self.layout = layout(crops, self.block)
         wrong = differs(self.meta, self.layout)
         if wrong or not 0 < self.block <= MAX_BLOCK:
-            raise _unusable(root, f"{wrong}: only what data_tools writes is read")
-        self._index = lru_cache(INDEXES)(self.index)
+            raise DatasetError(one_line(f"{file}: {wrong}: only the layout that data_tools writes can be read"))
+        self._index = lru_cache(CACHED_INDEXES)(self.index)
 
     def name(self, block: int) -> str:
         return f"{STORE}/c/{block}/0/0"
 
     def read(self, row: int, crop: np.ndarray) -> bool:
-        """-> whether it is there; if not, it is zeros."""
-        try:
-            return self._read(row, crop)
-        except ChunkError:
-            if not self.root.remote:
-                raise
-            return self._read(row, crop)  # what a network did once it does not do twice
-
-    def _read(self, row: int, crop: np.ndarray) -> bool:
+        """Write a crop into `crop`; False if its chunk was not written, which means zeros."""
         block, slot = divmod(row, self.block)
         start, length = self._index(block)[slot].tolist()
         if start == ABSENT:
@@ -91,7 +83,7 @@ def decode(chunk: bytes, length: int, crop: np.ndarray) -> None:
 
 
 def _checked(data: bytes, size: int, what: str) -> np.ndarray:
-    """Without its crc32c, which holds."""
+    """The data without its crc32c, after checking that."""
     if len(data) < size or size <= CRC:
         raise ChunkError(f"the file ends {size - len(data)} bytes too early")
     body = np.frombuffer(data, np.uint8)[:-CRC]  # google_crc32c takes no memoryview
@@ -100,20 +92,8 @@ def _checked(data: bytes, size: int, what: str) -> np.ndarray:
     return body
 
 
-def _unusable(root: Folder, why: str) -> DatasetError:
-    return DatasetError(one_line(f"{root.url}/{STORE}/zarr.json: {why}"))
-
-
-def read_meta(root: Folder) -> Any:
-    """zarr.json as it is."""
-    try:
-        return json.loads(root.read(f"{STORE}/zarr.json", MAX_META))
-    except (ReadError, ValueError, RecursionError) as error:
-        raise _unusable(root, f"{type(error).__name__} {error}: restore the file") from None
-
-
 def layout(crops: int, block: int) -> dict[str, Any]:
-    """zarr.json as data_tools has it written."""
+    """The contents of zarr.json, in zarr-python's order."""
     little, crc32c = {"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}
     packing = {"typesize": 2, "cname": "lz4", "clevel": 5, "shuffle": "bitshuffle", "blocksize": 0}
     sharding = {
@@ -123,26 +103,26 @@ def layout(crops: int, block: int) -> dict[str, Any]:
         "index_location": "end",
     }
     return {
-        "zarr_format": 3,
-        "node_type": "array",
         "shape": [crops, *CROP_SHAPE],
         "data_type": "int16",
-        "fill_value": 0,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [block, *CROP_SHAPE]}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": 0,
         "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
         "attributes": {},
         "dimension_names": ["crop", "lead", "sample"],
+        "zarr_format": 3,
+        "node_type": "array",
         "storage_transformers": [],
     }
 
 
-def differs(found: Any, due: Any, name: str = "") -> str:
-    """The first thing in `due` that `found` has otherwise, or nothing."""
-    if isinstance(due, dict) and isinstance(found, dict):
-        parts = ((found.get(key), value, f"{name}.{key}".lstrip(".")) for key, value in due.items())
-    elif isinstance(due, list) and isinstance(found, list) and len(due) == len(found):
-        parts = ((one, value, name) for one, value in zip(found, due, strict=True))
+def differs(found: Any, expected: Any, name: str = "") -> str:
+    """The first value in `expected` that is another in `found`, or an empty string."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        parts = ((found.get(key), value, f"{name}.{key}".lstrip(".")) for key, value in expected.items())
+    elif isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
+        parts = ((one, value, name) for one, value in zip(found, expected, strict=True))
     else:
-        return "" if found == due else f"{name} is {found!r} and not {due!r}"[:200]
+        return "" if found == expected else f"{name} is {found!r} and not {expected!r}"[:200]
     return next(filter(None, (differs(*part) for part in parts)), "")

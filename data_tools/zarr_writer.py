@@ -1,10 +1,13 @@
-"""The zarr twin: one int16 array [crops, 12, 5000] in samples.parquet's order, zarr v3, one storage object per 1,024 crops.
+"""The zarr copy: one int16 array [crops, 12, 5000] in samples.parquet's order, zarr v3, 1,024 crops in each storage object.
 
-Inner chunks are single crops, compressed with Blosc (LZ4, bitshuffle) and closed by a crc32c of their own.
+Each crop is a chunk, compressed with Blosc (LZ4, bitshuffle) and followed by its crc32c, in zarr's sharding codec. The bytes
+are those of zarr-python; written here, an object appears whole or not at all.
 """
 
 import hashlib
+import json
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -15,97 +18,57 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from data_tools import cluster
-from data_tools.dataset import CROP_BYTES, CROP_SHAPE, SHARD_CROPS, STORE, open_store
-from data_tools.errors import DatasetError, ReadError, StorageError
-from data_tools.storage import Folder, ahead
+from data_tools.dataset import CROP_BYTES, SHARD_CROPS, STORE
+from data_tools.errors import DatasetError, ReadError
+from data_tools.storage import Folder, prefetch
 from data_tools.tar import part_name
-from data_tools.zarr_reader import layout, read_meta
+from data_tools.zarr_reader import ABSENT, BLOSC, CRC, layout
 
-MARKER = ".build/zarr-"
-Task = tuple[Folder, int, list[tuple[str, int, int]]]  # where, block, (tar, offset, crc32c) of each crop
+Block = tuple[int, list[tuple[str, int, int]]]  # number; tar, offset and crc32c of each crop
 
 
 def write(table: pa.Table, shards: list[dict[str, Any]], out: Folder, workers: int, dask: str | None, quiet: bool) -> None:
-    """From the finished tar shards; blocks that stand already are kept."""
-    _create(out, len(table))
+    """From the finished tar shards; blocks that an interrupted run has finished are kept."""
     shard, offset, crc = (table[name].to_numpy() for name in ("shard", "offset", "crc32c"))
 
-    def tasks() -> Any:
-        for block in range(-(-len(table) // SHARD_CROPS)):
-            rows = range(block * SHARD_CROPS, min((block + 1) * SHARD_CROPS, len(table)))
-            yield out, block, [(f"shards/{shards[shard[i]]['name']}", int(offset[i]), int(crc[i])) for i in rows]
+    def blocks() -> Iterator[Block]:
+        for start in range(0, len(table), SHARD_CROPS):
+            rows = range(start, min(start + SHARD_CROPS, len(table)))
+            yield start // SHARD_CROPS, [(f"shards/{shards[shard[i]]['name']}", int(offset[i]), int(crc[i])) for i in rows]
 
+    ours = {f"{STORE}/zarr.json"} | {f"{STORE}/c/{i}/0/0" for i in range(-(-len(table) // SHARD_CROPS))}
+    for name in [name for name in out.names(STORE) if name not in ours]:  # of an interrupted run with other settings
+        out.remove(name)
+    out.write(f"{STORE}/zarr.json", json.dumps(layout(len(table), SHARD_CROPS), indent=2).encode())
     with tqdm(total=len(table), unit=" crops", desc="zarr", disable=quiet) as bar:
-        for crops in cluster.run(write_block, tasks(), workers, dask):
-            bar.update(crops)
+        for written in cluster.run(partial(write_block, out, SHARD_CROPS), blocks(), workers, dask):
+            bar.update(written)
 
 
-def _create(out: Folder, crops: int) -> None:
-    import zarr
-    from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, ShardingCodec
-
-    for name in [name for name in out.names(STORE) if name.endswith(".partial")]:  # zarr's, of a run that was killed
-        out.remove(name)
-    if out.exists(f"{STORE}/zarr.json"):
-        with suppress(DatasetError):
-            if read_meta(out) == layout(crops, SHARD_CROPS):
-                return
-        out.remove(STORE)
-    for name in [name for name in out.names(".build") if name.startswith(MARKER)]:
-        out.remove(name)
-    inner = (BytesCodec(endian="little"), BloscCodec(cname="lz4", clevel=5, shuffle="bitshuffle", typesize=2), Crc32cCodec())
-    create = partial(
-        zarr.create_array,
-        f"{out.url}/{STORE}",
-        shape=(crops, *CROP_SHAPE),
-        chunks=(SHARD_CROPS, *CROP_SHAPE),
-        dtype="int16",
-        fill_value=0,
-        serializer=ShardingCodec(chunk_shape=(1, *CROP_SHAPE), codecs=inner),
-        compressors=None,
-        filters=None,
-        dimension_names=("crop", "lead", "sample"),
-        overwrite=True,  # of an attempt whose answer was lost
-    )
-    try:
-        out.patiently(f"{out.url}/{STORE}", create)
-    except OSError as error:
-        raise StorageError(f"writing {STORE} in {out.url}: {error.strerror or error}") from None
-
-
-def write_block(task: Task) -> int:
-    out, block, crops = task
-    mark = hashlib.sha256(str([crc for _, _, crc in crops]).encode()).hexdigest().encode()
-    marker = f"{MARKER}{block:05d}"
-    with suppress(ReadError):  # not there
+def write_block(out: Folder, size: int, block: Block) -> int:
+    number, crops = block
+    mark = hashlib.sha256(str([size, *(crc for _, _, crc in crops)]).encode()).hexdigest().encode()
+    name, marker = f"{STORE}/c/{number}/0/0", f".build/zarr-{number:05d}"
+    with suppress(ReadError):  # not written yet
         if out.read(marker, 64) == mark:
             return len(crops)
-    data = np.empty((len(crops), *CROP_SHAPE), "<i2")
 
-    def read(crop: tuple[str, int, int]) -> bytes:
-        return out.read_range(*crop[:2], CROP_BYTES)
-
-    pieces = ahead(read, crops) if out.remote else map(read, crops)
-    for row, (ecg, (name, offset, crc)) in enumerate(zip(pieces, crops, strict=True)):
+    def packed(crop: tuple[str, int, int]) -> bytes:
+        tar, offset, crc = crop
+        ecg = out.read_range(tar, offset, CROP_BYTES)
         if google_crc32c.value(ecg) != crc:
-            out.remove(part_name(os.path.basename(name)))
-            raise DatasetError(f"{out.url}/{name}: the crop at byte {offset} fails its crc32c: run again to make the file anew")
-        data[row] = np.frombuffer(ecg, "<i2").reshape(CROP_SHAPE)
+            out.remove(part_name(os.path.basename(tar)))
+            raise DatasetError(f"{out.url}/{tar}: the crop at byte {offset} fails its crc32c: run again to make the file anew")
+        return _with_crc(BLOSC.encode(np.frombuffer(ecg, "<i2")))
 
-    def put() -> None:
-        open_store(out, "r+")[block * SHARD_CROPS : block * SHARD_CROPS + len(crops)] = data
-
-    try:
-        out.patiently(f"{out.url}/{STORE} block {block}", put)
-        if not out.remote:
-            _sync(f"{out.url}/{STORE}/c/{block}/0/0")
-        out.write(marker, mark)
-    except OSError as error:
-        raise StorageError(f"writing {STORE} block {block} in {out.url}: {error.strerror or error}") from None
+    chunks = list(prefetch(packed, crops) if out.remote else map(packed, crops))
+    index = np.full((size, 2), ABSENT, "<u8")
+    lengths = np.array([len(chunk) for chunk in chunks])
+    index[: len(chunks)] = np.stack([np.cumsum(lengths) - lengths, lengths], axis=1)
+    out.write(name, b"".join([*chunks, _with_crc(index.tobytes())]))
+    out.write(marker, mark)
     return len(crops)
 
 
-def _sync(path: str) -> None:
-    file = os.open(path, os.O_RDONLY)
-    os.fsync(file)
-    os.close(file)
+def _with_crc(data: bytes) -> bytes:
+    return data + int(google_crc32c.value(data)).to_bytes(CRC, "little")

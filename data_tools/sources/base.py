@@ -1,43 +1,34 @@
-"""What a source is: the keys of an archive's records, and a record for a key.
+"""What a source is: the keys of an archive's records, and a record for each key.
 
-Reading your own format takes a class of a dozen lines and `--source your_module:YourClass` (see data_tools/README.md):
-
-    import io
-    import numpy as np
-    from data_tools.record import EcgRecord
-    from data_tools.sources import Source
-
-    class Csv(Source):
-        name, licence = "clinic", "internal"
-
-        def keys(self):
-            return (name for name in self.root.names() if name.endswith(".csv"))
-
-        def read(self, key):
-            text = self.root.read(key, limit=10_000_000).decode()
-            mv = np.loadtxt(io.StringIO(text), delimiter=",", skiprows=1).T
-            return EcgRecord(key.removesuffix(".csv"), mv, 250.0, tuple(text.split("\\n")[0].split(",")), source=self.name)
+For your own format, subclass `Source` with two methods and pass `--source your_file.py:YourClass`: see data_tools/README.md.
 """
 
+import csv
 import hashlib
+import io
 import re
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from functools import lru_cache, wraps
+from itertools import chain
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
 from data_tools.errors import DataError, ReadError, StorageError, printable
-from data_tools.record import LEAD_INDEX, EcgRecord, Header
+from data_tools.prepare import CROP, FS_HZ, Crop, crop_count, prepare_crop
+from data_tools.record import LEAD_INDEX, LEADS, EcgRecord, Header
 from data_tools.sources.wfdb_header import MAX_BYTES, WfdbHeader, parse_header, peek
 from data_tools.sources.wfdb_signals import own_name, read_record
 from data_tools.storage import Folder
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class Source(ABC):
-    """An archive. Sources travel to worker processes: keep in `self` only what pickles small."""
+    """An archive. Sources are sent to worker processes: keep in `self` only what pickles small."""
 
     name = ""
     licence = "unknown"
@@ -54,12 +45,12 @@ class Source(ABC):
         """One record; a ReadError refuses it."""
 
     def header(self, key: str) -> Header:
-        """What the plan needs. A format that can tell it without reading the signal should."""
+        """What planning needs. Override it for a format that can tell this without reading the signal."""
         try:
             record = self.read(key)
         except (DataError, MemoryError):
             raise
-        except Exception as error:  # a parser of one's own on a broken file: this record is refused, the others go on
+        except Exception as error:  # a user's parser on a broken file: only this record is refused
             raise ReadError("unreadable record", type(error).__name__) from None
         content = hashlib.blake2b(np.ascontiguousarray(record.signal).data, digest_size=8).digest()
         return Header(record.name, record.source or self.source_of(key), record.signal.shape[1], record.fs_hz, content)
@@ -70,19 +61,19 @@ class Source(ABC):
         return False
 
     def source_of(self, key: str) -> str:
-        """Under which name a record is filed: an archive may hold several databases."""
+        """The database of a record: an archive may hold several."""
         return self.name
 
-    def called(self, key: str) -> str:
-        """A name for a record that cannot tell its own."""
+    def name_for(self, key: str) -> str:
+        """A name for a record that cannot be read."""
         return record_stem(key)
 
     def tables(self) -> bytes:
-        """Whatever is read besides the records and decides what is written of them: patients, ages, diagnoses."""
+        """Whatever else is read and decides about the output: patients, ages, diagnoses."""
         return b""
 
     def notes(self) -> list[str]:
-        """Sentences for the user about the archive as a whole, printed before work begins."""
+        """Remarks on the archive as a whole, printed before work begins."""
         return []
 
     def __iter__(self) -> Iterator[EcgRecord]:
@@ -90,41 +81,34 @@ class Source(ABC):
 
 
 class WfdbSource(Source):
-    """Any source whose records are WFDB header files; what differs is where they lie and who the patient is."""
+    """An archive of WFDB records; subclasses know where they are stored and who the patient is."""
 
     suffix = ".dat"
 
-    def name_of(self, key: str, stem: str) -> str:
-        """Under which name a header file's record is filed."""
+    def record_name(self, key: str, stem: str) -> str:
         return stem
 
-    def called(self, key: str) -> str:
+    def name_for(self, key: str) -> str:
         try:
-            return self.name_of(key, record_stem(key))
+            return self.record_name(key, record_stem(key))
         except ReadError:
             return record_stem(key)
 
     def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
-        """Patient, age, sex and diagnoses from the archive's tables."""
+        """Add patient, age, sex and diagnoses from the archive's tables."""
         return record
 
     def header(self, key: str) -> Header:
         data = self._text(key)
         name, _, fs_hz, samples = peek(data)
         stamp = self.root.stamp(key.removesuffix(".hea") + self.suffix)
-        return Header(
-            self.name_of(key, own_name(name, key)),
-            self.source_of(key),
-            samples,
-            fs_hz,
-            hashlib.blake2b(data, digest_size=8).digest(),
-            stamp,
-        )
+        content = hashlib.blake2b(data, digest_size=8).digest()
+        return Header(self.record_name(key, own_name(name, key)), self.source_of(key), samples, fs_hz, content, stamp)
 
     def read(self, key: str) -> EcgRecord:
         header = parse_header(self._text(key))
         self.check(header)
-        name = self.name_of(key, own_name(header.name, key))
+        name = self.record_name(key, own_name(header.name, key))
         return self.enrich(read_record(self.root, key, header, name, self.source_of(key)), key)
 
     def _text(self, key: str) -> bytes:
@@ -135,7 +119,7 @@ class WfdbSource(Source):
         return self.root.read(key, MAX_BYTES)
 
     def check(self, header: WfdbHeader) -> None:
-        """Twelve leads in one file of the record's name, as all the large archives have them."""
+        """Twelve leads in one file with the record's name, as in all large archives."""
         known = {LEAD_INDEX.get(lead.upper()) for lead in header.leads} - {None}
         if len(header.leads) != 12 or len(known) != 12:
             raise ReadError("not twelve leads", ", ".join(header.leads)[:80])
@@ -143,9 +127,9 @@ class WfdbSource(Source):
             raise ReadError("signal file name", f"{header.files[0]} for {header.name}")
 
 
-def carefully(call: Callable[[str], T], key: str) -> T | ReadError:
-    """A source's `header` or `read`: whatever a record's bytes make a parser do, the others go on; only a failing place stops
-    the run."""
+def read_safely(call: Callable[[str], T], key: str) -> T | ReadError:
+    """A source's `header` or `read`. Whatever a record makes a parser raise refuses that record alone; only failing storage
+    stops the run."""
     try:
         if not key.isprintable():
             raise ReadError("file name", "not UTF-8, or with control characters")
@@ -158,12 +142,48 @@ def carefully(call: Callable[[str], T], key: str) -> T | ReadError:
         return ReadError("unreadable record", f"{type(error).__name__} in {key.rsplit('/', 1)[-1][:40]}")
 
 
+class Prepared(NamedTuple):
+    """A record as a dataset would hold it."""
+
+    source: str
+    record: str
+    patient: str | None
+    crops_uv: np.ndarray  # int16 [n, 12, 5000]
+    start_s: tuple[float, ...]
+    halves: tuple[int, ...]
+
+
+def prepared(source: Source, key: str) -> Prepared | ReadError:
+    """One record straight from its archive, without a dataset."""
+
+    def prepare(key: str) -> Prepared:
+        record = source.read(key)
+        count = crop_count(record.signal.shape[1], record.fs_hz)
+        if not count:
+            raise ReadError("too short", f"{record.signal.shape[1] / record.fs_hz:g} s")
+        samples = np.empty((count, len(LEADS), CROP), np.int16)
+        crops: list[Crop] = []
+        for index in range(count):
+            try:
+                crops.append(prepare_crop(record, index, samples[len(crops)]))
+            except ReadError as error:
+                if error.reason != "no valid lead":
+                    raise
+        if not crops:
+            raise ReadError("no valid lead", f"in {count * CROP / FS_HZ:g} s")
+        starts, halves = tuple(crop.start_s for crop in crops), tuple(crop.halves for crop in crops)
+        name = record.source or source.source_of(key)
+        return Prepared(name, record.name, record.patient, samples[: len(crops)], starts, halves)
+
+    return read_safely(prepare, key)
+
+
 def record_stem(key: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "_", key.rsplit("/", 1)[-1].rsplit(".", 1)[0])[:64] or "_"
 
 
 def located(key: str, detail: str) -> str:
-    """What is said of a record's fault, and where the record lies."""
+    """The detail of a refusal, beginning with the record's path."""
     path = printable(key)
     if detail.startswith(f"{path.rpartition('.')[0] or path}."):  # its signal's file
         return detail
@@ -171,19 +191,43 @@ def located(key: str, detail: str) -> str:
 
 
 def with_orphans(names: Iterator[str], suffix: str) -> Iterator[str]:
-    """Header files, and those signal files that have none (they are counted as refused); names come folder by folder."""
+    """Header files, and signal files without one, which count as refused; `names` come folder by folder."""
     stems: dict[str, bool] = {}
-    place = None
-    for name in names:
-        folder = name.rpartition("/")[0]
-        if folder != place:
-            yield from _keys_of(stems, suffix)
-            stems, place = {}, folder
+    folder = None
+    for name in chain(names, ["//"]):
+        if name.rpartition("/")[0] != folder:
+            yield from (stem + (".hea" if has_header else suffix) for stem, has_header in stems.items())
+            stems, folder = {}, name.rpartition("/")[0]
         stem, dot, ending = name.rpartition(".")
         if dot and f".{ending}" in (".hea", suffix):
             stems[stem] = stems.get(stem, False) or ending == "hea"
-    yield from _keys_of(stems, suffix)
 
 
-def _keys_of(stems: dict[str, bool], suffix: str) -> Iterator[str]:
-    return (stem + (".hea" if has_header else suffix) for stem, has_header in stems.items())
+def read_table(root: Folder, name: str, limit: int, columns: tuple[str, ...]) -> Iterator[dict[str, str]]:
+    """These columns of an archive's CSV table and no others; empty where a row is short. A table that cannot be read stops the
+    run, because it would fail every record alike."""
+    try:
+        text = root.read(name, limit).decode("utf-8-sig", "replace")
+    except ReadError as error:
+        raise StorageError(f"{root.url}: {error}") from None
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    try:
+        if missing := set(columns) - set(reader.fieldnames or ()):
+            raise StorageError(f"{root.url}/{name}: no column {', '.join(sorted(missing))}")
+        for row in reader:
+            yield {column: (row[column] or "").strip() for column in columns}
+    except csv.Error as error:
+        raise StorageError(f"{root.url}/{name}: line {reader.line_num}: {error}") from None
+
+
+def cached(function: Callable[P, T]) -> Callable[P, T]:
+    """lru_cache for threads: readers that ask for a table at the same moment wait for one of them to fetch it."""
+    remembered, lock = lru_cache(maxsize=4)(function), threading.Lock()
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with lock:
+            return remembered(*args, **kwargs)  # type: ignore[arg-type]
+
+    call.cache_clear = remembered.cache_clear  # type: ignore[attr-defined]
+    return call

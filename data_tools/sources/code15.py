@@ -1,6 +1,6 @@
 """CODE-15 %: `exams_part<k>.hdf5` (float tracings, 400 Hz, zero padding at both ends) and exams.csv.
 
-Releases and copies differ in the unit of the tracings, and no file says which: it is measured (see `_unit`), not believed.
+Releases and copies differ in the unit of the tracings, and no file states it: it is measured (see `_steps_per_mv`).
 """
 
 import math
@@ -13,24 +13,17 @@ import numpy as np
 
 from data_tools.errors import ReadError, StorageError
 from data_tools.record import EcgRecord, Header, clean_age
-from data_tools.sources.base import Source
-from data_tools.sources.tables import once, read_table
+from data_tools.sources.base import Source, cached, read_table
 from data_tools.storage import Folder
 
 TABLE, MAX_TABLE, FS_HZ = "exams.csv", 512 * 2**20, 400.0
 LEADS = ("DI", "DII", "DIII", "AVR", "AVL", "AVF", "V1", "V2", "V3", "V4", "V5", "V6")
-LABELS = {
-    "1dAVb": "270492004",
-    "RBBB": "59118001",
-    "LBBB": "164909002",
-    "SB": "426177001",
-    "ST": "427084000",
-    "AF": "164889003",
-}
+LABELS = {"1dAVb": "270492004", "RBBB": "59118001", "LBBB": "164909002"}
+LABELS |= {"SB": "426177001", "ST": "427084000", "AF": "164889003"}
 MAX_EXAMS = 1_000_000  # in one part; the release has 20,001
-MAX_CHUNK = 64 * 2**20  # a chunk is decompressed whole, whatever part of it is asked for
+MAX_CHUNK = 64 * 2**20  # a chunk is decompressed whole, whatever part of it is requested
 UNIT_SAMPLE = 200
-# steps per mV of the units in which copies are found, and the decade in which the median ECG's largest lead must lie
+# steps per mV of the units of known copies, and the decade in which the median ECG's largest lead lies
 UNITS = {"V": 1e-3, "mV": 1.0, "0.1 mV": 10.0, "uV": 1e3}
 TYPICAL_MV = (0.6, 6.0)
 
@@ -72,12 +65,12 @@ class Code15(Source):
             raise ReadError("no valid lead", "all zero")
         signal = tracing[measured[0] : measured[-1] + 1].T
         patient, age, sex, dx = table[exam]
-        gain = _unit(self.root)
+        gain = _steps_per_mv(self.root)
         return EcgRecord(exam, signal, FS_HZ, LEADS, "mV", gain, source=self.name, patient=patient, age=age, sex=sex, dx=dx)
 
     def notes(self) -> list[str]:
-        unit = next(name for name, gain in UNITS.items() if gain == _unit(self.root))
-        return [f"{self.root.url}: the tracings' unit is {unit}, by the size of {UNIT_SAMPLE} ECGs"]
+        unit = next(name for name, gain in UNITS.items() if gain == _steps_per_mv(self.root))
+        return [f"{self.root.url}: the unit of the tracings is {unit}, judging by the size of {UNIT_SAMPLE} ECGs"]
 
 
 def _parts(root: Folder) -> list[str]:
@@ -89,7 +82,7 @@ def _parts(root: Folder) -> list[str]:
 
 @lru_cache(maxsize=32)
 def _open(root: Folder, part: str) -> tuple[Any, np.ndarray]:
-    """-> tracings, and the exam of each. An HDF5 file may point into other files or unfold to any size: such are refused."""
+    """-> tracings, and the exam of each. HDF5 that points into other files or unfolds to any size is refused."""
     try:
         import h5py
     except ImportError:
@@ -101,7 +94,7 @@ def _open(root: Folder, part: str) -> tuple[Any, np.ndarray]:
         raise ReadError("not a regular file", part)
     try:
         file = h5py.File(path, "r")
-        tracings, exams = (_dataset(h5py, file, part, name) for name in ("tracings", "exam_id"))
+        tracings, exams = (_open_dataset(h5py, file, part, name) for name in ("tracings", "exam_id"))
         _check_shapes(part, tracings, exams)
         return tracings, exams[:]
     except (OSError, KeyError, RuntimeError) as error:
@@ -120,8 +113,8 @@ def _check_shapes(part: str, tracings: Any, exams: Any) -> None:
             raise ReadError("unexpected HDF5 shape", f"{part}: {values.name} {values.shape} in chunks of {values.chunks}")
 
 
-def _dataset(h5py: Any, file: Any, part: str, name: str) -> Any:
-    """The link is looked at before it is followed: to open what it names may be the harm."""
+def _open_dataset(h5py: Any, file: Any, part: str, name: str) -> Any:
+    """The link is checked before it is followed: opening its target may already do harm."""
     link = file.get(name, getlink=True)
     if link is None:
         raise ReadError("unexpected HDF5 shape", f"{part}: no {name}")
@@ -135,9 +128,9 @@ def _dataset(h5py: Any, file: Any, part: str, name: str) -> Any:
     return found
 
 
-@once
+@cached
 def _exams(root: Folder) -> dict[str, tuple[str | None, float | None, str | None, tuple[str, ...]]]:
-    """exam_id -> patient, age, sex, diagnoses. Dates of death and follow-up times are never taken in."""
+    """exam_id -> patient, age, sex, diagnoses. Dates of death and follow-up times are never read."""
     return {
         row["exam_id"]: (
             row["patient_id"] or None,
@@ -149,9 +142,9 @@ def _exams(root: Folder) -> dict[str, tuple[str | None, float | None, str | None
     }
 
 
-@once
-def _unit(root: Folder) -> float:
-    """Steps per mV: the one unit that gives the median ECG a largest lead of 0.6 to 6 mV peak to peak; a decade holds one."""
+@cached
+def _steps_per_mv(root: Folder) -> float:
+    """The one unit that gives the median ECG a largest lead of 0.6 to 6 mV peak to peak."""
     sizes = []
     for part in _parts(root):
         tracings, _ = _open(root, part)
@@ -168,6 +161,4 @@ def _unit(root: Folder) -> float:
     for gain in UNITS.values():
         if TYPICAL_MV[0] <= median / gain < TYPICAL_MV[1]:
             return gain
-    raise StorageError(
-        f"{root.url}: the median tracing spans {median:.3g}, which is an ECG's size in none of {', '.join(UNITS)}"
-    )
+    raise StorageError(f"{root.url}: the median tracing spans {median:.3g}: the size of an ECG in none of {', '.join(UNITS)}")

@@ -1,6 +1,6 @@
-"""MIMIC-IV-ECG: `files/p1000/p10001725/s41420867/41420867.dat`, leads in its own order, 200 steps a mV.
+"""MIMIC-IV-ECG: `files/p1000/p10001725/s41420867/41420867.dat`, leads in its own order, 200 steps per mV.
 
-record_list.csv names the records and their patients; of its columns the path and the subject are read, never the time.
+record_list.csv lists the records and their patients; of its columns only path and subject are read, never the time.
 """
 
 import dataclasses
@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 from data_tools.errors import ReadError
 from data_tools.record import EcgRecord, Header
-from data_tools.sources.base import WfdbSource, with_orphans
-from data_tools.sources.tables import read_table
+from data_tools.sources.base import WfdbSource, read_table, with_orphans
 
 LIST, MAX_LIST = "record_list.csv", 512 * 2**20
 _PATH = re.compile(r"files/p\d{4}/p(\d{8})/s(\d+)/\2", re.ASCII)
@@ -25,7 +24,7 @@ class MimicIvEcg(WfdbSource):
         return {LIST, "files"} <= names
 
     def keys(self) -> Iterator[str]:
-        """The list's rows; without a list, the tree itself. A row whose subject contradicts its path is refused on reading."""
+        """The rows of the list, or the files if there is none. A row whose subject contradicts its path is refused later."""
         if not self.root.exists(LIST):
             yield from with_orphans(self.root.names("files"), ".dat")
             return

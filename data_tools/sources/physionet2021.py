@@ -1,4 +1,4 @@
-"""PhysioNet/CinC Challenge 2021: `training/<database>/g<k>/<id>.hea` and `.mat` (MATLAB level 4), every database in one tree.
+"""PhysioNet/CinC Challenge 2021: `training/<database>/g<k>/<id>.hea` and `.mat` (MATLAB level 4), all databases in one tree.
 
 PTB-XL's records (HRnnnnn) have patients only through PTB-XL's own table: put ptbxl_database.csv beside `training`.
 """
@@ -9,21 +9,11 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from data_tools.record import EcgRecord
-from data_tools.sources.base import WfdbSource, with_orphans
+from data_tools.sources.base import WfdbSource, cached, with_orphans
 from data_tools.sources.ptbxl import FOLDERS, TABLE, patients
-from data_tools.sources.tables import once
 from data_tools.storage import Folder, folder
 
-DATABASES = (
-    "chapman_shaoxing",
-    "cpsc_2018",
-    "cpsc_2018_extra",
-    "georgia",
-    "ningbo",
-    "ptb",
-    "ptb-xl",
-    "st_petersburg_incart",
-)
+DATABASES = ("chapman_shaoxing", "cpsc_2018", "cpsc_2018_extra", "georgia", "ningbo", "ptb", "ptb-xl", "st_petersburg_incart")
 TABLE_PLACES = (TABLE, f"ptb-xl/{TABLE}", f"training/{TABLE}", f"training/ptb-xl/{TABLE}")
 
 
@@ -31,14 +21,14 @@ class PhysioNet2021(WfdbSource):
     name = "physionet2021"
     licence = "CC-BY-4.0"
     suffix = ".mat"
-    table: str | None = None  # PTB-XL's table, where it does not lie in the archive
+    table: str | None = None  # PTB-XL's table, if it is stored elsewhere
 
     @staticmethod
     def detect(names: set[str]) -> bool:
         return "training" in names or bool(names & set(DATABASES) - {"ptb-xl"})
 
     def keys(self) -> Iterator[str]:
-        """Of a folder with databases in it, these alone: PTB-XL's own release and other archives may lie beside them."""
+        """Only the databases, if there are any: PTB-XL's own release and other archives may be stored beside them."""
         names = self.root.children()
         places = ["training"] if "training" in names else [name for name in names if name in DATABASES]
         for place in places or [""]:
@@ -62,10 +52,8 @@ class PhysioNet2021(WfdbSource):
     def notes(self) -> list[str]:
         if _patients(self.root, self.table) or not any(map(self.root.exists, ("training/ptb-xl", "ptb-xl/g1"))):
             return []
-        return [
-            f"{self.root.url}: no {TABLE}, so this archive's PTB-XL records have no patient, and no gallery or probe role: "
-            "give it with --patients"
-        ]
+        why = "so this archive's PTB-XL records have no patient, and no gallery or probe role: give it with --patients"
+        return [f"{self.root.url}: no {TABLE}, {why}"]
 
 
 @lru_cache(maxsize=256)  # a folder holds a thousand records
@@ -75,7 +63,7 @@ def _database(url: str, place: str) -> str | None:
     return next((part for part in reversed(parts) if part in DATABASES), None)
 
 
-@once
+@cached
 def _patients(root: Folder, table: str | None) -> dict[str, str | None]:
     if table:
         return patients(folder(posixpath.dirname(table) or "."), posixpath.basename(table))

@@ -1,7 +1,7 @@
-"""PTB-XL's own release: `records500/<thousand>/<id>_hr.dat` with ptbxl_database.csv (patient, age, sex, SCP statements). Where
-records500 is not there, `records100/<thousand>/<id>_lr.dat`, the same ECGs at 100 Hz.
+"""PTB-XL's own release: `records500/<thousand>/<id>_hr.dat` and ptbxl_database.csv (patient, age, sex, SCP statements). Without
+records500, `records100/<thousand>/<id>_lr.dat`, the same ECGs at 100 Hz, is read.
 
-Records are filed under the Challenge's names (ecg_id 11 is HR00011), so one ECG in both releases is one record.
+Records get the Challenge's names (ecg_id 11 is HR00011), so one ECG in both releases is one record.
 """
 
 import ast
@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 from data_tools.errors import ReadError
 from data_tools.record import HEART_AXIS_CODES, SCP_CODES, EcgRecord, clean_age
-from data_tools.sources.base import WfdbSource, with_orphans
-from data_tools.sources.tables import once, read_table
+from data_tools.sources.base import WfdbSource, cached, read_table, with_orphans
 from data_tools.storage import Folder
 
 FOLDERS = ("records500", "records100")
@@ -41,7 +40,7 @@ class PtbXl(WfdbSource):
     def tables(self) -> bytes:
         return self.root.read(TABLE, MAX_TABLE)
 
-    def name_of(self, key: str, stem: str) -> str:
+    def record_name(self, key: str, stem: str) -> str:
         number = stem.removesuffix("_hr").removesuffix("_lr")
         if not number.isdigit():
             raise ReadError("record name", stem)
@@ -50,14 +49,10 @@ class PtbXl(WfdbSource):
     def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
         row = _rows(self.root, TABLE).get(record.name.removeprefix("HR").lstrip("0"))
         if row is None:
-            return dataclasses.replace(record, warnings=(*record.warnings, ("not in ptbxl_database.csv", "")))
-        return dataclasses.replace(
-            record,
-            patient=patient_id(row["patient_id"]),
-            age=clean_age(row["age"]),
-            sex={"0": "M", "1": "F"}.get(row["sex"].split(".")[0]),
-            dx=_diagnoses(row),
-        )
+            return dataclasses.replace(record, warnings=(*record.warnings, (f"not in {TABLE}", "")))
+        sex = {"0": "M", "1": "F"}.get(row["sex"].split(".")[0])
+        patient, age = patient_id(row["patient_id"]), clean_age(row["age"])
+        return dataclasses.replace(record, patient=patient, age=age, sex=sex, dx=_diagnoses(row))
 
 
 def patient_id(text: str) -> str | None:
@@ -67,7 +62,7 @@ def patient_id(text: str) -> str | None:
 
 
 def patients(root: Folder, place: str) -> dict[str, str | None]:
-    """ecg_id -> patient, None where the row names nobody."""
+    """ecg_id -> patient, None where the row has none."""
     return {number: patient_id(row["patient_id"]) for number, row in _rows(root, place).items()}
 
 
@@ -81,8 +76,8 @@ def _diagnoses(row: dict[str, str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(code for code in codes if code))
 
 
-@once
+@cached
 def _rows(root: Folder, place: str) -> dict[str, dict[str, str]]:
-    """The six columns that are used, by ecg_id; all others (dates, reports, names of staff) are never taken in."""
+    """By ecg_id, the six columns that are used; all others (dates, reports, names of staff) are never read."""
     columns = ("ecg_id", "patient_id", "age", "sex", "scp_codes", "heart_axis")
     return {row["ecg_id"].split(".")[0]: row for row in read_table(root, place, MAX_TABLE, columns)}

@@ -1,7 +1,7 @@
-"""WFDB header files, read with suspicion: every field must be there, in range and of its type, or the record is refused.
+"""Strict parsing of WFDB header files: every field must be present, in range and of its type, or the record is refused.
 
-The format lets a reader guess (gain 200, 250 Hz, length from the file size, ...); each guess is a silently wrong ECG, so
-none is made here. The text is bounded before anything is parsed. Dates, times and free comments are not even kept.
+The format allows defaults (gain 200, 250 Hz, length from the file size, ...); each may be a silently wrong ECG, so none is
+used here. The text is bounded before anything is parsed. Dates, times and free comments are not kept.
 """
 
 import math
@@ -48,7 +48,7 @@ class WfdbHeader:
 
 
 def peek(data: bytes) -> tuple[str, int, float, int]:
-    """(name, signals, fs_hz, samples) from the record line alone: all that a plan needs, at a fifth of the cost."""
+    """(name, signals, fs_hz, samples) from the record line alone: enough for planning, at a fifth of the cost."""
     for line in _lines(data):
         if line and not line.startswith("#"):
             return _record_line(line)
@@ -81,7 +81,7 @@ def parse_header(data: bytes) -> WfdbHeader:
         fs_hz,
         samples,
         files,
-        *_meant(formats, gains, zeros, leads),
+        *_parse_columns(formats, gains, zeros, leads),
         initials=tuple(map(int, initials)),
         checksums=tuple(map(int, checksums)),
         leads=leads,
@@ -92,7 +92,7 @@ def parse_header(data: bytes) -> WfdbHeader:
 
 
 def _record_line(line: str) -> tuple[str, int, float, int]:
-    """`name n_signals fs[/counter] samples [time [date]]`: all four are demanded, what follows is not looked at."""
+    """`name n_signals fs[/counter] samples [time [date]]`: all four are required, the rest is ignored."""
     if len(line) > MAX_LINE:
         raise ReadError("header line too long", f"{len(line)} characters")
     fields = line.split(maxsplit=4)
@@ -106,7 +106,7 @@ def _record_line(line: str) -> tuple[str, int, float, int]:
 
 
 def _signal_lines(lines: list[str]) -> tuple[tuple[str, ...], ...]:
-    """`file format gain(baseline)/unit resolution zero first checksum block lead`: nine fields, so a missing one shows.
+    """`file format gain(baseline)/unit resolution zero first checksum block lead`: all nine fields are required.
 
     -> columns of all but resolution and block."""
     for line in lines:
@@ -124,7 +124,7 @@ def _signal_lines(lines: list[str]) -> tuple[tuple[str, ...], ...]:
 
 
 @lru_cache(maxsize=64)  # an archive's records are mostly alike
-def _meant(
+def _parse_columns(
     formats: tuple[str, ...], gains: tuple[str, ...], zeros: tuple[str, ...], leads: tuple[str, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], tuple[int, ...]]:
     """-> formats, offsets, gains, baselines."""
@@ -154,7 +154,7 @@ def _format(text: str) -> tuple[int, int]:
 
 
 def _any_gain(text: str) -> tuple[float, int | None]:
-    """Channels that are no ECG lead may be in litres or mmHg: they are left out later, so nobody asks for their gain."""
+    """Channels that are not ECG leads may be in litres or mmHg; they are ignored later, so any gain will do."""
     try:
         return _gain(text)
     except ReadError:
@@ -163,7 +163,7 @@ def _any_gain(text: str) -> tuple[float, int | None]:
 
 @lru_cache(maxsize=4096)
 def _gain(text: str) -> tuple[float, int | None]:
-    """`1000.0(0)/mV` -> steps per mV, baseline. A gain of 0 means "not calibrated": nothing physical can be said."""
+    """`1000.0(0)/mV` -> steps per mV, baseline. A gain of 0 means "not calibrated"."""
     found = _GAIN.fullmatch(text)
     if not found:
         raise ReadError("gain", text[:40])
@@ -171,14 +171,9 @@ def _gain(text: str) -> tuple[float, int | None]:
     return _number(found[1], "gain", GAIN_RANGE[0] * mv, GAIN_RANGE[1] * mv) / mv, int(found[2]) if found[2] else None
 
 
-def _plain(text: str) -> bool:
-    """Python's numbers may hold underscores and the digits of all scripts; WFDB's may not."""
-    return text.isascii() and "_" not in text
-
-
 def _integer(text: str, what: str, low: int, high: int) -> int:
     try:
-        value = int(text) if len(text) <= 12 and _plain(text) else None
+        value = int(text) if len(text) <= 12 and _is_plain(text) else None
     except ValueError:
         value = None
     if value is None or not low <= value <= high:
@@ -188,9 +183,14 @@ def _integer(text: str, what: str, low: int, high: int) -> int:
 
 def _number(text: str, what: str, low: float, high: float) -> float:
     try:
-        value = float(text) if _plain(text) else math.nan
+        value = float(text) if _is_plain(text) else math.nan
     except ValueError:
         value = math.nan
     if not low <= value <= high:  # NaN fails too
         raise ReadError(what, f"{text[:40]}: {low:g} to {high:g} is read")
     return value
+
+
+def _is_plain(text: str) -> bool:
+    """Python also accepts underscores and the digits of all scripts; WFDB does not."""
+    return text.isascii() and "_" not in text

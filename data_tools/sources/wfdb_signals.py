@@ -1,4 +1,4 @@
-"""The signals of a WFDB record. Format 16 (every ECG archive's) is a direct read; all other formats go through `wfdb`."""
+"""The signals of a WFDB record. Format 16, which all ECG archives have, is read directly, all other formats by `wfdb`."""
 
 import posixpath
 import tempfile
@@ -12,40 +12,17 @@ from data_tools.sources.wfdb_header import WfdbHeader
 from data_tools.storage import Folder
 
 MAT_OFFSET = 24  # of a MATLAB level-4 file whose only variable is `val`: five int32 words, then "val\\0"
-# The value by which each format marks a sample that was not measured.
-INVALID = {
-    16: -(2**15),
-    24: -(2**23),
-    32: -(2**31),
-    61: -(2**15),
-    80: -(2**7),
-    160: -(2**15),
-    212: -(2**11),
-    310: -512,
-    311: -512,
-    508: -(2**7),
-    516: -(2**15),
-    524: -(2**23),
-}
-# (bytes, samples) of a format's smallest whole unit, from which a file's size follows; of FLAC it does not.
-UNITS = {
-    8: (1, 1),
-    16: (2, 1),
-    24: (3, 1),
-    32: (4, 1),
-    61: (2, 1),
-    80: (1, 1),
-    160: (2, 1),
-    212: (3, 2),
-    310: (4, 3),
-    311: (4, 3),
-}
+# format -> n, where -2**n marks a sample that was not measured
+INVALID_BITS = {16: 15, 24: 23, 32: 31, 61: 15, 80: 7, 160: 15, 212: 11, 310: 9, 311: 9, 508: 7, 516: 15, 524: 23}
+# format -> (bytes, samples) of its smallest whole unit, which gives a file's size; FLAC has none
+UNITS = {8: (1, 1), 16: (2, 1), 24: (3, 1), 32: (4, 1), 61: (2, 1), 80: (1, 1), 160: (2, 1), 212: (3, 2)}
+UNITS |= {310: (4, 3), 311: (4, 3)}
 FLAC = (508, 516, 524)
 MAX_FALLBACK_VALUES = 8_000_000  # wfdb widens to int64
 
 
 def own_name(name: str, key: str) -> str:
-    """The header must be that of the file's own record: copies under other names are someone else's ECG."""
+    """The name in the header, which has to be the file's: a copy under another name would be a wrong patient's ECG."""
     stem = posixpath.basename(key).removesuffix(".hea")
     if name != stem:
         raise ReadError("record name differs from file name", f"{name} in {stem}.hea")
@@ -53,7 +30,7 @@ def own_name(name: str, key: str) -> str:
 
 
 def read_record(root: Folder, key: str, header: WfdbHeader, name: str, source: str) -> EcgRecord:
-    """The record behind a parsed header. Checksums and first values are compared: a difference is a warning."""
+    """The record of a parsed header. A checksum or first value that differs is a warning."""
     place = posixpath.dirname(key)
     if len(set(header.formats)) > 1:
         raise ReadError("mixed signal formats", ", ".join(map(str, header.formats)))
@@ -62,6 +39,7 @@ def read_record(root: Folder, key: str, header: WfdbHeader, name: str, source: s
         warnings = _compare(header, signal)
     else:
         signal, warnings = _read_with_wfdb(root, place, header), []
+    bits = INVALID_BITS.get(header.formats[0])
     return EcgRecord(
         name=name,
         source=source,
@@ -70,7 +48,7 @@ def read_record(root: Folder, key: str, header: WfdbHeader, name: str, source: s
         leads=header.leads,
         gain=header.gains,
         baseline=header.baselines,
-        invalid=INVALID.get(header.formats[0]),
+        invalid=None if bits is None else -(2**bits),
         age=header.age,
         sex=header.sex,
         dx=parse_dx(header.dx),
@@ -89,11 +67,11 @@ def _read_format_16(root: Folder, name: str, header: WfdbHeader) -> np.ndarray:
         if offset != MAT_OFFSET or words != [30, signals, header.samples, 0, 4] or data[20:24] != b"val\0":
             raise ReadError("not the expected MATLAB file", f"offset {offset}, words {words}")
     interleaved = np.frombuffer(data, "<i2", offset=offset).reshape(header.samples, signals)
-    return np.ascontiguousarray(interleaved.T)  # once, here: all that follows goes lead by lead
+    return np.ascontiguousarray(interleaved.T)  # later steps work lead by lead
 
 
 def _compare(header: WfdbHeader, signal: np.ndarray) -> list[tuple[str, str]]:
-    sums = np.add.reduce(signal, axis=1, dtype=np.int16).astype(np.int64)  # wraps, as the format's checksum does
+    sums = np.add.reduce(signal, axis=1, dtype=np.int16).astype(np.int64)  # wraps like the format's checksum
     differing = (
         ("checksum differs", (sums - header.checksums) % 65536),  # some write it signed, some not
         ("first value differs", signal[:, 0] - np.array(header.initials)),
@@ -106,7 +84,7 @@ def _compare(header: WfdbHeader, signal: np.ndarray) -> list[tuple[str, str]]:
 
 
 def _checked(root: Folder, place: str, file: str, header: WfdbHeader) -> bytes:
-    """A file's bytes, as many as its format and length make: `wfdb` reads a longer file, and a MATLAB file, without a word."""
+    """A file of the size that its format and length give: `wfdb` itself accepts longer files, and MATLAB files."""
     code = header.formats[0]
     offsets = {offset for name, offset in zip(header.files, header.offsets, strict=True) if name == file}
     if file.lower().endswith(".mat"):
@@ -117,15 +95,15 @@ def _checked(root: Folder, place: str, file: str, header: WfdbHeader) -> bytes:
         return root.read(posixpath.join(place, file), 8 * MAX_FALLBACK_VALUES)
     values = header.samples * header.files.count(file)
     unit, per_unit = UNITS[code]
-    least, most = -(-values * unit // per_unit), -(-values // per_unit) * unit  # the last unit may be whole or cut
-    data = root.read(posixpath.join(place, file), max(offsets) + most)
-    if len(data) < max(offsets) + least:
-        raise ReadError("signal file size", f"{len(data)} bytes, {max(offsets) + least} announced")
+    smallest, largest = -(-values * unit // per_unit), -(-values // per_unit) * unit  # the last unit may be cut
+    data = root.read(posixpath.join(place, file), max(offsets) + largest)
+    if len(data) < max(offsets) + smallest:
+        raise ReadError("signal file size", f"{len(data)} bytes, {max(offsets) + smallest} announced")
     return data
 
 
 def _read_with_wfdb(root: Folder, place: str, header: WfdbHeader) -> np.ndarray:
-    """A copy of the checked files in a folder of its own, so that `wfdb` sees no link, no path and no other file."""
+    """`wfdb` reads a copy of the checked files in a temporary folder, so it meets no link, no path and no other file."""
     import wfdb
 
     if len(header.leads) * header.samples > MAX_FALLBACK_VALUES:

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import webdataset
+import zarr
 from handmade import ecg, write_challenge
 
 from data_tools.__main__ import main
 from data_tools.build import ShardOptions, shard
 from data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, SAMPLES, Dataset, fingerprint
 from data_tools.errors import DataError, DatasetError, StorageError
-from data_tools.finish import read_rejects
 from data_tools.plan import make_plan, permutation
 from data_tools.record import class_row
 from data_tools.sources import open_sources
@@ -130,7 +130,7 @@ def test_dali_reads_the_tars(dataset: Dataset) -> None:
 
 
 def test_zarr_holds_the_same_crops_and_numpy_slices_them(dataset: Dataset) -> None:
-    store = dataset.store
+    store = zarr.open_array(f"{dataset.root.url}/store.zarr", mode="r")
     assert store.shape == (len(dataset), *CROP_SHAPE)
     for row in range(0, len(dataset), 17):
         np.testing.assert_array_equal(store[row], dataset.read(row))
@@ -179,7 +179,7 @@ def test_several_archives_make_one_dataset(tmp_path: Path) -> None:
 def told(dataset: Dataset) -> tuple[list[str], dict[str, int]]:
     """The paths of the refused records in rejects.csv, one for each; and what dataset.json says of them."""
     used = {(row["source"], row["record"]) for row in dataset.table(["source", "record"]).to_pylist()}
-    details = {(source, name): detail for source, name, _, detail in read_rejects(dataset) if (source, name) not in used}
+    details = {(source, name): detail for source, name, _, detail in dataset.rejects() if (source, name) not in used}
     return sorted(detail.split(":")[0] for detail in details.values()), dataset.meta["sources"][0]["records"]
 
 
@@ -293,7 +293,7 @@ def test_a_dataset_is_what_is_in_it_not_where_or_when(archive: Path, dataset: Da
     """A copy of the archive with other times gives the same dataset; another table of patients does not."""
     copy = tmp_path / "copy"
     shutil.copytree(archive, copy, copy_function=shutil.copyfile)
-    same = {"format": "both", "role_sources": RoleSources.of(dataset.meta)}
+    same = {"format": "both", "role_sources": RoleSources.from_meta(dataset.meta)}
     again = build(copy, tmp_path / "again", **same)
     assert digests(tmp_path / "again") == digests(Path(dataset.root.url))
     assert build(archive, tmp_path / "again", **same).fingerprint == again.fingerprint

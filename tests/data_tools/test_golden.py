@@ -11,7 +11,7 @@ from handmade import write_challenge
 
 from data_tools.build import ShardOptions, shard
 from data_tools.dataset import Dataset
-from data_tools.finish import assign_roles
+from data_tools.build import assign_roles
 from data_tools.prepare import SPEC_HASH
 from data_tools.sources import open_sources
 from data_tools.splits import RoleSources, keyed_uniform
@@ -71,7 +71,7 @@ def test_bytes_and_rows(made: Dataset) -> None:
 )
 def test_roles(plan: str, seed: int, before: str, now: str, made: Dataset) -> None:
     """`before`: of a dataset.json that says nothing of `id_share`."""
-    for whose, roles in ((RoleSources.of({}), before), (RoleSources(), now)):
+    for whose, roles in ((RoleSources.from_meta({}), before), (RoleSources(), now)):
         table = assign_roles(made.table(), plan, seed, whose).select(["pretrain", "dx_role", "id_role"])
         assert digest(json.dumps(table.to_pylist())) == roles
 

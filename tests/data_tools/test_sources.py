@@ -28,7 +28,6 @@ from data_tools.__main__ import main
 from data_tools.build import ShardOptions, shard
 from data_tools.dataset import REJECTS, Dataset
 from data_tools.errors import DataError, ReadError, StorageError
-from data_tools.finish import read_rejects
 from data_tools.record import LEADS, EcgRecord
 from data_tools.sources import Source, base, open_sources
 from data_tools.sources.code15 import Code15
@@ -320,7 +319,7 @@ class Worded(Source):
 def test_diagnoses_that_are_no_codes_are_flagged_and_not_copied(tmp_path: Path) -> None:
     made = shard([Worded(folder(tmp_path))], ShardOptions(str(tmp_path / "out"), quiet=True))
     assert {row["record"]: row["dx"] for row in made.table().to_pylist()} == {"one": ["164889003"], "two": ["426783006"]}
-    ((source, record, reason, detail),) = read_rejects(made)
+    ((source, record, reason, detail),) = made.rejects()
     assert (source, record, reason) == ("clinic", "one", "diagnosis without a code") and detail.startswith("2 ")
     assert b"heart attack" not in everything_in(made)
     assert verify(made, [Worded(folder(tmp_path))]) == []

@@ -8,9 +8,8 @@ import pytest
 from handmade import ecg, write_challenge
 
 from data_tools.build import ShardOptions, shard
-from data_tools.finish import read_rejects
 from data_tools.sources import open_sources
-from data_tools.tables import as_csv, unquoted
+from data_tools.dataset import as_csv, unquoted
 
 FORMULAS = ["=1+1", "+1+1|x", "-2+3+cmd", "@SUM(A1)", "\t=1", "-", "+-5"]
 KEPT = ["-5", "-0.25", "+1e-3", "-0.2 0.3", "-inf", "a=1", "", "'", "georgia"]
@@ -34,4 +33,4 @@ def test_names_of_records_are_not_formulas_in_rejects(tmp_path: Path) -> None:
     made = shard(open_sources(str(tmp_path / "src")), ShardOptions(str(tmp_path / "out"), quiet=True))
     text = (tmp_path / "out" / "rejects.csv").read_text()
     assert "\ngeorgia,'-cmd," in text and "\ngeorgia,-7," in text
-    assert {record for _, record, *_ in read_rejects(made)} >= {"-cmd", "-7"}
+    assert {record for _, record, *_ in made.rejects()} >= {"-cmd", "-7"}

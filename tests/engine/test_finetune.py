@@ -217,7 +217,7 @@ def test_classes_are_numbered_by_patient(dataset: Dataset) -> None:
 
 
 def test_whose_roles_contradict_each_other(dataset: Dataset, base: Path, archive: Path, tmp_path: Path) -> None:
-    whose = RoleSources.of(dataset.meta)
+    whose = RoleSources.from_meta(dataset.meta)
     again, other = (
         shard(
             open_sources(str(archive)), ShardOptions(str(tmp_path / f"seed{seed}"), seed=seed, role_sources=whose, quiet=True)
@@ -243,7 +243,7 @@ def test_whose_roles_contradict_each_other(dataset: Dataset, base: Path, archive
 
 
 def test_a_model_knows_the_splits_of_all_its_stages(dataset: Dataset, base: Path, archive: Path, tmp_path: Path) -> None:
-    whose = RoleSources.of(dataset.meta)
+    whose = RoleSources.from_meta(dataset.meta)
     other = shard(open_sources(str(archive)), ShardOptions(str(tmp_path / "other"), seed=1, role_sources=whose, quiet=True))
     ended = finetune(tmp_path, other.root.url, base, "diagnosis", train__steps=1)
     assert ended.ok, ended.output
