@@ -1,17 +1,18 @@
-"""Archives of synthetic patients in the layouts of the real ones, to try every tool on data that nobody has to ask for.
+"""Archives of synthetic patients in the layouts of the real ones, so that every tool can be tried without real data.
 
 plan (which records, in blocks of up to 64 patients) -> each block: draw patients, simulate their sessions (synth_ecg),
-spoil a few records as the real archives are spoilt, write header + signal -> ptbxl_database.csv, SYNTHETIC.txt
+damage a few records as in the real archives, write header + signal -> ptbxl_database.csv, SYNTHETIC.txt
 
 `physionet2021` is the Challenge's training set: training/<database>/g<k>/<record>.hea + .mat, with the ids, lengths,
 sampling rates, comment styles and oddities of its eight databases; `ptbxl` is PTB-XL's own release: records500/<k>/
 <id>_hr.hea + .dat. The PTB-XL recordings of one seed have the same samples in both. The bytes depend on the arguments
-only, not on `workers` or the machine's load (another CPU's float32 may move a sample by 1 uV).
+alone, not on `workers` (another CPU's float32 may move a sample by 1 uV).
 
     python -m data_tools synth OUT --patients 100
 """
 
 import csv
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -24,15 +25,15 @@ from tqdm import tqdm
 from data_tools import cluster
 from data_tools.errors import DataError
 from data_tools.record import ABBREVIATIONS, CLASSES, HEART_AXIS_CODES, LEADS, SCP_CODES
-from data_tools.synth_ecg import BLOCK, Findings, Patients, draw_patients, simulate
+from data_tools.synth_ecg import BLOCK, Findings, SyntheticPatients, draw_patients, simulate
 
 LAYOUTS = ("physionet2021", "ptbxl")
 FOLDER_RECORDS = 1000
 SMALL_SHARE = 0.01  # of the further patients, for each of the two databases that do not sample at 500 Hz
-FLAT, INVALID = 0.003, 0.003  # chance that chest leads are zero; that a Ningbo record has unmeasured samples
-LABEL_FLIP = 0.03  # chance that a finding is not written, and, per record, that a wrong one is
+FLAT, INVALID = 0.003, 0.003  # chance of flat chest leads; of unmeasured samples in a Ningbo record
+LABEL_FLIP = 0.03  # chance that a finding is not written down, and, per record, that a wrong one is
 CLINIC, LENGTH, READER = 4, 5, 6  # last part of a generator's key, after those of synth_ecg
-_NEVER = ("BBB", "LPR")  # two classes that the signal model does not make
+_NEVER = ("BBB", "LPR")  # two classes that the signal model does not produce
 
 
 @dataclass(frozen=True)
@@ -58,66 +59,40 @@ class Database:
 
 
 _CPSC_S = ((6, 0.04), (10, 0.47), (12, 0.10), (15, 0.14), (20, 0.10), (30, 0.10), (60, 0.05))
-_BBB = (("RBBB", "59118001"), ("LBBB", "164909002"))
+_GEORGIA_S = ((10, 0.96), (5, 0.04))
+_RBBB, _LBBB, _PAC = ("RBBB", "59118001"), ("LBBB", "164909002"), ("PAC", "63593006")
 _UNSCORED_PVC, _VPB = ("PVC", "164884008"), ("PVC", "17338001")
+_DATES = (" 15-May-2020 15:35:30", " 05-May-2020 14:50:55", " 25-Mar-2021 16:25:18")
 DATABASES = {
-    "cpsc_2018": Database("A", 4, 1, 6877, 6877, durations_s=_CPSC_S, spaced=True, codes=(*_BBB, _UNSCORED_PVC)),
-    "cpsc_2018_extra": Database(
-        "Q", 4, 1, 3581, 3453, durations_s=_CPSC_S, date=" 15-May-2020 15:35:30", codes=(*_BBB, ("PAC", "63593006"))
-    ),
-    "st_petersburg_incart": Database("I", 4, 1, 75, 74, fs_hz=257, durations_s=((60, 1.0),), spaced=True),
-    "ptb": Database("S", 4, 1, 549, 516, fs_hz=1000, durations_s=((30, 1.0),), spaced=True),
+    "cpsc_2018": Database("A", 4, 1, 6877, 6877, durations_s=_CPSC_S, spaced=True, codes=(_RBBB, _LBBB, _UNSCORED_PVC)),
+    "cpsc_2018_extra": Database("Q", 4, 1, 3581, 3453, durations_s=_CPSC_S, date=_DATES[0], codes=(_RBBB, _LBBB, _PAC)),
+    "st_petersburg_incart": Database("I", 4, 1, 75, 74, 257, durations_s=((60, 1.0),), spaced=True),
+    "ptb": Database("S", 4, 1, 549, 516, 1000, durations_s=((30, 1.0),), spaced=True),
     "ptb-xl": Database("HR", 5, 1, 99_999, 21_837, spaced=True, unit="mv"),
-    "georgia": Database(
-        "E",
-        5,
-        1,
-        10_344,
-        10_344,
-        mains_hz=60,
-        durations_s=((10, 0.96), (5, 0.04)),
-        date=" 05-May-2020 14:50:55",
-        codes=(*_BBB, _VPB),
-    ),
-    "chapman_shaoxing": Database("JS", 5, 1, 10_646, 10_247, codes=(("RBBB", "59118001"), _VPB)),
-    "ningbo": Database("JS", 5, 10_647, 45_551, 34_905, date=" 25-Mar-2021 16:25:18"),
+    "georgia": Database("E", 5, 1, 10_344, 10_344, 500, 60, _GEORGIA_S, date=_DATES[1], codes=(_RBBB, _LBBB, _VPB)),
+    "chapman_shaoxing": Database("JS", 5, 1, 10_646, 10_247, codes=(_RBBB, _VPB)),
+    "ningbo": Database("JS", 5, 10_647, 45_551, 34_905, date=_DATES[2]),
 }
 _UNSCORED = ("428750005", "164873001", "55827005", "164865005", "425623009", "251238007", "6180003")
-# PTB-XL's statement for each class; it has none for the two others that are made, so its patients never have them
-_SCP = {
-    "AF": "AFIB",
-    "AFL": "AFLT",
-    "LBBB": "CLBBB",
-    "RBBB": "CRBBB",
-    "IAVB": "1AVB",
-    "IRBBB": "IRBBB",
-    "LAnFB": "LAFB",
-}
+# PTB-XL's statement for each class; it has none for two others, so its patients never have them
+_SCP = {"AF": "AFIB", "AFL": "AFLT", "LBBB": "CLBBB", "RBBB": "CRBBB", "IAVB": "1AVB", "IRBBB": "IRBBB", "LAnFB": "LAFB"}
 _SCP |= {"LQRSV": "LVOLT", "LQT": "LNGQT", "NSIVCB": "IVCD", "NSR": "SR", "PAC": "PAC", "PR": "PACE", "PVC": "PVC"}
 _SCP |= {"QAb": "QWAVE", "SA": "SARRH", "SB": "SBRAD", "STach": "STACH", "TAb": "NT_", "TInv": "INVT"}
 _RHYTHM_SCP = ("AFIB", "AFLT", "SR", "PACE", "SARRH", "SBRAD", "STACH", "PAC", "PVC")  # written without a likelihood
 _NOT_IN_PTBXL = ("Brady", "PRWP")
 
-_CSV_HEADER = (
-    "ecg_id,patient_id,age,sex,height,weight,nurse,site,device,recording_date,report,scp_codes,heart_axis,"
-    "infarction_stadium1,infarction_stadium2,validated_by,second_opinion,initial_autogenerated_report,"
-    "validated_by_human,baseline_drift,static_noise,burst_noise,electrodes_problems,extra_beats,pacemaker,strat_fold,"
-    "filename_lr,filename_hr"
-)
-CSV_COLUMNS = tuple(_CSV_HEADER.split(","))
+_CSV_HEADER = """ecg_id patient_id age sex height weight nurse site device recording_date report scp_codes heart_axis
+infarction_stadium1 infarction_stadium2 validated_by second_opinion initial_autogenerated_report validated_by_human
+baseline_drift static_noise burst_noise electrodes_problems extra_beats pacemaker strat_fold filename_lr filename_hr"""
+CSV_COLUMNS = tuple(_CSV_HEADER.split())
 _REPORT = {"NSR": "sinusrhythmus", "SB": "sinusbradykardie", "STach": "sinustachykardie", "SA": "sinus arrhythmie"}
-_REPORT |= {
-    "AF": "vorhofflimmern",
-    "AFL": "vorhofflattern",
-    "LBBB": "linksschenkelblock",
-    "RBBB": "rechtsschenkelblock",
-}
+_REPORT |= {"AF": "vorhofflimmern", "AFL": "vorhofflattern", "LBBB": "linksschenkelblock", "RBBB": "rechtsschenkelblock"}
 _REPORT |= {"PR": "schrittmacher-ekg", "LAD": "linkstyp", "RAD": "rechtstyp", "LQRSV": "periphere niederspannung"}
 
 
 @dataclass(frozen=True)
 class Block:
-    """Up to BLOCK patients of one database and length, with all their sessions: what a worker makes at a time."""
+    """Up to BLOCK patients of one database and length, with all their sessions: one task of a worker."""
 
     database: str
     key: tuple[int, ...]
@@ -146,7 +121,7 @@ def allocate(patients: int) -> dict[str, int]:
 
 
 def plan(patients: int, sessions: int = 2, seed: int = 0, layout: str = "physionet2021") -> list[Block]:
-    """Which records there will be. More `patients` leave those there were as they are, but for the last block's ids."""
+    """Which records to make. More `patients` change no earlier record but the last block's ids."""
     for name, value, least in (("patients", patients, 1), ("sessions", sessions, 1), ("seed", seed, 0)):
         if value < least:
             raise DataError(f"{name}={value}: at least {least} is needed")
@@ -174,8 +149,8 @@ def plan(patients: int, sessions: int = 2, seed: int = 0, layout: str = "physion
     return blocks
 
 
-def spoil(digital: np.ndarray, database: str, u: np.ndarray) -> None:
-    """In place, one record [samples, 12]; `u`: its random numbers. Electrodes that were off, samples never measured."""
+def damage(digital: np.ndarray, database: str, u: np.ndarray) -> None:
+    """Damage one record [samples, 12] in place: electrodes that were off, samples never measured. `u`: its random numbers."""
     if u[0] < FLAT:
         digital[:, 6 + int(u[1] * 6) :] = 0
     if database == "ningbo" and u[2] < INVALID:
@@ -184,11 +159,8 @@ def spoil(digital: np.ndarray, database: str, u: np.ndarray) -> None:
 
 
 def checksums(digital: np.ndarray) -> np.ndarray:
-    """Sum of each lead, wrapped to 16 bits as WFDB does: int16 [12]. Wide rows add ten times as fast as short ones."""
-    whole = len(digital) - len(digital) % 40
-    columns = digital[:whole].reshape(-1, 40 * 12).sum(0, dtype=np.int16)
-    sums: np.ndarray = columns.reshape(40, 12).sum(0, dtype=np.int16)
-    sums += digital[whole:].sum(0, dtype=np.int16)
+    """Sum of each lead, wrapped to 16 bits as WFDB does: int16 [12]."""
+    sums: np.ndarray = np.ascontiguousarray(digital.T).sum(1, dtype=np.int16)
     return sums
 
 
@@ -222,6 +194,7 @@ def _codes(database: str, names: list[str]) -> list[str]:
 def _write_challenge(path: Path, name: str, fs_hz: int, digital: np.ndarray, comments: list[str]) -> None:
     """<record>.hea + a MATLAB level 4 .mat: five int32 (int16 matrix, 12 x n, real, name of 4), `val`, samples."""
     database, record, samples = DATABASES[name], path.name, len(digital)
+    path.parent.mkdir(parents=True, exist_ok=True)
     form = f"16x1+24 1000.0(0)/{database.unit}" if database.spaced else f"16+24 1000/{database.unit}"
     lines = [f"{record} 12 {fs_hz} {samples}{database.date}"]
     leads = zip(LEADS, digital[0].tolist(), checksums(digital).tolist(), strict=True)
@@ -233,6 +206,7 @@ def _write_challenge(path: Path, name: str, fs_hz: int, digital: np.ndarray, com
 
 def _write_ptbxl(path: Path, fs_hz: int, digital: np.ndarray) -> None:
     """<id>_hr.hea + .dat in WFDB's format 16; this release writes the aV leads in capitals and checksums unsigned."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     lines = [f"{path.name} 12 {fs_hz} {len(digital)}"]
     leads = zip(LEADS, digital[0].tolist(), checksums(digital).view(np.uint16).tolist(), strict=True)
     lines += [f"{path.name}.dat 16 1000.0(0)/mV 16 0 {first} {total} 0 {lead.upper()}" for lead, first, total in leads]
@@ -256,30 +230,19 @@ def _csv_row(ecg_id: int, patient: int, age: int, female: bool, names: list[str]
     row: dict[str, object] = dict.fromkeys(CSV_COLUMNS, "")
     row |= {"ecg_id": ecg_id, "patient_id": f"{10_001 + patient}.0", "age": 300.0 if age > 89 else float(age)}
     row |= {"sex": int(female), "height": "" if u[9] < 0.6 else 150.0 + int(u[9] * 45)}
-    row |= {
-        "weight": "" if u[10] < 0.5 else 40.0 + int(u[10] * 60),
-        "nurse": float(int(u[11] * 12)),
-        "site": float(int(u[7] * 4)),
-    }
-    row |= {
-        "device": ("CS-12   E", "AT-6 C 5.5", "AT-6 C")[int(u[8] * 3)],
-        "recording_date": when,
-        "report": report or "ekg",
-    }
+    row |= {"weight": "" if u[10] < 0.5 else 40.0 + int(u[10] * 60), "nurse": float(int(u[11] * 12))}
+    row |= {"site": float(int(u[7] * 4)), "device": ("CS-12   E", "AT-6 C 5.5", "AT-6 C")[int(u[8] * 3)]}
+    row |= {"recording_date": when, "report": report or "ekg"}
     row |= {"scp_codes": scp, "heart_axis": axis, "validated_by": float(int(u[9] * 8)) if u[10] < 0.4 else ""}
     row |= {"second_opinion": u[10] > 0.97, "initial_autogenerated_report": False, "validated_by_human": True}
     row |= {"baseline_drift": " , V6" if u[11] < 0.05 else "", "static_noise": " , I-AVR,  " if u[11] > 0.9 else ""}
     row |= {"extra_beats": "VES" if "PVC" in names else "", "pacemaker": "ja, pacemaker" if "PR" in names else ""}
-    row |= {
-        "strat_fold": patient % 10 + 1,
-        "filename_lr": f"records100/{stem}_lr",
-        "filename_hr": f"records500/{stem}_hr",
-    }
-    return row
+    files = {"filename_lr": f"records100/{stem}_lr", "filename_hr": f"records500/{stem}_hr"}
+    return row | {"strat_fold": patient % 10 + 1} | files
 
 
 def _read(key: tuple[int, ...], present: Findings, without: tuple[str, ...]) -> list[list[str]]:
-    """Per patient what a reader writes down: a few findings are missed, now and then one is seen that is not there."""
+    """The diagnoses written down for each patient: a few findings are missed, and a few are wrong."""
     rng = np.random.default_rng([*key, READER])
     names = [name for name in ABBREVIATIONS if name not in (*without, *_NEVER)]
     missed = rng.random((len(names), BLOCK)) < LABEL_FLIP
@@ -290,8 +253,8 @@ def _read(key: tuple[int, ...], present: Findings, without: tuple[str, ...]) -> 
     ]
 
 
-def sessions_of(block: Block) -> Iterator[tuple[Patients, np.ndarray, list[list[str]], np.ndarray]]:
-    """For each session the patients, int16 [records, samples, 12], what was diagnosed, the clinic's random numbers."""
+def sessions_of(block: Block) -> Iterator[tuple[SyntheticPatients, np.ndarray, list[list[str]], np.ndarray]]:
+    """For each session: the patients, int16 [records, samples, 12], the diagnoses, and the clinic's random numbers."""
     database = DATABASES[block.database]
     without = _NOT_IN_PTBXL if block.database == "ptb-xl" else ()
     patients = draw_patients(block.key, without)
@@ -300,28 +263,24 @@ def sessions_of(block: Block) -> Iterator[tuple[Patients, np.ndarray, list[list[
         made = simulate(patients, key, len(ids), block.samples, database.fs_hz, database.mains_hz, without)
         u = np.random.default_rng([*key, CLINIC]).random((BLOCK, 12))
         for digital, numbers in zip(made.digital, u[: len(ids)], strict=True):
-            spoil(digital, block.database, numbers)
+            damage(digital, block.database, numbers)
         yield patients, made.digital, _read(key, made.present, without), u
 
 
 def write_block(out: Path, layout: str, block: Block) -> tuple[int, list[dict[str, object]]]:
-    """Make and write a block's records; how many, and the rows of ptbxl_database.csv, if it is PTB-XL's."""
+    """Make and write a block's records. -> how many, and the rows of ptbxl_database.csv for PTB-XL's."""
     database, rows = DATABASES[block.database], []
     for ids, (patients, digital, diagnoses, u) in zip(block.ids, sessions_of(block), strict=True):
         for i, record_id in enumerate(ids):
             names, age, female = diagnoses[i], int(patients.age[i]), bool(patients.female[i])
             if layout == "ptbxl":
-                path = out / "records500" / f"{record_id // 1000 * 1000:05d}" / f"{record_id:05d}_hr"
+                folder = out / "records500" / f"{record_id // 1000 * 1000:05d}"
+                _write_ptbxl(folder / f"{record_id:05d}_hr", database.fs_hz, digital[i])
             else:
-                group = (record_id - database.first) // FOLDER_RECORDS + 1
-                record = f"{database.prefix}{record_id:0{database.digits}d}"
-                path = out / "training" / block.database / f"g{group}" / record
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if layout == "ptbxl":
-                _write_ptbxl(path, database.fs_hz, digital[i])
-            else:
+                folder = out / "training" / block.database / f"g{(record_id - database.first) // FOLDER_RECORDS + 1}"
                 comments = _comments(block.database, age, female, _codes(block.database, names), u[i])
-                _write_challenge(path, block.database, database.fs_hz, digital[i], comments)
+                record = f"{database.prefix}{record_id:0{database.digits}d}"
+                _write_challenge(folder / record, block.database, database.fs_hz, digital[i], comments)
             if block.database == "ptb-xl":
                 rows.append(_csv_row(record_id, block.first_patient + i, age, female, names, u[i]))
     return sum(map(len, block.ids)), rows
@@ -336,27 +295,24 @@ def synthesise(
     workers: int = 1,
     progress: bool = True,
 ) -> dict[str, int]:
-    """Write an archive into the new or empty folder `out`: records per database.
+    """Write an archive into the new or empty folder `out`. -> records per database.
 
-    `patients` PTB-XL patients with `sessions` recordings each; in the Challenge's layout as many further patients, with
-    one recording each, are shared over the other seven databases.
+    `patients` PTB-XL patients have `sessions` recordings each; in the Challenge's layout as many further patients, with one
+    recording each, are shared among the other seven databases.
     """
     if "://" in str(out):
         raise DataError(f"{out}: archives are made on a local disk: name a folder")
-    out = Path(out)
-    if workers < 1:
-        raise DataError(f"workers={workers}: at least 1 is needed")
-    blocks = plan(patients, sessions, seed, layout)
+    out, blocks = Path(out), plan(patients, sessions, seed, layout)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"{out} is not empty: name a new folder, or delete this one first")
     out.mkdir(parents=True, exist_ok=True)
     arguments = f"patients={patients} sessions={sessions} seed={seed} layout={layout}"
     (out / "SYNTHETIC.txt").write_text(f"Synthetic ECGs of synthetic patients: no person's data.\nsynth {arguments}\n")
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for block in blocks:
-        counts[block.database] = counts.get(block.database, 0) + sum(map(len, block.ids))
+        counts[block.database] += sum(map(len, block.ids))
     rows: list[dict[str, object]] = []
-    with tqdm(total=sum(counts.values()), unit=" records", disable=not progress) as bar:
+    with tqdm(total=counts.total(), unit=" records", disable=not progress) as bar:
         for made, of_ptbxl in cluster.run(partial(write_block, out, layout), blocks, workers):
             rows += of_ptbxl
             bar.update(made)
@@ -364,4 +320,4 @@ def synthesise(
         writer = csv.DictWriter(file, CSV_COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(sorted(rows, key=lambda row: int(str(row["ecg_id"]))))
-    return counts
+    return dict(counts)

@@ -63,7 +63,7 @@ class Shape(NamedTuple):  # what a patient makes of a wave's kernels: [patients,
 
 
 @dataclass(frozen=True)
-class Patients:  # arrays [BLOCK, ...]
+class SyntheticPatients:  # arrays [BLOCK, ...]
     key: Key
     shape: dict[str, Shape]
     tilt_rad: np.ndarray
@@ -108,7 +108,7 @@ def _choose(rng: np.random.Generator, table: dict[str, float], without: Names) -
     return np.array(list(table))[rng.choice(len(table), BLOCK, p=weight / weight.sum())]
 
 
-def draw_patients(key: Key, without: Names = ()) -> Patients:
+def draw_patients(key: Key, without: Names = ()) -> SyntheticPatients:
     """The block of patients that `key` (seed, ..., block number) names. `without`: findings that they never have."""
     rng = np.random.default_rng([*key, PATIENT])
     shape = {}
@@ -123,7 +123,7 @@ def draw_patients(key: Key, without: Names = ()) -> Patients:
     other = np.where(paced | np.isin(conduction, ("LBBB", "RBBB")), "", _choose(rng, CHRONIC, without))
     tables = ((CONDUCTION, conduction), (AXIS, axis), (CHRONIC, other))
     chronic = {name: drawn == name for table, drawn in tables for name in table if name} | {"PR": paced}
-    return Patients(
+    return SyntheticPatients(
         key=key,
         shape=shape,
         tilt_rad=rng.normal(size=(BLOCK, 3)) * np.deg2rad([12, 12, 18]),
@@ -158,7 +158,7 @@ def _draw_findings(rng: np.random.Generator, chronic: Findings, without: Names) 
 
 
 def _rhythm(
-    rng: np.random.Generator, patients: Patients, f: Findings, dur_s: float
+    rng: np.random.Generator, patients: SyntheticPatients, f: Findings, dur_s: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """R peaks (s) and kinds of beat [BLOCK, beats], mean RR (s), flutter rate (Hz), amplitude of each beat (breathing).
 
@@ -284,7 +284,7 @@ def _place(beat: np.ndarray, wave: np.ndarray, name: str, centre_s: np.ndarray, 
 
 
 def _beats(
-    rng: np.random.Generator, patients: Patients, f: Findings, mean_s: np.ndarray, field: np.ndarray, fs_hz: int
+    rng: np.random.Generator, patients: SyntheticPatients, f: Findings, mean_s: np.ndarray, field: np.ndarray, fs_hz: int
 ) -> np.ndarray:
     """The session's normal, atrial premature and ventricular beat: float32 [BLOCK, 3 kinds, 3 axes, beat], mV."""
     own = np.random.default_rng([*patients.key, DISEASE])
@@ -363,7 +363,7 @@ def _disturbance(rng: np.random.Generator, mains_hz: int) -> tuple[np.ndarray, .
 
 
 def simulate(
-    patients: Patients, key: Key, count: int, samples: int, fs_hz: int, mains_hz: int, without: Names = ()
+    patients: SyntheticPatients, key: Key, count: int, samples: int, fs_hz: int, mains_hz: int, without: Names = ()
 ) -> Recordings:
     """One session of the first `count` patients; `key` is (seed, ..., block, session)."""
     rng, noise_rng = np.random.default_rng([*key, SESSION]), np.random.default_rng([*key, NOISE])

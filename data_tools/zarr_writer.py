@@ -50,7 +50,7 @@ def write_block(out: Folder, size: int, block: Block) -> int:
     mark = hashlib.sha256(str([size, *(crc for _, _, crc in crops)]).encode()).hexdigest().encode()
     name, marker = f"{STORE}/c/{number}/0/0", f".build/zarr-{number:05d}"
     with suppress(ReadError):  # not written yet
-        if out.read(marker, 64) == mark:
+        if out.read(marker, 64) == mark and out.exists(name):
             return len(crops)
 
     def packed(crop: tuple[str, int, int]) -> bytes:

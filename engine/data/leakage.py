@@ -33,27 +33,32 @@ def other_splits(seen: Any, dataset: Dataset) -> list[list[tuple[str, Any, Any]]
 
 
 def torn(datasets: Sequence[Dataset], role: str) -> str | None:
+    """`role`: dx_role, id_role or pretrain, whose held-out crops are diagnosis valid and test, gallery and probe."""
     sides = [_sides(dataset, role) for dataset in datasets] if len(datasets) > 1 else []
     for a, b in permutations(range(len(sides)), 2):
-        taught, held = sides[a][0], sides[b][1]
-        both = taught.filter(pc.is_in(taught, held))
-        if len(both):
-            a_url, b_url = datasets[a].root.url, datasets[b].root.url
-            return f"{both[0]} is one to learn from in {a_url} and is held out in {b_url}"
+        for kind in ("record", "patient", "waveform"):
+            taught, held = sides[a][0][kind], sides[b][1][kind]
+            both = taught.filter(pc.is_in(taught, held))
+            if len(both):
+                a_url, b_url = datasets[a].root.url, datasets[b].root.url
+                return f"{kind} {both[0]} is trained on in {a_url} and held out in {b_url}"
     return None
 
 
-def _sides(dataset: Dataset, role: str) -> tuple[pa.Array, pa.Array]:
-    """Names of the patients and records that are trained on, and of those that have another role."""
-    table = dataset.table(["source", "patient", "record", role])
-    taught, given = pc.equal(table[role], "train"), pc.not_equal(table[role], "")
-    return _names(table.filter(taught)), _names(table.filter(pc.and_(given, pc.invert(taught))))
+def _sides(dataset: Dataset, role: str) -> tuple[dict[str, pa.Array], dict[str, pa.Array]]:
+    """Patients, records and waveforms that are trained on, and those that are held out."""
+    columns = ("dx_role", "id_role", "pretrain") if role == "pretrain" else (role,)
+    table = dataset.table(["source", "patient", "record", "waveform", *columns])
+    if role == "pretrain":
+        tests = pa.array(["valid", "test"]), pa.array(["gallery", "probe"])
+        taught, held = table[role], pc.or_(pc.is_in(table["dx_role"], tests[0]), pc.is_in(table["id_role"], tests[1]))
+    else:
+        taught, held = pc.equal(table[role], "train"), pc.not_equal(table[role], "train")
+    return _names(table.filter(taught)), _names(table.filter(held))
 
 
-def _names(table: pa.Table) -> pa.Array:
-    known = pc.if_else(pc.not_equal(table["patient"], ""), table["patient"], None)
-    parts = [
-        pc.binary_join_element_wise(f"{kind} ", table["source"], "/", name, "")
-        for kind, name in (("record", table["record"]), ("patient", known))
-    ]
-    return pa.chunked_array([chunk for part in parts for chunk in part.chunks], pa.string()).drop_null().combine_chunks()
+def _names(table: pa.Table) -> dict[str, pa.Array]:
+    patients = pc.if_else(pc.not_equal(table["patient"], ""), table["patient"], None)
+    named = {"record": table["record"], "patient": patients}
+    names = {kind: pc.binary_join_element_wise(table["source"], column, "/") for kind, column in named.items()}
+    return {kind: column.drop_null().combine_chunks() for kind, column in (names | {"waveform": table["waveform"]}).items()}

@@ -22,7 +22,7 @@ from data_tools.storage import folder
 def test_code15_in_whatever_unit(tmp_path: Path, unit: str, per_mv: float) -> None:
     made = write_code15(tmp_path, EXAMS, per_mv)
     source = Code15(folder(tmp_path))
-    assert f"the tracings' unit is {unit}," in source.notes()[0]
+    assert f"the unit of the tracings is {unit}," in source.notes()[0]
     *keys, _ = (key for key in source.keys() if not key.endswith("#2"))  # noqa: SIM118
     records = {record.name: record for record in map(source.read, [key for key in source.keys() if not key.endswith("#2")])}  # noqa: SIM118
     assert set(records) == set(made)
@@ -85,7 +85,7 @@ def test_code15_of_no_known_unit_is_refused_in_a_line(
     write_code15(tmp_path / "archive", EXAMS, per_mv)
     assert main(["shard", str(tmp_path / "archive"), "--out", str(tmp_path / "out"), "--workers", "1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "size in none of V, mV, 0.1 mV, uV" in line
+    assert "size of an ECG in none of V, mV, 0.1 mV, uV" in line
     assert not (tmp_path / "out" / "dataset.json").exists()
 
 

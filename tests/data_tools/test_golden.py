@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from handmade import write_challenge
 
-from data_tools.build import ShardOptions, shard
+from data_tools.build import ShardOptions, assign_roles, shard
 from data_tools.dataset import Dataset
-from data_tools.build import assign_roles
 from data_tools.prepare import SPEC_HASH
 from data_tools.sources import open_sources
 from data_tools.splits import RoleSources, keyed_uniform

@@ -54,7 +54,7 @@ if __name__ in ("__main__", "__mp_main__"):  # the victims and their workers: ma
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("kill") / "archive"
-    synthesise(out, patients=10, sessions=2, seed=3, progress=False)
+    synthesise(out, patients=6, sessions=2, seed=3, progress=False)
     return out
 
 
@@ -102,28 +102,9 @@ def test_interrupted(small: Path, tmp_path: Path) -> None:
     until(lambda: len(list(tmp_path.glob("out/.build/*.parquet"))) >= 3)
     os.killpg(run.pid, signal.SIGINT)
     told = run.communicate()[1]
-    assert (run.returncode, told) == (130, "interrupted: run the same command again to go on\n")
+    assert (run.returncode, told) == (130, "interrupted: run the same command again to continue\n")
     assert members(run.pid) == []
     assert _script("typed", small, tmp_path / "out", 1, SEED) == 0
-
-
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT], ids=["killed", "interrupted"])
-def test_synth_leaves_no_worker_behind(tmp_path: Path, sent: int) -> None:
-    """The parent alone is killed; Ctrl-C reaches the whole group."""
-    command = [sys.executable, "-m", "data_tools", "synth", "archive", "--patients", "5000", "--workers", "2"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    run = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    signal.signal(signal.SIGINT, before)
-    until(lambda: list(tmp_path.glob("archive/**/*.hea")))
-    assert run.poll() is None
-    (os.kill if sent == signal.SIGKILL else os.killpg)(run.pid, sent)
-    left = members(run.pid)
-    for orphan in left:
-        os.kill(orphan, signal.SIGKILL)
-    told = run.communicate()[1]
-    assert (left, "Traceback" in told) == ([], False)
-    assert sent == signal.SIGKILL or (run.returncode, told) == (130, "interrupted: delete archive and run it again\n")
 
 
 def _files(place: Path) -> dict[str, bytes]:

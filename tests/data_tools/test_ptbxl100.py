@@ -63,7 +63,7 @@ def test_the_real_records_are_the_same_at_both_rates(real_ecgs: Path) -> None:
     if not (more / "ptbxl100").is_dir():
         pytest.skip("the real ECGs at 100 Hz are not here (../shared/ecg2)")
     originals = [source for place in (more / "ptbxl500", real_ecgs) for source in open_sources(str(place))]
-    at_500 = {found.called(key): (found, key) for found in originals for key in found.keys()}  # noqa: SIM118
+    at_500 = {found.name_for(key): (found, key) for found in originals for key in found.keys()}  # noqa: SIM118
     (source,) = open_sources(str(more / "ptbxl100"))
     alike = []
     for key in list(source.keys())[::4]:  # of all 358 the lowest is 0.987 and half are above 0.994

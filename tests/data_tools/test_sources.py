@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from data_tools.build import ShardOptions, shard
 from data_tools.dataset import REJECTS, Dataset
 from data_tools.errors import DataError, ReadError, StorageError
 from data_tools.record import LEADS, EcgRecord
-from data_tools.sources import Source, base, open_sources
+from data_tools.sources import Source, open_sources
 from data_tools.sources.code15 import Code15
 from data_tools.sources.mimic_iv_ecg import MimicIvEcg
 from data_tools.sources.physionet2021 import TABLE_PLACES, PhysioNet2021
@@ -260,10 +259,9 @@ def test_a_table_cut_off_or_saved_by_a_spreadsheet_is_still_read(tmp_path: Path)
 
 
 def test_the_documented_source_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The example in the docstring, word for word, in a file, through the command line."""
-    example = str(base.__doc__).split("\n\n", 2)[2]
-    assert "class Csv(Source)" in example
-    (tmp_path / "clinics.py").write_text(textwrap.dedent(example))
+    """The example in the README, word for word, through the command line."""
+    readme = (Path(__file__).parents[2] / "data_tools" / "README.md").read_text()
+    (tmp_path / "clinics.py").write_text(re.findall(r"```python\n(.*?)```", readme, re.DOTALL)[0])
     x = ecg(2500, 3)
     (tmp_path / "archive").mkdir()
     for name in ("one", "two"):
@@ -329,7 +327,7 @@ def test_diagnoses_that_are_no_codes_are_flagged_and_not_copied(tmp_path: Path) 
     ("kind", "message"),
     [
         ("nonsense", "not auto, physionet2021, ptbxl, mimic-iv-ecg, code15, wfdb"),
-        ("nowhere.py:Csv", "nowhere.py is not there"),
+        ("nowhere.py:Csv", "no such file nowhere.py"),
         ("{place}/formats.py:Csv", "has no attribute 'Csv'"),
         ("{place}/formats.py:NoSource", "not a subclass"),
         ("{place}/broken_syntax.py:Csv", "broken_syntax.py, line 1"),

@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from data_tools.splits import GALLERY, PROBE, TEST, TRAIN, VALID, Records, Roles, RoleSources, assign, leaks
+from data_tools.splits import GALLERY, PROBE, TEST, TRAIN, VALID, CropRoles, Records, RoleSources, assign, leaks
 
 SOURCES = ("cpsc_2018", "georgia", "ningbo", "ptb-xl")
 EVERYBODY = RoleSources(id_share=1.0)  # all patients with two sessions are tested
@@ -230,11 +230,11 @@ def test_every_kind_of_leak_is_seen() -> None:
     dx_record = next(r for r in group_of_two if records.is_from("cpsc_2018")[r])
     first, second = np.flatnonzero(records.crop_record == dx_record)[:2]
 
-    def changed(field: str, values: dict[int, int | bool]) -> Roles:
+    def changed(field: str, values: dict[int, int | bool]) -> CropRoles:
         columns = {name: getattr(clean, name).copy() for name in ("pretrain", "dx", "identity")}
         for crop, value in values.items():
             columns[field][crop] = value
-        return Roles(**columns)
+        return CropRoles(**columns)
 
     gallery = int(np.flatnonzero(clean.identity == GALLERY)[0])
     assert "train, valid and test" in leaks(records, changed("dx", {first: TRAIN, second: TEST}))[0]

@@ -224,13 +224,14 @@ def test_whose_roles_contradict_each_other(dataset: Dataset, base: Path, archive
         )
         for seed in (0, 1)
     )
-    assert torn([dataset, again], "dx_role") is None is torn([dataset, again], "id_role")
+    assert [torn([dataset, again], role) for role in ("dx_role", "id_role", "pretrain")] == [None] * 3
+    assert "is trained on" in str(torn([dataset, other], "pretrain"))
     a, b = dataset.table().to_pydict(), other.table().to_pydict()
     for task, role in (("diagnosis", "dx_role"), ("identification", "id_role")):
         urls = [dataset.root.url, other.root.url]
         ended = finetune(tmp_path, urls[0], base, task, data__datasets=urls)
         assert ended.codes == [2] and len(ended.output.strip().splitlines()) == 1
-        found = re.search(r"(record|patient) (\S+)/(\S+) is one to learn from in (\S+) and is held out in (\S+):", ended.output)
+        found = re.search(r"(record|patient) (\S+)/(\S+) is trained on in (\S+) and held out in (\S+):", ended.output)
         assert found, ended.output
         kind, source, name, *where = found.groups()
         sides = []
