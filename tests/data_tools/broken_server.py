@@ -1,7 +1,6 @@
 """An object store's requests, counted, and some of them broken on the way."""
 
 import re
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ class Fault:
     method: str
     path: str
     times: float = 1
-    victim: subprocess.Popen[bytes] | None = None
+    victim: Any = None  # a process
 
 
 @dataclass
@@ -65,7 +64,7 @@ class Server:
         if fault.how in ("500", "stall", "kill"):
             if fault.victim:
                 fault.victim.kill()
-                fault.victim.wait()
+                fault.victim.join()
             time.sleep(STALL_S if fault.how == "stall" else 0)
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start_response("500 Internal Server Error", [("Content-Length", str(len(ERROR_500)))])

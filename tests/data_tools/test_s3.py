@@ -7,8 +7,6 @@ import json
 import logging
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 from collections import Counter
@@ -33,12 +31,12 @@ from data_tools.verify import verify
 from engine.data import staging as engine_staging
 from engine.data.reader import CropReader
 from engine.data.staging import Staging
+from tests.forks import started
 
 s3fs = pytest.importorskip("s3fs")
 moto = pytest.importorskip("moto.server")
 serving = pytest.importorskip("werkzeug.serving")
 
-ROOT = Path(__file__).parents[2]
 ARCHIVE, BUCKET = "s3://archives/small", "s3://ecg-bucket"
 
 
@@ -58,7 +56,7 @@ def server() -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("s3") / "archive"
-    synthesise(out, patients=6, sessions=2, seed=5, progress=False)
+    synthesise(out, patients=3, sessions=2, seed=5, progress=False)
     return out
 
 
@@ -67,7 +65,7 @@ def right(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, di
     """The local builds of each format."""
     made = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "SHARD_CROPS", 10)
+        patch.setattr(plan, "SHARD_CROPS", 5)
         for kind in ("tar", "both"):
             out = tmp_path_factory.mktemp("right") / kind
             shard(open_sources(str(small)), ShardOptions(str(out), format=kind, quiet=True))
@@ -98,7 +96,7 @@ def s3(server: Server, environment: pytest.MonkeyPatch, tmp_path: Path, monkeypa
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(storage, "FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr(plan, "SHARD_CROPS", 10)
+    monkeypatch.setattr(plan, "SHARD_CROPS", 5)
     monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 60)  # a busy machine's late answer is not a store that stalls
     forget()
     fs = storage._connect(BUCKET, False)
@@ -146,7 +144,7 @@ def build(source: str, out: str, **settings: Any) -> Dataset:
 
 @pytest.mark.parametrize(
     ("source", "out", "kind", "workers"),
-    [("s3", "local", "both", 1), ("local", "s3", "tar", 1), ("local", "s3", "both", 1), ("s3", "s3", "both", 2)],
+    [("s3", "local", "both", 1), ("local", "s3", "tar", 1), ("s3", "s3", "both", 1)],
 )
 def test_same_bytes(
     s3: Server, small: Path, right: dict[str, dict[str, bytes]], tmp_path: Path, source: str, out: str, kind: str, workers: int
@@ -329,19 +327,23 @@ def test_short_answers_are_noticed(s3: Server, small: Path, capsys: pytest.Captu
 
 @pytest.mark.parametrize("path", ["00001.tar$", "store.zarr/c/0/0/0$", "dataset.json$"])
 def test_killed_while_uploading(s3: Server, small: Path, right: dict[str, dict[str, bytes]], tmp_path: Path, path: str) -> None:
-    """Nothing unfinished looks finished, and run again it finishes; the scratch of the dead is cleared away."""
-    script = "import sys; from data_tools import plan, __main__; plan.SHARD_CROPS = 10; sys.exit(__main__.main())"
-    command = [sys.executable, "-c", script, "shard", str(small), "--out", f"{BUCKET}/made", "--format", "both"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    """Nothing unfinished looks finished, and run again it finishes and removes the temporary files of the killed run."""
     fault = Fault("kill", "PUT", path)
+    fault.victim = started(build_small, str(small), f"{BUCKET}/made", out=tmp_path / "output", env=dict(os.environ))
     s3.faults = [fault]
-    fault.victim = subprocess.Popen([*command, "--workers", "1"], env=environment, stdout=subprocess.DEVNULL)
-    assert fault.victim.wait() == -9
+    fault.victim.join()
+    assert fault.victim.exitcode == -9 and not fault.times
     with pytest.raises(DatasetError, match="unfinished"):
         Dataset.open(f"{BUCKET}/made")
     build(str(small), f"{BUCKET}/made", format="both")
     assert s3_files(f"{BUCKET}/made") == right["both"]
     assert list(tmp_path.glob("omnilead-*/*")) == []
+
+
+def build_small(source: str, out: str) -> None:
+    tempfile.tempdir = None  # TMPDIR is the test's
+    plan.SHARD_CROPS = 5
+    build(source, out, format="both")
 
 
 def test_names_come_in_the_same_order(s3: Server, tmp_path: Path) -> None:
