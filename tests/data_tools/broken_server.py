@@ -5,7 +5,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing import connection
 from typing import Any
+
+from tests.waiting import until
 
 STALL_S = 1.4
 ERROR_500 = b"<Error><Code>InternalError</Code><Message>try again</Message></Error>"
@@ -62,9 +65,10 @@ class Server:
             start_response("404 Not Found", [("Content-Length", str(len(ERROR_404)))])
             return [ERROR_404]
         if fault.how in ("500", "stall", "kill"):
-            if fault.victim:
+            if fault.how == "kill":
+                until(lambda: fault.victim)
                 fault.victim.kill()
-                fault.victim.join()
+                connection.wait([fault.victim.sentinel])
             time.sleep(STALL_S if fault.how == "stall" else 0)
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start_response("500 Internal Server Error", [("Content-Length", str(len(ERROR_500)))])

@@ -329,8 +329,8 @@ def test_short_answers_are_noticed(s3: Server, small: Path, capsys: pytest.Captu
 def test_killed_while_uploading(s3: Server, small: Path, right: dict[str, dict[str, bytes]], tmp_path: Path, path: str) -> None:
     """Nothing unfinished looks finished, and run again it finishes and removes the temporary files of the killed run."""
     fault = Fault("kill", "PUT", path)
-    fault.victim = started(build_small, str(small), f"{BUCKET}/made", out=tmp_path / "output", env=dict(os.environ))
     s3.faults = [fault]
+    fault.victim = started(build_small, str(small), f"{BUCKET}/made", out=tmp_path / "output", env=dict(os.environ))
     fault.victim.join()
     assert fault.victim.exitcode == -9 and not fault.times
     with pytest.raises(DatasetError, match="unfinished"):
