@@ -2,8 +2,8 @@
 """
 # Tutorial: from an archive of ECGs to a fine-tuned model, on synthetic data
 
-Run it as a script, `python docs/tutorial.py`, or cell by cell in VS Code, Spyder or Jupyter (with jupytext). It takes about
-two minutes on two CPU cores and writes into the folder tutorial/. Every command can be typed in a shell as it stands.
+Run it as a script, `python docs/tutorial.py`, or cell by cell in VS Code, Spyder or Jupyter (with jupytext). It takes
+a few minutes on two CPU cores and writes into the folder tutorial/. Every command can be typed in a shell as it stands.
 """
 
 # %%
@@ -44,8 +44,8 @@ gallery/probe), drawn by patient. If it is interrupted, run it again. `verify` c
 """
 # %%
 run(f"python -m data_tools synth archive --patients {PATIENTS} --seed 1")
-run("python -m data_tools shard archive --out dataset")
-run("python -m data_tools verify dataset --source archive")
+run("python -m data_tools shard archive --out dataset --workers 1")  # in a shell: all cores
+run("python -m data_tools verify dataset --source archive --workers 1")
 
 # %% [markdown]
 """
