@@ -1,12 +1,12 @@
-"""The authors' training step, written again by us to be measured beside ours: eager, as fairseq-signals computes it.
+"""A re-creation of the authors' training step, to be measured beside ours: eager, as fairseq-signals computes it.
 
     source [2B, L, T], adjacent rows the halves of a crop -> Conv1d stack -> layer norm -> projection -> x[mask] = mask_emb
     -> [T, B, C] transformer with F.multi_head_attention_forward -> x[mask], one-hot quantiser, negatives gathered to
     [100, 2B, M, 256] -> sums of four losses -> gradients divided by the masked tokens -> Adam, one tensor after another
 
-Not their code: their definitions, layouts and operators, without their data path, logging and checkpoints. Weights bear their
-names, so that engine.model.fairseq.to_theirs turns ours into these; tests/benchmarks/test_step.py shows that the same weights
-and draws give the same loss and gradients as engine.model.pretrainer.
+Not their code: their definitions, layouts and operators, without their data path, logging and checkpoints. Weights have their
+names, so that engine.model.fairseq.to_theirs converts ours to these; tests/benchmarks/test_step.py shows that the same weights and
+draws give the same loss and gradients as engine.model.pretrainer.
 
 Source: fairseq-signals modules/ (conv_feature_extraction, conv_positional_encoding, transformer_encoder, multi_head_attention,
 gumbel_vector_quantizer), models/wav2vec2/, criterions/ (wav2vec2, cmsc), data/data_utils.py, optim/adam.py, trainer.py.
@@ -23,30 +23,30 @@ from engine.model.config import ModelConfig, ObjectiveConfig
 from engine.model.encoder import ScaleGradient
 
 
-class TheirDraws(NamedTuple):
+class AuthorsDraws(NamedTuple):
     mask_indices: np.ndarray  # bool [R, N], equally many in each row: M
     neg_idxs: Tensor  # int64 [R, M * K], among the masked tokens of all segments
     gumbel_noise: Tensor  # [R * M * G, V]
 
 
 class AuthorsStep(nn.Module):
-    """The loss of a batch, summed over masked tokens, and how many those are."""
+    """The loss of a batch, summed over masked tokens, and the number of masked tokens."""
 
     def __init__(self, config: ModelConfig, objective: ObjectiveConfig) -> None:
         super().__init__()
         self.config, self.objective = config, objective
-        self.feature_extractor = TheirConvolutions(config)
+        self.feature_extractor = AuthorsConvolutions(config)
         self.layer_norm = nn.LayerNorm(config.feature_width)
         same = config.feature_width == config.width
         self.post_extract_proj: nn.Module = nn.Identity() if same else nn.Linear(config.feature_width, config.width)
         self.mask_emb = nn.Parameter(torch.empty(config.width).uniform_())
-        self.conv_pos = TheirPositions(config)
-        self.encoder = TheirTransformer(config)
-        self.quantizer = TheirQuantizer(config)
+        self.conv_pos = AuthorsPositions(config)
+        self.encoder = AuthorsTransformer(config)
+        self.quantizer = AuthorsQuantizer(config)
         self.project_q = nn.Linear(config.code_width, config.projection)
         self.final_proj = nn.Linear(config.width, config.projection)
 
-    def forward(self, source: Tensor, patient_id: Tensor, tau: float, draws: TheirDraws | None = None) -> tuple[Tensor, int]:
+    def forward(self, source: Tensor, patient_id: Tensor, tau: float, draws: AuthorsDraws | None = None) -> tuple[Tensor, int]:
         config, rows = self.config, len(source)
         features: Tensor = ScaleGradient.apply(self.feature_extractor(source), config.feature_grad)  # type: ignore[no-untyped-call]
         features_pen = features.float().pow(2).mean()
@@ -72,7 +72,7 @@ class AuthorsStep(nn.Module):
         target = logits.new_zeros(len(logits), dtype=torch.long)
         sample_size = len(target)
         loss = F.cross_entropy(logits.float(), target, reduction="sum") * weights.local
-        with torch.no_grad():  # the accuracy that they log: waits for the device
+        with torch.no_grad():  # the accuracy that they log; waits for the device
             best, worst = logits.argmax(-1) == 0, logits.argmin(-1) == 0
             _ = best.long().sum().item() - (best & worst).long().sum().item()
         codes = self.config.codebooks * self.config.codes
@@ -81,7 +81,7 @@ class AuthorsStep(nn.Module):
         return loss + weights.contrast * cmsc(x, patient_id, weights.temperature) * sample_size
 
 
-class TheirConvolutions(nn.Module):
+class AuthorsConvolutions(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.conv_layers, inputs = nn.ModuleList(), config.leads
@@ -97,7 +97,7 @@ class TheirConvolutions(nn.Module):
         return x
 
 
-class TheirPositions(nn.Module):
+class AuthorsPositions(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         width, kernel = config.width, config.position_kernel
@@ -110,12 +110,12 @@ class TheirPositions(nn.Module):
         return F.gelu(y[:, :, : -self.surplus] if self.surplus else y).transpose(1, 2)
 
 
-class TheirTransformer(nn.Module):
+class AuthorsTransformer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.dropout = config.dropout
         self.layer_norm = nn.LayerNorm(config.width)
-        self.layers = nn.ModuleList(TheirLayer(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(AuthorsLayer(config) for _ in range(config.layers))
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.dropout(self.layer_norm(x), self.dropout, self.training)
@@ -130,46 +130,28 @@ class Fp32GroupNorm(nn.GroupNorm):
         return F.group_norm(x.float(), self.num_groups, self.weight.float(), self.bias.float(), self.eps).type_as(x)
 
 
-class TheirAttention(nn.Module):
+class AuthorsAttention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.width, self.heads, self.dropout = config.width, config.heads, config.attention_dropout
-        self.k_proj = nn.Linear(config.width, config.width)
-        self.v_proj = nn.Linear(config.width, config.width)
-        self.q_proj = nn.Linear(config.width, config.width)
-        self.out_proj = nn.Linear(config.width, config.width)
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(config.width, config.width) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        out, _ = F.multi_head_attention_forward(
-            x,
-            x,
-            x,
-            self.width,
-            self.heads,
-            None,
-            torch.cat((self.q_proj.bias, self.k_proj.bias, self.v_proj.bias)),
-            None,
-            None,
-            False,
-            self.dropout,
-            self.out_proj.weight,
-            self.out_proj.bias,
-            training=self.training,
-            need_weights=False,
-            use_separate_proj_weight=True,
-            q_proj_weight=self.q_proj.weight,
-            k_proj_weight=self.k_proj.weight,
-            v_proj_weight=self.v_proj.weight,
-        )
+        projections = self.q_proj, self.k_proj, self.v_proj
+        bias = torch.cat([projection.bias for projection in projections])
+        weights = dict(zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"), (p.weight for p in projections), strict=True))
+        how = {"training": self.training, "need_weights": False, "use_separate_proj_weight": True}
+        heads = (self.width, self.heads, None, bias, None, None, False, self.dropout)
+        out, _ = F.multi_head_attention_forward(x, x, x, *heads, self.out_proj.weight, self.out_proj.bias, **how, **weights)
         return out
 
 
-class TheirLayer(nn.Module):
+class AuthorsLayer(nn.Module):
     """Post-norm, in [T, B, C]."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.self_attn = TheirAttention(config)
+        self.self_attn = AuthorsAttention(config)
         self.self_attn_layer_norm = nn.LayerNorm(config.width)
         self.fc1 = nn.Linear(config.width, config.ffn)
         self.fc2 = nn.Linear(config.ffn, config.width)
@@ -185,7 +167,7 @@ class TheirLayer(nn.Module):
         return y
 
 
-class TheirQuantizer(nn.Module):
+class AuthorsQuantizer(nn.Module):
     """A one-hot vector times the codebook, [R * M, G * V, width / G] numbers, for the sum over V."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -210,7 +192,7 @@ def perplexity(share: Tensor) -> Tensor:
 
 
 def gumbel_softmax(logits: Tensor, tau: float, noise: Tensor) -> Tensor:
-    """F.gumbel_softmax(hard=True), whose noise is given."""
+    """F.gumbel_softmax(hard=True) with given noise."""
     soft = ((logits + noise) / tau).softmax(-1)
     hard = torch.zeros_like(logits).scatter_(-1, soft.max(-1, keepdim=True)[1], 1.0)
     return hard - soft.detach() + soft
@@ -246,7 +228,7 @@ def cmsc(x: Tensor, patient_id: Tensor, temperature: float) -> Tensor:
     return loss / 2
 
 
-def draw(config: ModelConfig, negatives: int, rows: int, tokens: int, device: torch.device) -> TheirDraws:
+def draw(config: ModelConfig, negatives: int, rows: int, tokens: int, device: torch.device) -> AuthorsDraws:
     """Masks in numpy and negatives in torch on the host, noise where the model is."""
     mask = compute_mask_indices(config, rows, tokens)
     masked = int(mask[0].sum())
@@ -256,7 +238,7 @@ def draw(config: ModelConfig, negatives: int, rows: int, tokens: int, device: to
     for row in range(1, rows):
         neg_idxs[row] += row * masked
     noise = -torch.empty(rows * masked * config.codebooks, config.codes, device=device).exponential_().log()
-    return TheirDraws(mask, neg_idxs, noise)
+    return AuthorsDraws(mask, neg_idxs, noise)
 
 
 def compute_mask_indices(config: ModelConfig, rows: int, tokens: int) -> np.ndarray:

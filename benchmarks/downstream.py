@@ -7,11 +7,11 @@ archive, over the seeds of fine-tuning.
 """
 
 import json
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measure import spread
 from benchmarks.run import environment, refuse, save
 from engine.common import Parser
 from engine.evaluation.metrics import over_seeds
@@ -57,14 +57,10 @@ def gather(archives: list[tuple[str, str]], number: int) -> dict[str, Any]:
 
 def result(cell: dict[str, Any], place: Path) -> dict[str, Any]:
     """The score's spread, and the means of all metrics over the same evaluations."""
-    told = [json.loads(path.read_text()) for path in evaluations(cell, place)]
-    metrics = {name: over([one["metrics"][name] for one in told]) for name in METRICS[cell["task"]]}
-    spread = {"median": statistics.median(cell["scores"]), "low": min(cell["scores"]), "high": max(cell["scores"])}
-    return {
-        "score": spread | over(cell["scores"]) | {"each": cell["scores"]},
-        "metrics": metrics,
-        "n": told[0]["n"],
-    }
+    found = [json.loads(path.read_text()) for path in evaluations(cell, place)]
+    metrics = {name: over([one["metrics"][name] for one in found]) for name in METRICS[cell["task"]]}
+    score = spread(cell["scores"]) | over(cell["scores"]) | {"each": cell["scores"]}
+    return {"score": score, "metrics": metrics, "n": found[0]["n"]}
 
 
 def over(seeds: list[float]) -> dict[str, float | None]:

@@ -1,28 +1,32 @@
-"""Dataset -> tensors of a batch: crops a second and a CPU-second, for every backend and stage, beside the peers.
+"""Dataset -> batches: crops a second and a CPU-second, for every backend and stage, beside other loaders on the same crops.
 
-A synthetic dataset in the page cache; all sides end with float32 millivolts [2B, 12, 2500] in torch's hands, on the CPU. One
-torch thread and the same malloc settings for all: loaders run beside a training step. In a run's first epoch our loader checks
-each crop's crc32c, so cases named "first epoch" are measured there, the others later. The peers check nothing.
+A synthetic dataset in the page cache; all end with float32 millivolts [2B, 12, 2500] in torch. On a CPU all have one torch
+thread and the same malloc settings: loaders run beside a training step. In the first epoch ours checks each crc32c, so cases
+named "first epoch" are measured there, others later; other loaders check nothing. To a GPU ours are measured alone.
+
+`fairseq_like` is our re-creation of fairseq-signals' path (one .mat file of float64 a 5 s segment, scipy.io.loadmat,
+augmentation of one segment at a time in numpy, a padding mask of the data's own shape); it is not their code.
 """
 
-import shutil
+import argparse
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib.util import find_spec
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
+import torch
+from scipy.io import loadmat  # here: an import in __getitem__ would be paid for by every worker
 
-from benchmarks.measure import Case
-from data_tools import synth
-from data_tools.build import ShardOptions, shard
+from benchmarks.ingest import write_segment
+from benchmarks.measure import Benchmark, Case, CaseError, describe, make_dataset
 from data_tools.cli import keep_freed_memory
-from data_tools.dataset import Dataset
-from data_tools.sources import open_sources
+from data_tools.dataset import CROP_SHAPE, Dataset
 
-HAS_MOSAIC = find_spec("streaming") is not None  # mosaicml-streaming pins versions of its own: install it beside, or do without
 STAGES = {
     "crop": ("", 0.0),
     "RLM": ("", 0.5),
@@ -31,79 +35,72 @@ STAGES = {
     "authors_physio3+RLM": ("authors_physio3", 0.5),
 }
 PEER_NOISE = {"RLM": (), "physio3+RLM": ("powerline", "emg", "wander"), "physio4+RLM": ("powerline", "emg", "wander", "shift")}
-CROP_MB = 0.12 + 0.06 + 0.48  # in tar, in zarr and as two .mat files of float64
+CROP_MB = 0.12 + 0.48  # in tar and as two .mat files of float64
 BACKENDS = {"torch": "torch", "resident": "resident", "dali": "dali on the CPU"}
-BATCHES, THREADS = (64, 256, 1024), (1, 2)
+FIRST = ", first epoch"
 FILLED = 4  # batches that lie ready between the stages
 WARM_S = 6.0  # at most, to get to the second epoch: a case that takes longer spends little of its time on checks
+HALF = 2500
+Stream = Generator[float, bool, None]
 
 
-def prepare(work: Path, records: int) -> Path:
-    """A dataset of about `records` crops, each also as two .mat files. All of it must fit into the page cache."""
-    from benchmarks.peers import write_mosaic, write_segments
-
+def prepare(work: Path, options: argparse.Namespace) -> Benchmark:
+    alone, records, seconds = options.device == "cuda", options.records or 20_000, options.seconds or 3
     if (free := psutil.virtual_memory().available / 1e6) < (needed := 1.2 * CROP_MB * records):
         raise SystemExit(
             f"benchmarks.run: --records {records}: needs {needed:,.0f} MB of page cache, {free:,.0f} MB are free: ask for fewer"
         )
-    synth.synthesise(work / "archive", patients=records // 2, sessions=1, seed=11, progress=False)
-    dataset = shard(
-        open_sources(str(work / "archive")), ShardOptions(str(work / "dataset"), format="both", plan="all", quiet=True)
-    )
-    shutil.rmtree(work / "archive")
-    write_segments(dataset, work / "segments")
-    if HAS_MOSAIC:
-        write_mosaic(dataset, work / "mosaic")
+    dataset, folder = make_dataset(work, records), work / "dataset"
+    if alone:
+        threads = min(4, max(2, len(os.sched_getaffinity(0)) // 4))  # 4: as the bar has
+        return Benchmark(describe(dataset, threads=threads), gpu_cases(folder, seconds, threads))
+    (work / "segments").mkdir()
+    for row in range(len(dataset)):
+        mv = dataset.read(row) / 1000.0
+        for half in range(2):
+            write_segment(work / "segments" / f"{row:06d}_{half}.mat", mv[:, HALF * half : HALF * (half + 1)], row)
     for _ in range(2):  # the kernel moves a page to its list of active ones at the second reading
         for path in work.rglob("*"):
             if path.is_file():
                 path.read_bytes()
-    return work / "dataset"
+    return Benchmark(describe(dataset), cases(folder, work / "segments", seconds))
 
 
-def cases(dataset: Path, work: Path, seconds: float, sizes: bool = False) -> dict[str, Case]:
-    """`sizes`: of every backend and stage each batch and number of threads, and not only of gather and of RLM by torch."""
+def cases(dataset: Path, segments: Path, seconds: float) -> dict[str, Case]:
     found: dict[str, Case] = {}
-    for batch in BATCHES:
-        for threads in THREADS:
-            found[f"gather: tar, batch {batch}{told(threads)}"] = (gather, (dataset, "tar", "first", batch, threads, seconds))
-    found[f"gather: tar, batch 256{FIRST}"] = (gather, (dataset, "tar", "first", 256, 1, seconds, True))
-    found["gather: tar, each crop's crc32c, batch 256"] = (gather, (dataset, "tar", "always", 256, 1, seconds))
-    for threads in THREADS:
-        found[f"gather: zarr, batch 256{told(threads)}"] = (gather, (dataset, "zarr", "first", 256, threads, seconds))
+
+    def add(stage: str, backend: str, batch: int = 256, threads: int = 1, first: bool = False) -> None:
+        name = f"{stage}: {BACKENDS[backend]}, batch {batch}" + f", {threads} threads" * (threads > 1) + FIRST * first
+        found[name] = (ours, (dataset, backend, stage, batch, threads, seconds, "cpu", first))
+
     for stage in STAGES:
-        for backend, name in BACKENDS.items():
-            if (stage, backend) == ("authors_physio3+RLM", "dali"):
-                continue
-            if backend == "torch" and stage != "crop":
-                found[f"{stage}: {name}, batch 256{FIRST}"] = (ours, (dataset, backend, stage, 256, seconds, 1, True))
-            for batch in BATCHES if sizes or (stage, backend) == ("RLM", "torch") else (256,):
-                for threads in (1,) if backend == "resident" else THREADS:  # which has read all of it before
-                    if threads == 1 or sizes or (stage, backend) == ("RLM", "torch"):
-                        case = f"{stage}: {name}, batch {batch}{told(threads)}"
-                        found[case] = (ours, (dataset, backend, stage, batch, seconds, threads))
+        for backend in BACKENDS if stage != "authors_physio3+RLM" else ("torch", "resident"):
+            add(stage, backend)
+        if stage != "crop":
+            add(stage, "torch", first=True)
+    for batch, threads in ((64, 1), (64, 2), (256, 2), (1024, 1), (1024, 2)):
+        add("RLM", "torch", batch, threads)
     for stage in PEER_NOISE:
-        for workers in (0, 2):
-            name = f"{stage}: re-creation of fairseq-signals' loader, {workers} workers"
-            found[name] = (fairseq_like, (work / "segments", stage, workers, seconds))
-            if not workers:
-                found[name + FIRST] = (fairseq_like, (work / "segments", stage, workers, seconds, True))
+        name = f"{stage}: re-creation of fairseq-signals' loader"
+        for workers, first in ((0, False), (0, True), (2, False)):
+            arguments = (fairseq_like, segments, stage, 64, workers, seconds, first)
+            found[f"{name}, {workers} workers" + FIRST * first] = (peer, arguments)
     for workers in (0, 2):
-        found[f"RLM: webdataset and DataLoader, {workers} workers"] = (webdataset, (dataset, workers, seconds))
-    found["RLM: fn.readers.webdataset, torch"] = (dali_reader, (dataset, seconds))
-    if HAS_MOSAIC:
-        found["RLM: mosaicml-streaming and DataLoader, 0 workers"] = (mosaic, (work / "mosaic", seconds))
+        name = f"RLM: webdataset and DataLoader, {workers} workers"
+        found[name] = (peer, (webdataset_loader, dataset, "RLM", 256, workers, seconds))
+    found["RLM: fn.readers.webdataset, torch"] = (peer, (dali_reader, dataset, "RLM", 256, 2, seconds))
     return found
 
 
-FIRST = ", first epoch"
-
-
-def told(threads: int) -> str:
-    return f", {threads} threads" if threads > 1 else ""
-
-
-Stream = Iterator[float]
+def gpu_cases(dataset: Path, seconds: float, threads: int) -> dict[str, Case]:
+    """The batches of the bar first."""
+    backends = ["resident", "torch", *(["dali"] if find_spec("nvidia") and find_spec("nvidia.dali") else [])]
+    swept = [("RLM", batch) for batch in (256, 1024, 64)] + [("physio3+RLM", 256)]
+    return {
+        f"{stage}: {backend} to cuda, batch {batch}": (ours, (dataset, backend, stage, batch, threads, seconds, "cuda"))
+        for stage, batch in swept
+        for backend in backends
+    }
 
 
 def pumped(stream: Any, batch: int, crops: int, seconds: float, first: bool = False) -> Stream:
@@ -113,79 +110,160 @@ def pumped(stream: Any, batch: int, crops: int, seconds: float, first: bool = Fa
     while not first and done < epoch + FILLED and time.perf_counter() < end:
         next(stream)
         done += 1
-    yield 0.0
-    end, units = time.perf_counter() + seconds, 0
-    while time.perf_counter() < end and not (first and done == epoch):
-        next(stream)
-        done, units = done + 1, units + batch
-    yield float(units)
+    units = 0.0
+    while not (yield units):
+        end, units = time.perf_counter() + seconds, 0.0
+        while time.perf_counter() < end and not (first and done == epoch):
+            next(stream)
+            done, units = done + 1, units + batch
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
 
 
-def settle() -> None:
-    """What our loader does for itself, for the peers too."""
-    import torch
-
+def one_thread() -> None:
+    """What our loader does for itself, for the other loaders too."""
     torch.set_num_threads(1)
     keep_freed_memory()
 
 
-def gather(dataset: Path, source: str, check: str, batch: int, threads: int, seconds: float, first: bool = False) -> Stream:
-    from data_tools.dataset import CROP_SHAPE
-    from engine.data.order import DatasetRows, Order
-    from engine.data.prefetch import read_ahead
-    from engine.data.reader import CropReader
-
-    opened = Dataset.open(str(dataset))
-    order = Order((DatasetRows.of(opened),), batch)
-    reader = CropReader([opened], check, threads=threads, source=source)  # type: ignore[arg-type]
-    stream = read_ahead(map(order.batch, count()), reader, (batch, *CROP_SHAPE))
-    yield from pumped(stream, batch, len(opened), seconds, first)
-    stream.close()
-
-
-def ours(dataset: Path, backend: str, stage: str, batch: int, seconds: float, threads: int, first: bool = False) -> Stream:
-    import torch
-
+def ours(
+    dataset: Path, backend: str, stage: str, batch: int, threads: int, seconds: float, device: str = "cpu", first: bool = False
+) -> Stream:
     from engine.data.augment import AugmentConfig
     from engine.data.loader import Loader, LoaderConfig
 
-    settle()
+    one_thread()
     noise, rlm = STAGES[stage]
     augment = AugmentConfig(rlm=rlm, noise=noise)  # type: ignore[arg-type]
     config = LoaderConfig(backend=backend, batch_crops=batch, augment=augment, threads=threads)  # type: ignore[arg-type]
     opened = Dataset.open(str(dataset))
-    loader = Loader(config, (opened,), torch.device("cpu"))
+    loader = Loader(config, (opened,), torch.device(device))
     yield from pumped(iter(loader), batch, len(opened), seconds, first)
     loader.close()
 
 
-def fairseq_like(segments: Path, stage: str, workers: int, seconds: float, first: bool = False) -> Stream:
-    from benchmarks import peers
+def peer(make: Any, place: Path, stage: str, batch: int, workers: int, seconds: float, first: bool = False) -> Stream:
+    one_thread()
+    crops = len(list(place.iterdir())) // 2 if make is fairseq_like else len(Dataset.open(str(place)))
+    yield from pumped(make(place, stage, batch, workers), batch, crops, seconds, first)
 
-    settle()
+
+def fairseq_like(segments: Path, stage: str, batch: int, workers: int) -> Iterator[Any]:
     files = sorted(segments.iterdir())
-    pairs = list(zip(files[::2], files[1::2], strict=True))
-    yield from pumped(peers.fairseq_like(pairs, PEER_NOISE[stage], 64, workers), 64, len(pairs), seconds, first)
+    data = FairseqLike(list(zip(files[::2], files[1::2], strict=True)), PEER_NOISE[stage])
+    return epochs(data, batch, workers, shuffle=True, collate_fn=_collate)
 
 
-def webdataset(dataset: Path, workers: int, seconds: float) -> Stream:
-    from benchmarks import peers
+class FairseqLike(torch.utils.data.Dataset[torch.Tensor]):
+    """One item is one pair of segments; each segment is augmented on its own."""
 
-    settle()
-    opened = Dataset.open(str(dataset))
-    yield from pumped(peers.webdataset_loader(opened, 256, workers), 256, len(opened), seconds)
+    def __init__(self, pairs: list[tuple[Path, Path]], noise: tuple[str, ...]) -> None:
+        self.pairs, self.noise = pairs, noise
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        segments = []
+        for path in self.pairs[index]:
+            feats = torch.from_numpy(loadmat(path)["feats"].astype(np.float64))
+            for name in self.noise:
+                feats = feats + torch.from_numpy(NOISE[name](feats.shape))
+            segments.append(feats.float() * (torch.rand(12) >= 0.5)[:, None])
+        return torch.stack(segments)
 
 
-def dali_reader(dataset: Path, seconds: float) -> Stream:
-    from benchmarks import peers
-
-    settle()
-    opened = Dataset.open(str(dataset))
-    yield from pumped(peers.dali_reader(opened, 256, 2), 256, len(opened), seconds)
+def _powerline(shape: tuple[int, ...]) -> np.ndarray:
+    t = np.arange(shape[1]) / 500
+    angle = 2 * np.pi * t * np.random.choice([50, 60]) + np.random.uniform(0, 2 * np.pi)
+    return np.tile(np.random.uniform(0, 0.5) * np.cos(angle), (shape[0], 1))
 
 
-def mosaic(place: Path, seconds: float) -> Stream:
-    from benchmarks import peers
+def _emg(shape: tuple[int, ...]) -> np.ndarray:
+    noise: np.ndarray = np.random.normal(0, np.random.uniform(0, 0.5, (shape[0], 1)), shape)
+    return noise
 
-    settle()
-    yield from pumped(peers.mosaic_loader(place, 256, 0), 256, 2048, seconds)
+
+def _wander(shape: tuple[int, ...]) -> np.ndarray:
+    t, noise = np.arange(shape[1]) / 500, np.zeros(shape[1])
+    for _ in range(3):
+        f, phase = np.random.uniform(0.01, 0.2), np.random.uniform(0, 2 * np.pi)
+        noise += np.random.uniform(0, 0.5) * np.cos(2 * np.pi * t * f + phase)
+    return np.random.normal(1, 0.5, (shape[0], 1)) * noise
+
+
+def _shift(shape: tuple[int, ...]) -> np.ndarray:
+    noise = np.zeros(shape)
+    length = int(np.clip(np.random.normal(0.2 * shape[1], 0.04 * shape[1]), 1, shape[1]))
+    start = np.random.randint(0, shape[1] - length + 1)
+    noise[:, start : start + length] = np.random.choice([-1, 1], (shape[0], 1)) - np.random.uniform(0, 0.5)
+    return noise
+
+
+NOISE = {"powerline": _powerline, "emg": _emg, "wander": _wander, "shift": _shift}
+
+
+def _collate(pairs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    source = torch.cat(pairs)
+    return {"source": source, "padding_mask": torch.zeros_like(source, dtype=torch.bool)}
+
+
+def epochs(data: Any, batch: int, workers: int, **options: Any) -> Iterator[Any]:
+    """A DataLoader's batches without end, from the same workers in all epochs (spawned: forked ones print as they end)."""
+    if workers:
+        options |= {"persistent_workers": True, "multiprocessing_context": "spawn", "worker_init_fn": _start_worker}
+    loader = torch.utils.data.DataLoader(data, batch, num_workers=workers, drop_last=True, **options)
+    while True:
+        empty = True
+        for each in loader:
+            yield each
+            empty = False
+        if empty:  # else this would never end
+            raise CaseError(f"too few crops for a batch of {batch}: ask for more --records")
+
+
+def _start_worker(worker: int) -> None:
+    keep_freed_memory()
+
+
+def webdataset_loader(dataset: Path, stage: str, batch: int, workers: int) -> Iterator[torch.Tensor]:
+    """The shards through webdataset with its usual shuffle buffer, RLM in torch on the batch."""
+    import webdataset
+
+    shards = [str(dataset / "shards" / entry["name"]) for entry in Dataset.open(str(dataset)).shards]
+    stream = webdataset.WebDataset(shards, shardshuffle=100, seed=0).shuffle(1000).map(_decode)
+    return map(_halves_with_rlm, epochs(stream, batch, workers))
+
+
+def _decode(sample: dict[str, bytes]) -> torch.Tensor:
+    return torch.frombuffer(bytearray(sample["ecg"]), dtype=torch.int16).reshape(CROP_SHAPE)
+
+
+def dali_reader(dataset: Path, stage: str, batch: int, threads: int) -> Iterator[torch.Tensor]:
+    """`fn.readers.webdataset` on the CPU with its shuffle buffer, RLM in torch on the batch."""
+    from nvidia import dali
+
+    shards = [str(dataset / "shards" / entry["name"]) for entry in Dataset.open(str(dataset)).shards]
+
+    @dali.pipeline_def(batch_size=batch, num_threads=threads, device_id=None)
+    def pipeline() -> Any:
+        return dali.fn.readers.webdataset(
+            paths=shards,
+            index_paths=[path.removesuffix("tar") + "idx" for path in shards],
+            ext=["ecg"],
+            dtypes=[dali.types.INT16],
+            missing_component_behavior="error",
+            random_shuffle=True,
+            initial_fill=1024,
+        )
+
+    running = pipeline()
+    running.build()
+    while True:
+        (crops,) = running.run()
+        yield _halves_with_rlm(torch.from_dlpack(crops.as_tensor()).reshape(-1, *CROP_SHAPE))
+
+
+def _halves_with_rlm(crops: torch.Tensor) -> torch.Tensor:
+    mv = crops.reshape(len(crops), 12, 2, HALF).permute(0, 2, 1, 3).reshape(-1, 12, HALF).float() / 1000
+    return mv.mul_((torch.rand(len(mv), 12, 1) >= 0.5).float())

@@ -1,15 +1,17 @@
-"""Honest timing on a noisy machine: fresh processes, a warm-up that does not count, CPU-seconds beside seconds, all repeats.
+"""Timing on a noisy machine: fresh processes, an uncounted warm-up, CPU-seconds beside seconds, every repeat kept.
 
-    results = run_cases({"name": (function, arguments), ...}, repeats=5, progress=print)
+    results, left_out = run_cases({"name": (function, arguments), ...}, repeats=5)
 
-Cases that are compared take turns (A B C A B C ...), so that a drift of the machine's speed meets all of them. On a GPU that
-nobody shares, `in_one_process` takes all repeats of a case in the process that has warmed up.
+Cases that are compared take turns (A B C A B C ...), so that a change of the machine's speed meets all of them. On a GPU that
+is not shared, `at_once` takes all repeats of a case in one process.
 """
 
 import contextlib
 import inspect
 import multiprocessing
+import os
 import resource
+import shutil
 import signal
 import statistics
 import sys
@@ -18,91 +20,101 @@ from collections.abc import Callable, Iterable, Mapping
 from math import comb
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
-# A module's function and its arguments. It returns the units of work done, and is called once before it counts; or it is a
-# generator that yields once when it is warm and then the units: a stream that has started. One that can be measured again and
-# again in one process yields units until it is sent True.
+# A module-level function and its arguments. The function returns the units of work it did, and is called once before it counts;
+# or it is a generator that yields once when it is warm and then units, again and again until it is sent True; or it measures
+# itself and returns its result as a dict.
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
-Progress = Callable[[str], None]
+Results = dict[str, dict[str, Any]]
 
-
-OVER = "stopped: its time was over"
-SPREAD = 3  # repeats that show one
-ENOUGH = 6  # for `middle` to bear its name
+OUT_OF_TIME = "stopped: out of time"
+LEAST_REPEATS = 3  # that show a spread
+INTERVAL_FROM = 6  # values for an interval of 95 %
 EXIT_S = 10  # for a process to end, once it has answered or was killed
-end: float | None = None  # by time.monotonic: a suite's; nothing is measured beyond it
+deadline: float | None = None  # by time.monotonic: nothing is measured beyond it
+limit_s: float | None = None  # of one process
 
 
 class CaseError(Exception):
     """A case that could not be measured: one line."""
 
 
+class Benchmark(NamedTuple):
+    """What a benchmark's prepare() returns: what is measured on, the cases, and what else belongs into the record."""
+
+    input: dict[str, Any]
+    cases: dict[str, Case]
+    extra: Callable[[], dict[str, Any]] = dict
+
+
+def say(text: str) -> None:
+    print(f"benchmark: {text}", file=sys.stderr, flush=True)
+
+
 def run_cases(
     cases: Mapping[str, Case],
     repeats: int,
-    progress: Progress,
-    left_out: dict[str, str] | None = None,
-    in_one_process: bool = False,
-) -> dict[str, dict[str, Any]]:
-    """-> for each case: units per second and per CPU-second (median, lowest, highest), peak memory. A case that fails ends the
-    benchmark, or goes to `left_out` with its reason; one that only the end of the time stopped keeps its samples, if they are
-    SPREAD or more."""
+    at_once: bool = False,
+    keep: Callable[[Results, dict[str, str]], None] = lambda results, left_out: None,
+) -> tuple[Results, dict[str, str]]:
+    """The result of each case, and why others were left out. `keep` gets both after each process. A case that runs out of time
+    keeps its repeats if there are LEAST_REPEATS."""
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
-    failed, stopped = dict[str, str](), set[str]()
-    turns, at_once = (1, repeats) if in_one_process else (repeats, 1)
-    for turn in range(turns):
-        for name, case in cases.items():
-            if name in failed or name in stopped:
+    results: Results = {}
+    left_out: dict[str, str] = {}
+    for turn in range(1 if at_once else repeats):
+        for name, (function, arguments) in cases.items():
+            if name in left_out or (name in results and not samples[name]):
                 continue
-            progress(f"{name} ({turn + 1} of {turns})" if turns > 1 else name)
+            say(name if at_once else f"{name} ({turn + 1} of {repeats})")
             try:
-                samples[name] += call_fresh(_timed, *case, True, at_once)
+                answer = call_fresh(timed, function, arguments, repeats if at_once else 1)
+                if isinstance(answer, dict):
+                    results[name] = answer
+                else:
+                    samples[name] += answer
+                    if len(samples[name]) >= min(LEAST_REPEATS, repeats):
+                        results[name] = summary(samples[name])
             except CaseError as error:
-                if str(error) == OVER and len(samples[name]) >= SPREAD:
-                    progress(f"{name}: {error}: {len(samples[name])} repeats count")
-                    stopped.add(name)
-                    continue
-                if left_out is None:
-                    raise SystemExit(f"benchmarks: {name}: {error}") from None
-                progress(f"{name}: left out: {error}")
-                failed[name] = str(error)
-    if left_out is not None:
-        left_out.update(failed)
-    return {name: summary(runs) for name, runs in samples.items() if name not in failed}
+                if name not in results or str(error) != OUT_OF_TIME:
+                    results.pop(name, None)
+                    left_out[name] = str(error)
+                    say(f"{name}: left out: {error}")
+            keep(results, left_out)
+    return {name: results[name] for name in cases if name in results}, left_out
 
 
-def in_fresh_process(function: Callable[..., Any], *arguments: Any, warm_up: bool = True) -> dict[str, float]:
-    result: dict[str, float] = call_fresh(_timed, function, arguments, warm_up, 1)[0]
-    return result
-
-
-def call_fresh(function: Callable[..., Any], *arguments: Any, limit_s: float | None = None) -> Any:
-    """function(*arguments) in a process of its own, or a CaseError with the last line of what went wrong. The process is killed
-    after limit_s seconds, by default at `end`."""
+def call_fresh(function: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> Any:
+    """function(*arguments) in a process of its own, or a CaseError with the reason in one line. The process and all that it
+    started are killed after `seconds`, by default `limit_s`, and at the deadline."""
+    limits = [seconds or limit_s, None if deadline is None else deadline - time.monotonic()]
+    limit = min((each for each in limits if each is not None), default=None)
+    if limit is not None and limit <= 0:
+        raise CaseError(OUT_OF_TIME)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_child, args=(theirs, function, arguments))
-    resource_tracker.ensure_running()  # whose start would lift what follows
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it begins so: it would print a traceback
+    resource_tracker.ensure_running()  # starting it would unblock the signal again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C while the child starts would print a traceback
     try:
         process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     theirs.close()
-    answer, error = None, OVER
+    answer, error = None, OUT_OF_TIME
     try:
-        if ours.poll(left_s() if limit_s is None else limit_s):
+        if ours.poll(limit):
             answer, error = ours.recv()
     except EOFError:
         error = "its process died"
     finally:
-        if error == OVER:  # or interrupted
+        if error == OUT_OF_TIME:  # or interrupted
             kill(process.pid)
     process.join(EXIT_S)
-    if process.is_alive():  # what a library does at its end may hang
+    if process.is_alive():  # a library that hangs as it ends
         kill(process.pid)
     if error:
         raise CaseError(error)
@@ -110,50 +122,54 @@ def call_fresh(function: Callable[..., Any], *arguments: Any, limit_s: float | N
 
 
 def kill(pid: int | None) -> None:
-    """With all that it has started."""
+    """The process and all that it has started."""
     with contextlib.suppress(psutil.Error):
-        whole = psutil.Process(pid)
-        for process in [*whole.children(recursive=True), whole]:
+        root = psutil.Process(pid)
+        for process in [*root.children(recursive=True), root]:
             with contextlib.suppress(psutil.Error):
                 process.kill()
 
 
-def left_s() -> float | None:
-    return None if end is None else max(0.0, end - time.monotonic())
-
-
 def _child(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as of all that runs in a shell's background
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # it is ignored in a shell's background
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         pipe.send((function(*arguments), None))
-    except BaseException as error:  # its reason belongs to the parent
-        told = " ".join(str(error).split())[:300]
-        pipe.send((None, told if isinstance(error, CaseError | SystemExit) else f"{type(error).__name__}: {told}"))
+    except BaseException as error:  # the parent reports it
+        reason = " ".join(str(error).split())[:300]
+        pipe.send((None, reason if isinstance(error, CaseError | SystemExit) else f"{type(error).__name__}: {reason}"))
 
 
-def timed(case: Case, repeats: int) -> dict[str, Any]:
-    """A case measured in this process."""
-    return summary(_timed(*case, True, repeats))
-
-
-def _timed(function: Callable[..., Any], arguments: tuple[Any, ...], warm_up: bool, repeats: int) -> list[dict[str, float]]:
+def timed(function: Callable[..., Any], arguments: tuple[Any, ...], repeats: int) -> Any:
+    """Samples of a case in this process; or its result, if it measures itself."""
     stream = function(*arguments) if inspect.isgeneratorfunction(function) else None
-    if stream:
-        next(stream)
-    elif warm_up:  # page cache, imports, caches of parsers
-        function(*arguments)
-    runs = []
+    first = next(stream) if stream else function(*arguments)  # the warm-up: page cache, imports, caches of parsers
+    if isinstance(first, dict):
+        return first
+    samples = []
     for _ in range(repeats):
         cpu, wall = cpu_s(), time.perf_counter()
         units = next(stream) if stream else function(*arguments)
         wall, cpu = time.perf_counter() - wall, cpu_s() - cpu
-        runs.append({"units": units, "wall_s": wall, "cpu_s": cpu, "peak_mb": _peak_mb()} | gpu_peak_mb())
+        samples.append({"units": units, "wall_s": wall, "cpu_s": cpu, "peak_mb": _peak_mb()} | gpu_peak_mb())
     if stream:  # its threads and workers end before the interpreter does
         with contextlib.suppress(StopIteration):
             stream.send(True)
-    return runs
+    return samples
+
+
+def take_turns(sides: Mapping[str, Callable[[], Any]], turns: int) -> dict[str, list[dict[str, float]]]:
+    """Seconds and CPU-seconds of each side's turns, side by side in this process, after an uncounted one of each. The order is
+    reversed every other turn. What a side returns as a dict is kept, too."""
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+    for turn in range(turns + 1):
+        for name in list(sides)[:: 1 if turn % 2 else -1]:
+            wall, cpu = time.perf_counter(), cpu_s()
+            more = sides[name]() or {}
+            if turn:
+                rows[name].append({"wall_s": time.perf_counter() - wall, "cpu_s": cpu_s() - cpu} | more)
+    return rows
 
 
 def _peak_mb() -> float:
@@ -180,21 +196,49 @@ def spread(values: Iterable[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
-def middle(values: Iterable[float]) -> dict[str, float]:
-    """The median, and between which two of the values it lies with 95 %, whatever they are distributed as; of fewer than ENOUGH
-    the lowest and the highest."""
+def interval(values: Iterable[float]) -> dict[str, float]:
+    """The median and its 95 % interval, whatever the distribution: between two of the values, by the binomial of how many lie
+    on one side of the true median. Of fewer than INTERVAL_FROM values the lowest and the highest."""
     values = sorted(values)
-    n, beyond = len(values), 0
-    while 2 * sum(comb(n, i) for i in range(beyond + 2)) <= 0.05 * 2**n:  # so often more than those lie on one side of it
-        beyond += 1
-    return {"median": statistics.median(values), "low": values[beyond], "high": values[n - 1 - beyond]}
+    n, cut = len(values), 0
+    while 2 * sum(comb(n, i) for i in range(cut + 2)) <= 0.05 * 2**n:
+        cut += 1
+    return {"median": statistics.median(values), "low": values[cut], "high": values[n - 1 - cut]}
 
 
-def summary(runs: list[dict[str, float]]) -> dict[str, Any]:
+def rates(rows: Iterable[Mapping[str, float]], crops: float, prefix: str = "") -> dict[str, Any]:
+    """Of turns of so many crops each."""
+    rows = list(rows)
+    clocks = {"per_s": "wall_s", "per_cpu_s": "cpu_s"}
+    return {prefix + figure: spread(crops / row[clock] for row in rows) for figure, clock in clocks.items()}
+
+
+def summary(samples: list[dict[str, float]]) -> dict[str, Any]:
     return {
-        "per_s": spread(run["units"] / run["wall_s"] for run in runs),
-        "per_cpu_s": spread(run["units"] / max(run["cpu_s"], 1e-9) for run in runs),
-        **{key: max(run[key] for run in runs) for key in ("peak_mb", "gpu_peak_mb") if key in runs[0]},
-        "units": runs[0]["units"],
-        "repeats": len(runs),
+        "per_s": spread(sample["units"] / sample["wall_s"] for sample in samples),
+        "per_cpu_s": spread(sample["units"] / max(sample["cpu_s"], 1e-9) for sample in samples),
+        **{key: max(sample[key] for sample in samples) for key in ("peak_mb", "gpu_peak_mb") if key in samples[0]},
+        "units": samples[0]["units"],
+        "repeats": len(samples),
     }
+
+
+def make_dataset(work: Path, records: int, keep_archive: bool = False, **options: Any) -> Any:
+    """work/dataset: about so many synthetic crops of 10 s. `options` are those of data_tools.build.ShardOptions."""
+    from data_tools import synth
+    from data_tools.build import ShardOptions, shard
+    from data_tools.sources import open_sources
+
+    say(f"a dataset of about {records} crops")
+    archive, workers = str(work / "archive"), max(1, min(8, (os.cpu_count() or 1) // 2))
+    synth.synthesise(work / "archive", patients=max(2, records // 2), sessions=1, seed=11, workers=workers, progress=False)
+    settings = ShardOptions(str(work / "dataset"), quiet=True, workers=workers, **{"plan": "all"} | options)
+    dataset = shard(open_sources(archive), settings)
+    if not keep_archive:
+        shutil.rmtree(archive)
+    return dataset
+
+
+def describe(dataset: Any, **more: Any) -> dict[str, Any]:
+    """What a reader of a record needs to know about its data."""
+    return {"archive": "synthetic", "crops": len(dataset), "dataset": dataset.fingerprint} | more

@@ -1,24 +1,28 @@
 """Records -> tables and pictures. A record that lacks what makes a number mean something is refused.
 
-python -m benchmarks.report            rewrite benchmarks/RESULTS.md, results/*.png, and README.md's two tables
-python -m benchmarks.report --check    exit 1 if the tables are not what the records say
+    python -m benchmarks.report            rewrite benchmarks/RESULTS.md, results/*.png, and README.md's table
+    python -m benchmarks.report --check    exit 1 if the tables are not what the records say
 
 Of each benchmark and kind of device the newest record counts; of one day, one of its own before a part of a suite, which has
-fewer cases. One of its own that was not asked for all (--only, another --model, ...) counts where there is no other.
+fewer cases. One of fewer cases or a smaller job (--only, another --model, ...) counts where there is no other.
 """
 
 import argparse
 import datetime
 import json
+import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from math import isfinite
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from math import isfinite, nan
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks import bars, fleet, plots, tables
-from benchmarks.fleet import TEN_MILLION
-from benchmarks.tables import Part
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from benchmarks import tables
+from benchmarks.tables import Part, Result, clock, device_of, is_peer, machine, markdown, number, per_cpu
 from engine.common import Parser
 
 ROOT = Path(__file__).parents[1]
@@ -26,91 +30,75 @@ RESULTS = ROOT / "benchmarks" / "results"
 TABLES, README = ROOT / "benchmarks" / "RESULTS.md", ROOT / "README.md"
 BEGIN, END = "<!-- results: made by benchmarks.report -->", "<!-- end of results -->"
 OF_RECORD = ("format", "date", "git", "hardware", "versions", "page_cache")
-OF_PART = ("benchmark", "config", "input", "results")
-INSIDE = {"git": ("commit", "dirty"), "hardware": ("cpu", "cores", "memory_gb", "load_before")}
-RATES = ("per_s", "per_cpu_s")
-FIGURES: dict[str, tuple[str, ...]] = {  # with a spread, of each result
-    **dict.fromkeys(("ingest", "loader", "step", "scaling"), RATES),
-    "cost": ("ms",),
-    "e2e": (*RATES, "bare_per_s", "bare_per_cpu_s", "overhead_pct", "loop_pct", "loader_pct", "stall_pct"),
-    "embed": (*RATES, "bare_per_s", "bare_per_cpu_s", "share_pct"),
-    "start": ("seconds", "cpu_seconds"),
-    "downstream": ("score",),
-}
-
-
+NEEDED = ("git.commit", "versions.python", "hardware.cpu", "hardware.cores", "hardware.load_before")
+NEEDED += (*OF_RECORD, "benchmark", "config", "input.archive", "results")
 SIGNED = ("overhead_pct", "loop_pct", "loader_pct", "stall_pct", "score")  # others are above 0
-INPUT = {  # what was measured on
-    **dict.fromkeys(("ingest", "loader", "e2e", "embed", "start", "scaling"), ("archive", "dataset")),
-    **dict.fromkeys(("step", "cost"), ("archive", "model", "device")),
-}
-
-
+TEN_MILLION = 10_000_000
 Parts = dict[tuple[str, str], Part]  # by benchmark and device
+BLUE, GREY, INK = "#2f6690", "#b5b5bd", "#333333"
+UNITS = {"ingest": "records (plan: headers)", "loader": "crops of 10 s", "step": "crops of 10 s"}
+PEERS = ("loadmat", "webdataset", "streaming")
+WAY = {  # what a crop passes through, in this order, and its case
+    "read a WFDB record": ("ingest", "read: omnilead"),
+    "archive to verified shards": ("ingest", "ingest: omnilead, tar"),
+    "shards to memory": ("loader", "gather: tar, batch 256"),
+    "to a batch, with lead masking": ("loader", "RLM: torch, batch 256"),
+    "to a batch, with noise too": ("loader", "physio3+RLM: torch, batch 256"),
+    "train the small model, whole loop": ("e2e", "tar: small, 64 crops"),
+    "a step of the paper's model, bf16": ("step", "omnilead: bf16, 4 crops"),
+}
 
 
 class RecordError(Exception):
-    """A record that may not be published."""
+    """A record that may not be published: one line."""
 
 
 def load(path: Path) -> list[Part]:
     """The record's parts, each with what holds for all of them."""
     try:
         record: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
-        raise RecordError(f"{path.name}: no JSON: {error}") from None
-    if not isinstance(record, dict):
-        raise RecordError(f"{path.name}: no record")
-    shared = {name: record[name] for name in OF_RECORD if name in record}
-    whole = "parts" not in record
-    found = [shared | {"file": path.name, "alone": whole} | part for part in ([record] if whole else record["parts"])]
-    if not found and not record.get("checks"):
-        raise RecordError(f"{path.name}: has no part")
-    for part in found:
-        try:
-            check(path.name, part)
+        shared = {name: record[name] for name in OF_RECORD if name in record}
+        alone = "parts" not in record
+        parts = [shared | {"file": path.name, "alone": alone} | part for part in ([record] if alone else record["parts"])]
+        for part in parts:
+            check(part)
             rank(part)
             list(published(part))
-        except RecordError:
-            raise
-        except Exception as error:  # whatever a damaged one lets the tables do
-            told = " ".join(f"{type(error).__name__}: {error}".split())
-            raise RecordError(f"{path.name}: no record of this form: {told}") from None
-    return found
+        if not parts and not record["checks"]:
+            raise RecordError("it has no part")
+    except RecordError as error:
+        raise RecordError(f"{path.name}: {error}") from None
+    except Exception as error:  # whatever a damaged one makes json or the tables do
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise RecordError(f"{path.name}: not a record: {reason}") from None
+    return parts
 
 
-def check(name: str, part: Part) -> None:
-    lacking = [key for key in (*OF_RECORD, *OF_PART) if key not in part]
-    lacking += [f"{key}.{inner}" for key, inners in INSIDE.items() for inner in inners if inner not in part.get(key, {})]
-    if lacking:
-        raise RecordError(f"{name}: incomplete, it lacks {', '.join(lacking)}")
+def check(part: Part) -> None:
+    for key in NEEDED:
+        outer, _, inner = key.partition(".")
+        value = part.get(outer, {})
+        value = value.get(inner) if inner else value
+        if value in ({}, None, ""):
+            raise RecordError(f"incomplete: it lacks {key}")
+    benchmark = part["benchmark"]
     if part["format"] != 1:
-        raise RecordError(f"{name}: format {part['format']}, this program reads 1")
-    lacking = [key for key in ("git.commit", "versions.python") if not part[key.split(".")[0]].get(key.split(".")[1])]
-    lacking += [f"input.{key}" for key in INPUT.get(part["benchmark"], ()) if key not in part["input"]]
-    if lacking:
-        raise RecordError(f"{name}: incomplete, it lacks {', '.join(lacking)}")
-    if part["benchmark"] not in FIGURES:
-        raise RecordError(f"{name}: there is no benchmark {part['benchmark']!r}")
-    if part["config"].get("device", "cpu") not in ("cpu", "cuda"):
-        raise RecordError(f"{name}: there is no device {part['config']['device']!r}")
-    if part["config"].get("device") == "cuda" and not part["hardware"].get("gpus"):
-        raise RecordError(f"{name}: incomplete, it lacks hardware.gpus")
-    if not part["results"]:
-        raise RecordError(f"{name}: {part['benchmark']} has no results")
-    if part["benchmark"] != "downstream" and (repeats := tables.repeated(part)[1]) < 3:
-        raise RecordError(f"{name}: {repeats} repeats show no spread: 3 are the least")
-    if part["benchmark"] == "cost":
-        roof, stages = part["machine"], part["results"].values()
-        if min(roof["tflops"], roof["gb_per_s"], *(r["gb"] for r in stages)) <= 0 or min(r["gflop"] for r in stages) < 0:
-            raise RecordError(f"{name}: a machine or a stage without operations or bytes")
+        raise RecordError(f"format {part['format']}: this program reads 1")
+    if benchmark not in tables.TABLES or device_of(part) not in ("cpu", "cuda"):
+        raise RecordError(f"there is no benchmark {benchmark!r} on {device_of(part)!r}")
+    if "dataset" not in part["input"] and benchmark not in ("step", "cost", "downstream"):
+        raise RecordError("incomplete: it lacks input.dataset")
+    if device_of(part) == "cuda" and not part["hardware"].get("gpus"):
+        raise RecordError("incomplete: it lacks hardware.gpus")
+    if benchmark != "downstream" and (repeats := tables.repeated(part)[0]) < 3:
+        raise RecordError(f"{repeats} repeats show no spread: 3 are the least")
     for case, result in part["results"].items():
-        for figure in FIGURES[part["benchmark"]]:
-            spread = result.get(figure, {})
-            if not {"median", "low", "high"} <= set(spread) or not spread["low"] <= spread["median"] <= spread["high"]:
-                raise RecordError(f"{name}: {case} has no {figure} with median, low and high")
-            if not isfinite(spread["high"] - spread["low"]) or (figure not in SIGNED and spread["low"] <= 0):
-                raise RecordError(f"{name}: {case} has {figure} from {spread['low']} to {spread['high']}: no such thing")
+        for figure, spread in result.items():
+            if not isinstance(spread, dict) or figure == "metrics":
+                continue
+            low, median, high = (spread.get(key, nan) for key in ("low", "median", "high"))
+            if not (low <= median <= high and isfinite(high - low) and (low > 0 or figure in SIGNED)):
+                raise RecordError(f"{case}: {figure} is {median} ({low} to {high}): median, low and high are needed")
 
 
 def every(results: Path = RESULTS) -> list[Part]:
@@ -119,77 +107,215 @@ def every(results: Path = RESULTS) -> list[Part]:
 
 
 def newest(parts: Iterable[Part]) -> Parts:
-    return {(part["benchmark"], part["config"].get("device", "cpu")): part for part in parts}
-
-
-def of_machines(parts: Iterable[Part]) -> list[Part]:
-    """The newest of each benchmark on each machine."""
-    found = {(part["benchmark"], part["config"].get("device", "cpu"), tables.machine(part)): part for part in parts}
-    return sorted(found.values(), key=rank, reverse=True)
+    return {(part["benchmark"], device_of(part)): part for part in parts}
 
 
 def rank(part: Part) -> tuple[bool, datetime.date, bool, datetime.datetime]:
     date = datetime.datetime.fromisoformat(part["date"])
     date = date.astimezone(datetime.UTC) if date.tzinfo else date.replace(tzinfo=datetime.UTC)
-    return not (part["alone"] and partial(part["config"])), date.date(), part["alone"], date
+    return not (part["alone"] and reduced(part["config"])), date.date(), part["alone"], date
 
 
-def partial(config: Part) -> bool:
+def reduced(config: Part) -> bool:
     """Fewer cases or a smaller job than the benchmark has by itself."""
     fewer = config.get("only") or (config.get("alone") and config.get("device") == "cpu")
     return bool(fewer or config.get("model") not in (None, "paper") or config.get("huge", TEN_MILLION) < TEN_MILLION)
 
 
-def whole(parts: Parts) -> str:
+class Bar(NamedTuple):
+    what: str  # with all that `cases` and `asks` leave out
+    cases: str  # a regular expression
+    figure: Callable[[str, dict[str, Result]], float]  # of a case, among all; NaN: it has none
+    bar: float
+    device: str = ""  # "": both
+    at_most: bool = False
+    asks: Callable[[Part], bool] = lambda given: True  # of the part's input
+
+    def met(self, value: float) -> bool:
+        return value <= self.bar if self.at_most else value >= self.bar
+
+    def __str__(self) -> str:
+        return f"at {'most' if self.at_most else 'least'} {self.bar:,g}"
+
+
+def median(figure: str) -> Callable[[str, dict[str, Result]], float]:
+    return lambda name, results: float(results[name][figure]["median"])
+
+
+def times_recreation(name: str, results: dict[str, Result]) -> float:
+    """Per CPU-second, of the fastest re-creation of the same stage."""
+    peers = [r for other, r in results.items() if other.startswith(f"{name.split(':')[0]}: re-creation")]
+    return per_cpu(results[name]) / max(map(per_cpu, peers)) if peers else nan
+
+
+def times_step(name: str, results: dict[str, Result]) -> float:
+    """Per CPU-second, of the re-creation in fp32 of as many crops: the fewest that it was measured with."""
+    peers = {int(other.split()[-2]): r for other, r in results.items() if re.match("re-creation.*: fp32, ", other)}
+    crops = int(name.split()[-2])
+    return per_cpu(results[name]) / per_cpu(peers[crops]) if crops == min(peers, default=0) else nan
+
+
+def paper(given: Part) -> bool:
+    return bool(given["model"] == "paper")
+
+
+def huge(given: Part) -> bool:
+    return int(given["crops"]) >= TEN_MILLION
+
+
+OURS, TO_GPU = r": (torch|resident), batch \d+(, first epoch)?$", r" to cuda, batch (256|1024)$"  # the first: with one thread
+LOADER, STEP = "times the re-creation of fairseq-signals' loader", "times the re-creation of fairseq-signals' in fp32"
+TEN_M, TAR = "10,000,000 crops:", "^ingest: omnilead, tar$"
+BARS = {
+    "ingest": (
+        Bar("records to tar shards a CPU-second, one worker", TAR, median("per_cpu_s"), 2000),
+        Bar("records to tar shards, times the re-creation of fairseq-signals' preprocessing", TAR, times_recreation, 10),
+    ),
+    "loader": (
+        Bar(f"lead masking, torch and resident, one thread, {LOADER}", f"^RLM{OURS}", times_recreation, 10, "cpu"),
+        Bar(f"noise, torch and resident, one thread, {LOADER}", rf"^physio\S*{OURS}", times_recreation, 15, "cpu"),
+        Bar(
+            *(
+                "crops a second to a GPU from tar, lead masking, batches of 256 and 1024, 4 threads",
+                f"^RLM: (torch|dali){TO_GPU}",
+            ),
+            *(median("per_s"), 27_000, "cuda", False, lambda given: int(given.get("threads", TEN_MILLION)) <= 4),
+        ),
+        Bar("crops a second on a GPU, resident, lead masking", f"^RLM: resident{TO_GPU}", median("per_s"), 500_000, "cuda"),
+    ),
+    "step": (
+        Bar(f"the paper's model in bf16, {STEP}", "^omnilead: (autocast|bf16), .*crops$", times_step, 3, "cpu", asks=paper),
+        Bar(f"the paper's model in fp32, {STEP}", "^omnilead: fp32, .*crops$", times_step, 1.1, "cpu", asks=paper),
+        Bar(
+            *("crops a second through the paper's model on an H200", "^omnilead: ", median("per_s"), 2700, "cuda", False),
+            lambda given: paper(given) and "H200" in given["device"],
+        ),
+    ),
+    "e2e": (
+        Bar("overhead of the loader and the loop over the bare step, %", "", median("overhead_pct"), 3, at_most=True),
+        Bar("overhead of the loop alone, %", "", median("loop_pct"), 2, at_most=True),
+        Bar("stall, % of the time", "", median("stall_pct"), 1, at_most=True),
+    ),
+    "embed": (
+        Bar(
+            *("ECGs of 500 Hz to embeddings, % of the encoder's own speed", "^(tar|WFDB|arrays, 500 Hz):"),
+            *(median("share_pct"), 90),
+        ),
+    ),
+    "start": (Bar("seconds from the command to the first step", "^first step", median("seconds"), 20, "cpu", at_most=True),),
+    "scaling": (
+        Bar(f"{TEN_M} seconds to a rank's first batch", "^open", lambda n, r: 1 / median("per_s")(n, r), 10, "", True, huge),
+        Bar(f"{TEN_M} a rank's memory, MB", "^open", lambda n, r: float(r[n]["peak_mb"]), 1000, "", True, huge),
+    ),
+}
+BEST = ("step",)  # its cases are ways to do one thing: the best counts, elsewhere the worst
+
+
+def judged(part: Part) -> Iterator[tuple[str, float, Bar]]:
+    """Of each bar of this device: the case that counts and its figure; "" and NaN if it was not measured."""
+    results = part["results"]
+    for bar in BARS.get(part["benchmark"], ()):
+        if bar.device in ("", device_of(part)):
+            cases = [name for name in results if re.search(bar.cases, name)] if bar.asks(part["input"]) else []
+            found = {name: value for name in cases if (value := bar.figure(name, results)) == value}
+            highest = bar.at_most != (part["benchmark"] in BEST)
+            counts = (max if highest else min)(found, key=lambda name: found[name], default="")
+            yield counts, found.get(counts, nan), bar
+
+
+def bars_table(parts: Sequence[Part]) -> str:
+    """What the newest record of each machine says of each bar, also that nothing was measured."""
+    by_machine = {(part["benchmark"], device_of(part), machine(part)): part for part in parts}
+    verdicts = [(part, *one) for part in sorted(by_machine.values(), key=rank, reverse=True) for one in judged(part)]
+    rows = []
+    for bar in (bar for bars in BARS.values() for bar in bars):
+        heads = [bar.what, str(bar)]
+        for part, case, value, _ in (one for one in verdicts if one[3] is bar and one[1]):
+            figure = f"{value:,.4g}" if bar.met(value) else f"**missed: {value:,.4g}**"
+            rows.append([*heads, figure, machine(part), f"[{case}](results/{part['file']})"])
+            heads = ["", ""]
+        if heads[0]:
+            rows.append([*heads, "not measured", "", ""])
+    return markdown("| | bar | measured | on | worst case; of a step the best way |", rows)
+
+
+def whole(parts: Sequence[Part]) -> str:
     """RESULTS.md."""
     head = "Made by `python -m benchmarks.report` from the newest records in `results/`. Rules: [README.md](README.md)."
-    return "\n\n".join(["# Results", head, *blocks_of(parts)]) + "\n"
-
-
-def brief(parts: Sequence[Part]) -> str:
-    """What stands in the README between the marks: what pre-training is worth, and each bar."""
-    learned = [
-        block for (benchmark, _), part in newest(parts).items() if benchmark == "downstream" for block in published(part)
-    ]
-    blocks = [*learned, "### Bars, and what was measured", bars.table(of_machines(parts))]
-    return "\n\n".join(blocks).replace("](results/", "](benchmarks/results/")
-
-
-def readme(parts: Sequence[Part]) -> str:
-    before, _, rest = README.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{brief(parts)}\n{END}{after}"
-
-
-def blocks_of(parts: Parts) -> Iterator[str]:
+    blocks = ["# Results", head, "### Bars, and what was measured", bars_table(parts), "![way](results/way.png)"]
     for benchmark in tables.TABLES:
         for device in ("cuda", "cpu"):
-            if part := parts.get((benchmark, device)):
-                yield from published(part)
-                drawn = plots.pictures({(benchmark, device): part})
-                yield from (f"![{name}](results/{name}.png)" for name, _ in drawn)
-    if parts:
-        yield from tables.cluster(*rate_of(parts))
+            if part := newest(parts).get((benchmark, device)):
+                drawn = pictures({(benchmark, device): part})
+                blocks += [*published(part), *(f"![{name}](results/{name}.png)" for name, _ in drawn)]
+    return "\n\n".join([*blocks, *tables.cluster(newest(parts).get(("step", "cuda")))]) + "\n"
 
 
 def published(part: Part) -> Iterator[str]:
     heading, make = tables.TABLES[part["benchmark"]]
-    where = f", on {tables.machine(part)}" if part["config"].get("device") == "cuda" else ""
-    yield f"### {heading}{where}"
+    yield f"### {heading}" + (f", on {machine(part)}" if device_of(part) == "cuda" else "")
     yield from make(part)
-    if told := bars.line(part):
-        yield told
     yield tables.note(part)
 
 
-def rate_of(parts: Parts) -> tuple[float, str]:
-    """Crops a second of one GPU with the paper's model: measured on one, or else the bar."""
-    step = parts.get(("step", "cuda"))
-    if step and step["input"].get("model") == "paper":
-        rates = [float(r["per_s"]["median"]) for name, r in step["results"].items() if name.startswith("omnilead")]
-        if rates:
-            return max(rates), f"measured on one {step['input']['device']}"
-    return fleet.BAR_CROPS_PER_S, "the bar for one H200: estimated, nothing was measured on a GPU"
+def readme(parts: Sequence[Part]) -> str:
+    """With the table of what pre-training is worth between the marks."""
+    part = newest(parts).get(("downstream", "cpu"))
+    table = "\n\n".join(published(part)).replace("](results/", "](benchmarks/results/") if part else ""
+    before, _, rest = README.read_text().partition(BEGIN)
+    return f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}"
+
+
+def pictures(parts: Parts) -> Iterator[tuple[str, Callable[[], Figure]]]:
+    """File name, without its ending, and what draws it."""
+    for (benchmark, device), part in parts.items():
+        name, title = benchmark + "_gpu" * (device == "cuda"), f"{machine(part)}, {part['date'][:10]}"
+        if benchmark in UNITS:
+            shown = {n: r[clock(part)] for n, r in part["results"].items() if not n.startswith(("verify", "matrix product"))}
+            unit = f"{UNITS[benchmark]} a {'second' if device == 'cuda' else 'CPU-second'}; grey: others"
+            if shown:
+                yield name, partial(bar_chart, shown, f"{benchmark}, {title}", unit)
+        elif benchmark == "cost":
+            stages = {n: r for n, r in part["results"].items() if n not in ("all stages", "the whole step")}
+            order = sorted(stages, key=lambda n: -float(stages[n]["ms"]["median"]))
+            predicted = [stages[n]["predicted_ms"] for n in order]
+            unit = f"{'CPU-ms' if part['input']['device'] == 'cpu' else 'ms'} of a step; yellow: predicted"
+            shown = {n: stages[n]["ms"] for n in order}
+            yield f"{name}_time", partial(bar_chart, shown, f"a step by its stages, {title}", unit, predicted)
+    found = {label: parts[place, "cpu"]["results"].get(case) for label, (place, case) in WAY.items() if (place, "cpu") in parts}
+    if len(rates := {label: r["per_cpu_s"] for label, r in found.items() if r}) > 2:
+        machines = dict.fromkeys(machine(parts[place, "cpu"]) for place, _ in WAY.values() if (place, "cpu") in parts)
+        title = f"From archive to weights: each stage by itself\n{' and '.join(machines)}"
+        yield "way", partial(bar_chart, rates, title, "crops (first two: records) of 10 s a CPU-second")
+
+
+def bar_chart(spreads: dict[str, Any], title: str, unit: str, predicted: list[float] | None = None) -> Figure:
+    """A bar a case with its lowest and highest repeat."""
+    drawn = Figure(figsize=(9, 0.27 * len(spreads) + 1.2), layout="constrained")
+    FigureCanvasAgg(drawn)
+    axes = drawn.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(title, loc="left", fontsize=10)
+    names, values = list(spreads), list(spreads.values())
+    ends = [[abs(s[end] - s["median"]) for s in values] for end in ("low", "high")]
+    colours = [GREY if is_peer(name) or any(peer in name for peer in PEERS) else BLUE for name in names]
+    axes.barh(names, [s["median"] for s in values], xerr=ends, color=colours, error_kw={"lw": 0.8, "ecolor": INK})
+    if predicted:
+        axes.barh(names, predicted, height=0.35, color="#f0c987")
+    for row, s in enumerate(values):
+        axes.annotate(f" {number(s['median'])}", (s["high"], row), va="center", fontsize=8)
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0, labelsize=8)
+    axes.margins(y=0.01)
+    low, high = min(s["low"] for s in values), max(s["high"] for s in values)
+    if high < 10 * low or predicted:
+        axes.set_xlim(0, high * 1.12)  # room for the largest's figure
+    else:
+        axes.set_xscale("log")
+        axes.set_xlim(low / 3, high * (high / low) ** 0.12 * 1.5)
+        unit += "; logarithmic"
+    axes.set_xlabel(unit, fontsize=9)
+    return drawn
 
 
 def main() -> int:
@@ -198,18 +324,16 @@ def main() -> int:
     options = parser.parse_args()
     try:
         parts = every()
-        written = {TABLES: whole(newest(parts)), README: readme(parts)}
-        if options.check:
-            return int(any(path.read_text() != text for path, text in written.items()))
-        for path, text in written.items():
-            path.write_text(text)
-            print(path)
-        for name, draw in plots.pictures(newest(parts)):
-            draw().savefig(RESULTS / f"{name}.png", dpi=120, metadata={"Software": None})
-            print(RESULTS / f"{name}.png")
     except RecordError as error:
         print(f"benchmarks.report: {error}", file=sys.stderr)
         return 2
+    written = {TABLES: whole(parts), README: readme(parts)}
+    if options.check:
+        return int(any(path.read_text() != text for path, text in written.items()))
+    for path, text in written.items():
+        path.write_text(text)
+    for name, draw in pictures(newest(parts)):
+        draw().savefig(RESULTS / f"{name}.png", dpi=120, metadata={"Software": None})
     return 0
 
 

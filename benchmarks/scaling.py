@@ -1,19 +1,17 @@
-"""Ten million crops: how long until a rank has its first batch, and with how much memory. How well an order shuffles. And what
-a second rank adds to a first on this machine: so many crops a rank, CPU-seconds of both, since they share its cores. What a
-cluster adds, by formula: benchmarks.fleet.
+"""Ten million crops: time and memory from nothing to a rank's first batch, and how well an order shuffles them. And what a
+second rank adds to a first on this machine: as many crops for each, CPU-seconds of both, since they share its cores.
 
 The dataset's tables are whole; its 9,766 shards are sparse files of zeros with the checksums of zeros, so that reading,
 checking and augmenting are real while the disk holds 1.2 TB of nothing.
 """
 
 import argparse
-import dataclasses
 import hashlib
-import importlib.util
 import json
 import multiprocessing
-import socket
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,130 +21,129 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks import e2e
-from benchmarks.measure import Case, CaseError, Progress, call_fresh, kill, run_cases, spread
+from benchmarks.measure import Benchmark, CaseError, call_fresh, describe, kill, make_dataset, say, spread
 from data_tools.dataset import COLUMNS, CROP_BYTES, SHARD_CROPS, Dataset, fingerprint
 
 MEMBERS = 512 + 120_320 + 512 + 512  # of a crop in a tar: two headers, two bodies
+BATCHES = 256  # of an epoch, that shuffle quality is computed from
 
 
-def prepare(work: Path, crops: int) -> Path:
+def prepare(work: Path, options: argparse.Namespace) -> Benchmark:
+    dataset = zeros(work / "huge", options.huge or 10_000_000)
+    small = make_dataset(work, 200)
+    facts = {"archive": "zeros", "ranks_archive": "synthetic", "ranks_dataset": small.fingerprint}
+    loop = e2e.loop_run(options, work / "dataset", work / "run")
+    cases = {"open to first batch: one rank of 8, batch 512": (first_batch, (dataset.root.url,))}
+    return Benchmark(describe(dataset) | facts, cases, partial(extra, dataset, loop))
+
+
+def extra(dataset: Dataset, loop: e2e.LoopRun) -> dict[str, Any]:
+    from engine.data.order import DatasetRows, Order
+
+    say("shuffle quality")
+    rows, found = DatasetRows.of(dataset, pretrain=True), dict[str, Any]()
+    quality = {f"block_shards {n}": shuffle_quality(Order((rows,), 512, block_shards=n)) for n in (0, 1, 8, 32, 128)}
+    for world in (1, 2):
+        say(f"{world} rank{'s' if world > 1 else ''}")
+        try:
+            found[str(world)] = ranks(loop, world)
+        except CaseError as error:
+            say(f"{world} ranks: left out: {error}")
+    return {"ranks": found, "shuffle_quality": quality}
+
+
+def zeros(root: Path, crops: int) -> Dataset:
     """A dataset of `crops` crops whose samples are zeros."""
-    root = work / "huge"
     (root / "shards").mkdir(parents=True)
-    shards = -(-crops // SHARD_CROPS)
-    facts = []
-    for i in range(shards):
-        count = min(SHARD_CROPS, crops - i * SHARD_CROPS)
+    shards = []
+    for i, start in enumerate(range(0, crops, SHARD_CROPS)):
+        count = min(SHARD_CROPS, crops - start)
+        shards.append({"name": f"{i:05d}.tar", "crops": count, "bytes": count * MEMBERS + 1024, "sha256": "0" * 64})
         with open(root / "shards" / f"{i:05d}.tar", "wb") as file:
             file.truncate(count * MEMBERS + 1024)
-        facts.append({"name": f"{i:05d}.tar", "crops": count, "bytes": count * MEMBERS + 1024, "sha256": "0" * 64})
     with pq.ParquetWriter(root / "samples.parquet", COLUMNS, compression="zstd") as writer:
         for start in range(0, crops, 1 << 20):
-            writer.write_table(rows(np.arange(start, min(start + (1 << 20), crops))), row_group_size=65_536)
+            writer.write_table(table(np.arange(start, min(start + (1 << 20), crops))), row_group_size=65_536)
     data = (root / "samples.parquet").read_bytes()
-    meta = {"format_version": 1, "crops": crops, "formats": ["tar"], "shards": facts, "plan": "all", "roles": {}}
+    meta = {"format_version": 1, "crops": crops, "formats": ["tar"], "shards": shards, "plan": "all", "roles": {}}
     meta["samples"] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     (root / "dataset.json").write_text(json.dumps(meta | {"fingerprint": fingerprint(meta)}))
-    return root
+    return Dataset.open(str(root))
 
 
-def rows(numbers: np.ndarray) -> pa.Table:
-    """As `data_tools shard` writes them; names and patients are of realistic length."""
-    count = len(numbers)
-    names = pa.array([f"JS{i:08d}" for i in numbers])
+def table(rows: np.ndarray) -> pa.Table:
+    """As `data_tools shard` writes it; names and patients are of realistic length."""
+    count = len(rows)
+    names = pa.array([f"JS{i:08d}" for i in rows])
     given: dict[str, Any] = {
-        "shard": numbers // SHARD_CROPS,
-        "offset": numbers % SHARD_CROPS * MEMBERS + 512,
+        "shard": rows // SHARD_CROPS,
+        "offset": rows % SHARD_CROPS * MEMBERS + 512,
         "crc32c": np.full(count, google_crc32c.value(bytes(CROP_BYTES))),
-        "waveform": numbers,
+        "waveform": rows,
         "source": pa.array(["ningbo"]).take(pa.array(np.zeros(count, np.int64))),
         "record": names,
         "patient": names,
         "start_s": np.zeros(count),
-        "halves": np.where(numbers % 20, 2, 1),
-        "pretrain": numbers % 10 > 0,
+        "halves": np.where(rows % 20, 2, 1),
+        "pretrain": rows % 10 > 0,
         "age": np.full(count, 60.0),
         "fs_source_hz": np.full(count, 500.0),
     }
-    columns = [
-        pa.array(given[field.name]).cast(field.type) if field.name in given else pa.nulls(count, field.type)
-        for field in COLUMNS
-    ]
+    columns = [pa.array(given[f.name]).cast(f.type) if f.name in given else pa.nulls(count, f.type) for f in COLUMNS]
     return pa.table(columns, schema=COLUMNS)
 
 
-def measure(work: Path, options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    progress(f"a dataset of {options.huge:,} crops that are zeros")
-    dataset, left_out = prepare(work, options.huge), dict[str, str]()
-    results = run_cases(cases(dataset), options.repeats, progress)
-    progress("shuffle quality")
-    quality = shuffle_quality(dataset)
-    small = e2e.prepare(work / "small", 200)
-    worlds: dict[str, Any] = {}
-    for world in (1, 2):
-        progress(f"{world} ranks" if world > 1 else "1 rank")
-        try:
-            worlds[str(world)] = ranks(e2e.setup_of(options, small, work / "small"), world)
-        except CaseError as error:
-            left_out[f"{world} ranks"] = str(error)
-    print("\n".join(f"{world} ranks: {w['per_cpu_s']['median']:.3g} crops a CPU-second" for world, w in worlds.items()))
-    if len(worlds) == 2:
-        kept = worlds["2"]["per_cpu_s"]["median"] / worlds["1"]["per_cpu_s"]["median"]
-        print(f"of one rank's speed, two keep {kept:.1%} each")
-    facts = {"archive": "zeros", "crops": options.huge, "dataset": Dataset.open(str(dataset)).fingerprint}
-    facts |= {"ranks_archive": "synthetic", "ranks_dataset": Dataset.open(str(small)).fingerprint}
-    return {"input": facts, "results": results, "ranks": worlds, "shuffle_quality": quality, "left_out": left_out}
-
-
-def ranks(setup: e2e.Setup, world: int) -> dict[str, Any]:
-    """The real loop in `world` processes of one thread, so many crops each."""
-    if importlib.util.find_spec("deepspeed") is None:
-        raise CaseError("deepspeed is not installed")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DS_ACCELERATOR": "cpu"}
-    setup = dataclasses.replace(setup, run=f"{setup.run}-{world}", world=world, kinds=("loaded",), threads=1, device="cpu")
-    each = [
-        dataclasses.replace(setup, environment=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(world)
-    ]
-    with ThreadPoolExecutor(world) as pool:
-        try:
-            found = list(pool.map(call_fresh, [e2e.turns] * world, each, range(world)))
-        except BaseException:  # the others would wait for one that failed
-            for rank in multiprocessing.active_children():
-                kill(rank.pid)
-            raise
-    turns = list(zip(*(one["rows"]["loaded"] for one in found), strict=True))
-    crops = world * setup.steps * setup.batch
-    return {
-        "per_s": spread(crops / max(row["wall_s"] for row in turn) for turn in turns),
-        "per_cpu_s": spread(crops / sum(row["cpu_s"] for row in turn) for turn in turns),
-        "model": setup.model,
-        "batch": setup.batch,
-    }
-
-
-def cases(dataset: Path) -> dict[str, Case]:
-    return {"open to first batch: one rank of 8, batch 512": (first_batch, (dataset,))}
-
-
-def first_batch(dataset: Path) -> float:
+def first_batch(dataset: str) -> float:
     """Units are starts: per_s is 1 / the seconds from nothing to a batch."""
     import torch
 
     from engine.data.loader import Loader, LoaderConfig
 
     torch.set_num_threads(1)
-    opened = Dataset.open(str(dataset))
+    opened = Dataset.open(dataset)
     loader = Loader(LoaderConfig(backend="torch"), (opened,), torch.device("cpu"), world=8, pretrain=True, halves=2)
     next(iter(loader))
     loader.close()
     return 1.0
 
 
-def shuffle_quality(dataset: Path) -> dict[str, dict[str, float]]:
-    from engine.data.order import DatasetRows, Order, quality
+def shuffle_quality(order: Any) -> dict[str, float]:
+    """How well an epoch of one dataset is shuffled, from 256 of its batches: the correlation of position and row (0 is best),
+    the shards that a batch comes from, and the middle 95 % of a batch's rows as a share of all rows (0.95 is best)."""
+    steps = np.unique(np.linspace(0, order.steps_per_epoch - 1, BATCHES).astype(np.int64))
+    row = np.stack([order.batch(int(step)).row for step in steps])
+    position = steps[:, None] * order.batch_crops + np.arange(order.batch_crops)
+    low, high = np.percentile(row, (2.5, 97.5), axis=1)
+    (rows,) = order.rows
+    return {
+        "correlation": float(np.corrcoef(position.ravel(), row.ravel())[0, 1]),
+        "shards_per_batch": float(np.mean([len(np.unique(rows.shard(each))) for each in row])),
+        "row_span_95": float(np.mean(high - low) / rows.shard_first[-1]),
+    }
 
-    taken = DatasetRows.of(Dataset.open(str(dataset)), pretrain=True)
-    return {f"block_shards {blocks}": quality(Order((taken,), 512, block_shards=blocks)) for blocks in (0, 1, 8, 32, 128)}
+
+def ranks(run: e2e.LoopRun, world: int) -> dict[str, Any]:
+    """The training loop in `world` processes of one thread, with the same batch each."""
+    common = {
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(e2e.free_port()),
+        "DS_ACCELERATOR": "cpu",
+    }
+    run = replace(run, run=f"{run.run}-{world}", world=world, sides=("loaded",), threads=1, device="cpu")
+    each = [replace(run, environment=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(world)]
+    with ThreadPoolExecutor(world) as pool:
+        try:
+            found = list(pool.map(call_fresh, [e2e.loop_turns] * world, each, range(world)))
+        except BaseException:  # the others would wait for the one that failed
+            for rank in multiprocessing.active_children():
+                kill(rank.pid)
+            raise
+    turns = list(zip(*(one["rows"]["loaded"] for one in found), strict=True))
+    crops = world * run.steps * run.batch
+    return {
+        "per_s": spread(crops / max(row["wall_s"] for row in turn) for turn in turns),
+        "per_cpu_s": spread(crops / sum(row["cpu_s"] for row in turn) for turn in turns),
+        "model": run.model,
+        "batch": run.batch,
+    }

@@ -1,207 +1,211 @@
-"""A record's part -> Markdown tables for RESULTS.md and the README: benchmarks.report writes them there."""
+"""A part of a record -> Markdown tables: benchmarks.report writes them to RESULTS.md and README.md."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from benchmarks import fleet
-from benchmarks.measure import ENOUGH
-from engine.model.config import ModelConfig
+from benchmarks.measure import INTERVAL_FROM
 
 Part = dict[str, Any]
+Result = dict[str, Any]
+UNITS = ("records", "crops")
+NODE, NVLINK_GB_PER_S, NETWORK_GB_PER_S, HOP_S, FP32_TFLOPS = 8, 450.0, 50.0, 5e-6, 50.0
+PARAMETERS, WIDTH = 90_883_072, 768  # of the paper's model
+FRESH = ("ingest", "loader", "step", "scaling", "start")  # benchmarks whose repeats are each a process of their own on a CPU
 
 
-def rows(head: str, lines: list[list[str]]) -> str:
-    return "\n".join([head, f"|{'---|' * (head.count('|') - 1)}", *(f"| {' | '.join(cells)} |" for cells in lines)])
+def markdown(head: str, rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join([head, f"|{'---|' * (head.count('|') - 1)}", *(f"| {' | '.join(cells)} |" for cells in rows)])
 
 
 def rates(part: Part) -> Iterator[str]:
-    """A row a case. The peer of a case is the fastest of its kind (what stands before the colon) that is not ours.
-    Memory is that of a case's own process: of one with workers it says nothing."""
-    results, lines = part["results"], []
-    for name, result in results.items():
+    """The peer of a case is the fastest re-creation of its kind (what stands before the colon). Memory is that of a case's own
+    process: of one with workers it says nothing."""
+    results, rows = part["results"], []
+    for name, r in results.items():
         peer = max((per_cpu(results[other]) for other in results if is_peer(other) and kind(other) == kind(name)), default=0.0)
+        times = f"{per_cpu(r) / peer:.1f}x" if peer and not is_peer(name) and not name.endswith("(crops)") else ""
+        memory = "" if re.search(r"[1-9]\d* workers$", name) else f"{r['peak_mb']:.0f} MB"
         unit = " GB" if name.startswith("verify") else ""
-        lines.append(
-            [
-                name,
-                number(per_cpu(result)) + unit,
-                reach(result["per_cpu_s"]),
-                number(result["per_s"]["median"]) + unit,
-                f"{per_cpu(result) / peer:.1f}x" if peer and not is_peer(name) and not name.endswith("(crops)") else "",
-                "" if re.search(r"[1-9]\d* workers$", name) else f"{result['peak_mb']:.0f} MB",
-            ]
-        )
-    yield rows("| | per CPU-second | lowest to highest | per second | against the peer | peak memory |", lines)
+        rows.append([name, number(per_cpu(r)) + unit, reach(r["per_cpu_s"]), middle(r["per_s"]) + unit, times, memory])
+    yield markdown("| | per CPU-second | lowest to highest | per second | against the peer | peak memory |", rows)
 
 
 def loader(part: Part) -> Iterator[str]:
-    usual = at_one_size(part)
-    yield from rates(part | {"results": usual})
-    swept: dict[str, dict[str, str]] = {}
-    for name, r in part["results"].items():
-        what, _, size = name.partition(SIZE)
-        swept.setdefault(what, {})[size] = f"{number(per_cpu(r))} ({number(r['per_s']['median'])})"
-    swept = {
-        what: {size: cell for size, cell in cells.items() if not size.endswith("first epoch")} for what, cells in swept.items()
-    }
-    if len(usual) < len(part["results"]):
-        swept = {what: cells for what, cells in swept.items() if len(cells) > 1}
-        sizes = list(dict.fromkeys(size for cells in swept.values() for size in cells))
-        lines = [[what, *(cells.get(size, "") for size in sizes)] for what, cells in swept.items()]
-        yield rows(f"| per CPU-second (per second), batch of | {' | '.join(sizes)} |", lines)
-    if any(name.startswith("physio") for name in usual):
+    yield from rates(part)
+    if any(name.startswith("physio") for name in part["results"]):
         yield (
-            "White noise is cut at random places out of a bank of normal numbers, also in `authors_physio3`, which follows the "
+            "White noise is cut at random places from a bank of normal numbers, also in `authors_physio3`, which follows the "
             "authors' formulas; the re-creation draws it anew. Only our loader checks crc32c, once a crop, in the first epoch. "
-            "The re-creation's files are four times as large; where caches hold all, it is twice as fast and the ratios are "
-            "half of these (LOG.md)."
+            "The re-creation's files are four times as large; where caches hold all of them, it is twice as fast and the "
+            "ratios are half of these (LOG.md)."
         )
 
 
-def at_one_size(part: Part) -> Part:
-    """A CPU's cases without those of other sizes than 256 crops and one thread."""
-    results: Part = part["results"]
-    if part["config"].get("device") == "cuda":
-        return results
-    return {name: r for name, r in results.items() if name.partition(SIZE)[2] in ("", "256", "256, first epoch")}
-
-
 def step(part: Part) -> Iterator[str]:
-    lines = []
-    for name, r in part["results"].items():
-        unit = " GFLOP" if name.startswith("matrix product") else ""
-        cells = [name, number(r["per_s"]["median"]) + unit, number(per_cpu(r)) + unit, reach(r[clock(part)])]
-        cells += [
-            f"{100 * r['mfu']:.0f} %" if "mfu" in r else "",
-            " ".join(f"{r[key]:.2f}x{of}" for key, of in TIMES.items() if key in r),
-        ]
-        lines.append([*cells, f"{r.get('gpu_peak_mb', r['peak_mb']) / 1024:.1f} GB"])
-    yield rows("| | crops a second | a CPU-second | lowest to highest | MFU | against the re-creation | peak memory |", lines)
-    if any(name.startswith("re-creation") and "autocast" in name for name in part["results"]):
+    """MFU is the share of the matrix product's rate; ratios are to the re-creation of as many crops."""
+    results, rows, on_gpu = part["results"], [], device_of(part) == "cuda"
+    for name, r in results.items():
+        precision, crops, figure = name.split(": ")[1].split(",")[0], name.split(", ")[-1], clock(part)
+        unit, mfu, times = " GFLOP", "", []
+        if not name.startswith("matrix product"):
+            unit = ""
+            if product := results.get(f"matrix product: {'fp32' if precision == 'fp32' else 'bf16'}"):
+                gflop = part["input"]["gflop_per_crop"]
+                mfu = f"{100 * r[figure]['median'] * gflop / product[figure]['median']:.0f} %"
+            for other, label in (("fp32", ""), *([("autocast", " (its autocast)")] if on_gpu else [])):
+                if peer := results.get(f"re-creation of fairseq-signals' step: {other}, {crops}"):
+                    times.append(f"{r[figure]['median'] / peer[figure]['median']:.2f}x{label}")
+        cells = [name, middle(r["per_s"]) + unit, number(per_cpu(r)) + unit, reach(r[figure]), mfu, " ".join(times)]
+        rows.append([*cells, f"{r.get('gpu_peak_mb', r['peak_mb']) / 1024:.1f} GB"])
+    yield markdown(
+        "| | crops a second | a CPU-second | lowest to highest | MFU | against the re-creation | peak memory |", rows
+    )
+    if ours := [name for name in results if name.startswith("omnilead: bf16")]:
+        yield f"Fastest in bf16: {max(ours, key=lambda name: float(results[name][clock(part)]['median']))}."
+    if any(name.startswith("re-creation") and "autocast" in name for name in results):
         yield "fairseq-signals as shipped does not run under bf16 autocast: that row is a re-creation with this repaired."
 
 
 def cost(part: Part) -> Iterator[str]:
-    given, roof, lines = part["input"], part["machine"], []
+    given, roof = part["input"], part["machine"]
     whole = part["results"]["the whole step"]["ms"]["median"]
+    rows = []
     for name, r in part["results"].items():
+        predicted, gap, gflop, gb = (f"{r[key]:.4g}" for key in ("predicted_ms", "gap_ms", "gflop", "gb"))
         share = f"{100 * r['ms']['median'] / whole:.1f} %"
-        figures = [f"{r[key]:.4g}" for key in ("predicted_ms", "gap_ms", "gflop", "gb")]
-        lines.append([name, f"{r['ms']['median']:.4g}", *figures[:2], share, r["bound"], *figures[2:]])
+        rows.append([name, f"{r['ms']['median']:.4g}", predicted, gap, share, r["bound"], gflop, gb])
     unit = "CPU-ms" if given["device"] == "cpu" else "ms"
-    yield rows(f"| | {unit} | by formula | gap | share | bound by | GFLOP | GB |", lines)
+    yield markdown(f"| | {unit} | predicted | gap | share | bound by | GFLOP | GB |", rows)
     yield (
-        f"{given['crops']} crops, {given['precision']}, the {given['model']} model; by formula: for {roof['name']}, "
+        f"{given['crops']} crops, {given['precision']}, the {given['model']} model; predicted for {roof['name']}, "
         f"{roof['tflops']:.3g} TFLOP/s and {roof['gb_per_s']:.3g} GB/s ({roof['source']})."
     )
 
 
 def e2e(part: Part) -> Iterator[str]:
-    lines = []
+    rows = []
     for name, r in part["results"].items():
-        shares = [f"{r[key]['median']:.1f} %" for key in ("overhead_pct", "loader_pct", "stall_pct")]
-        figures = [number(r[key]["median"]) for key in ("per_s", "per_cpu_s", f"bare_{clock(part)}")]
-        spread = f"{r['overhead_pct']['low']:.1f} to {r['overhead_pct']['high']:.1f} %"
-        lines.append([name, r["backend"], *figures, shares[0], spread, *shares[1:], f"{r['checkpoint_s']:.2f} s"])
-    between = "with 95 %" if repeated(part)[0] >= ENOUGH else "lowest to highest"
-    head = ("", "backend", "crops a second", "a CPU-second", "bare step", "overhead", between, "the loader's")
-    yield rows(f"| {' | '.join(head)} | stall | checkpoint |", lines)
+        rates = [middle(r[key]) for key in ("per_s", "per_cpu_s", f"bare_{clock(part)}")]
+        overhead, of_loader, stall = (f"{r[key]['median']:.1f} %" for key in ("overhead_pct", "loader_pct", "stall_pct"))
+        between = f"{r['overhead_pct']['low']:.1f} to {r['overhead_pct']['high']:.1f} %"
+        rows.append([name, r["backend"], *rates, overhead, between, of_loader, stall, f"{r['checkpoint_s']:.2f} s"])
+    between = "95 % interval" if repeated(part)[0] >= INTERVAL_FROM else "lowest to highest"
+    head = f"| | backend | crops a second | a CPU-second | bare step | overhead | {between} | of it the loader |"
+    yield markdown(f"{head} stall | checkpoint |", rows)
 
 
 def embed(part: Part) -> Iterator[str]:
-    lines = []
+    rows = []
     for name, r in part["results"].items():
-        figures = [number(r[key]["median"]) for key in ("per_s", "per_cpu_s", "bare_per_s", "bare_per_cpu_s")]
-        share = r["share_pct"]
-        lines.append([name, *figures, f"{share['median']:.0f} %", f"{share['low']:.0f} to {share['high']:.0f} %"])
-    head = ("", "crops a second", "a CPU-second", "encoder alone", "a CPU-second", "of its speed", "lowest to highest")
-    yield rows(f"| {' | '.join(head)} |", lines)
+        share = f"{r['share_pct']['median']:.0f} %", f"{r['share_pct']['low']:.0f} to {r['share_pct']['high']:.0f} %"
+        rows.append([name, *(middle(r[key]) for key in ("per_s", "per_cpu_s", "bare_per_s", "bare_per_cpu_s")), *share])
+    head = "| | crops a second | a CPU-second | encoder alone | a CPU-second | share of its speed | lowest to highest |"
+    yield markdown(head, rows)
 
 
 def start(part: Part) -> Iterator[str]:
-    lines = [
+    rows = [
         [name, f"{r['seconds']['median']:.1f}", reach(r["seconds"]), f"{r['cpu_seconds']['median']:.1f}"]
         for name, r in part["results"].items()
     ]
-    yield rows("| | seconds | lowest to highest | CPU-seconds |", lines)
+    yield markdown("| | seconds | lowest to highest | CPU-seconds |", rows)
 
 
 def scaling(part: Part) -> Iterator[str]:
-    lines = [[name, f"{1 / r['per_s']['median']:.2f}", f"{r['peak_mb']:.0f} MB"] for name, r in part["results"].items()]
-    yield rows("| | seconds | peak memory |", lines)
-    shuffled = [
+    rows = [[name, f"{1 / r['per_s']['median']:.2f}", f"{r['peak_mb']:.0f} MB"] for name, r in part["results"].items()]
+    yield markdown("| | seconds | peak memory |", rows)
+    rows = [
         [name, f"{facts['correlation']:.4f}", f"{facts['shards_per_batch']:.1f}", f"{100 * facts['row_span_95']:.0f} %"]
         for name, facts in part["shuffle_quality"].items()
     ]
-    yield rows("| order | correlation of position and row | shards a batch | rows a batch spans (95 %) |", shuffled)
-    if worlds := part.get("ranks"):
-        lines = []
-        for n, w in worlds.items():
-            kept = [w[key]["median"] / worlds["1"][key]["median"] for key in ("per_s", "per_cpu_s")]
-            rate = number(w["per_s"]["median"])
-            lines.append(
-                [n, rate, reach(w["per_s"]), f"{100 * kept[0] / int(n):.0f} %", number(per_cpu(w)), f"{100 * kept[1]:.0f} %"]
-            )
-        yield rows("| ranks on this machine | crops a second | lowest to highest | kept | a CPU-second | kept |", lines)
+    yield markdown("| order | correlation of position and row | shards a batch | rows a batch spans (95 %) |", rows)
+    rows, worlds = [], part["ranks"]
+    for n, w in worlds.items():
+        kept, kept_cpu = (w[key]["median"] / worlds["1"][key]["median"] for key in ("per_s", "per_cpu_s"))
+        kept /= int(n)
+        rows.append(
+            [n, middle(w["per_s"]), reach(w["per_s"]), f"{100 * kept:.0f} %", number(per_cpu(w)), f"{100 * kept_cpu:.0f} %"]
+        )
+    if rows:
+        yield markdown("| ranks on this machine | crops a second | lowest to highest | kept | a CPU-second | kept |", rows)
 
 
-def cluster(rate: float, basis: str) -> Iterator[str]:
-    """By formula, from one GPU's rate."""
-    config = ModelConfig()
+def cluster(step: Part | None) -> Iterator[str]:
+    """Many GPUs by formula, from one GPU's rate with the paper's model: measured, or else the bar.
+
+    ZeRO-1 as in configs/deepspeed/zero1.json. After the backward pass DeepSpeed all-reduces the bf16 gradients (a scatter and a
+    gather), after AdamW the bf16 weights are gathered, all in a ring, and nothing overlaps. CMSC gathers the pooled halves of
+    all crops in float32, and their gradient comes back the same way; its scores, each half against those of all crops, are a
+    float32 product and its two gradients. All assumptions are on the slow side; nothing of this was measured on a cluster.
+    """
+    rate, basis = 2700.0, "the bar for one H200; nothing was measured on a GPU"
+    if step and step["input"].get("model") == "paper":
+        found = [float(r["per_s"]["median"]) for name, r in step["results"].items() if name.startswith("omnilead")]
+        rate, basis = (max(found), f"measured on one {step['input']['device']}") if found else (rate, basis)
     yield "### Many GPUs, by formula: what a step sends, and what is left of the speed (estimated)"
-    lines = []
+    rows = []
     for crops in (64, 512):
-        for one in (fleet.step(config, gpus, crops, rate) for gpus in fleet.RANKS):
-            sent_ms = [f"{1e3 * part:.1f} ms" for part in (one.gradients_s, one.weights_s, one.candidates_s, one.scores_s)]
-            kept = [f"{100 * share:.0f} %" for share in (one.efficiency, one.overlapped)]
-            lines.append(
-                [f"{one.gpus:,}", f"{crops}", f"{1e3 * one.compute_s:.0f} ms", f"{one.megabytes:,.0f} MB", *sent_ms, *kept]
+        for gpus in (8, 16, 64, 256, 1024):
+            *ms, sent_mb, efficiency = cluster_step(gpus, crops, rate)
+            spent = [f"{each:.1f} ms" for each in ms]
+            rows.append(
+                [
+                    f"{gpus:,}",
+                    f"{crops}",
+                    f"{1e3 * crops / rate:.0f} ms",
+                    f"{sent_mb:,.0f} MB",
+                    *spent,
+                    f"{100 * efficiency:.0f} %",
+                ]
             )
-    head = ("GPUs", "crops a GPU", "compute", "a GPU sends", "gradients", "weights", "CMSC's candidates", "its scores")
-    yield rows(f"| {' | '.join(head)} | efficiency | with overlap_comm |", lines)
-    yield "### How long a training takes"
-    works = (("200 epochs of 85,000 crops: the paper's run", fleet.PAPER_CROPS), ("10 M ECGs, once", fleet.TEN_MILLION))
-    lines = []
-    for what, crops in works:
+    head = "| GPUs | crops a GPU | compute | a GPU sends | gradients | weights | CMSC's candidates | its scores | efficiency |"
+    yield markdown(head, rows)
+    yield "### How long a training takes (estimated)"
+    rows = []
+    for what, crops in (("200 epochs of 85,000 crops: the paper's run", 200 * 85_000), ("10 M ECGs, once", 10_000_000)):
         for gpus, batch in ((1, 512), (8, 64), (8, 512), (64, 64), (64, 512)):
-            hours = fleet.hours(config, crops, gpus, batch, rate)
-            took = f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.2g} min"
-            sure = basis.split(":")[0].split(" ")[0] if gpus == 1 and basis.startswith("measured") else "estimated"
-            lines.append([what, f"{gpus}", f"{gpus * batch:,}", took, sure])
-    yield rows("| | GPUs | crops a step | time | |", lines)
+            hours = crops / (gpus * rate * cluster_step(gpus, batch, rate)[-1]) / 3600
+            rows.append([what, f"{gpus}", f"{gpus * batch:,}", f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.2g} min"])
+    yield markdown("| | GPUs | crops a step | time |", rows)
     yield (
         f"From {rate:,.0f} crops/s a GPU ({basis}), bf16, the paper's 90.9 M parameters, ZeRO-1; assumed: "
-        f"{fleet.NVLINK_GB_PER_S:.0f} GB/s a GPU within a node of {fleet.NODE}, {fleet.NETWORK_GB_PER_S:.0f} GB/s a GPU "
-        f"between nodes, {1e6 * fleet.HOP_S:.0f} us a hop, {fleet.FP32_TFLOPS:.0f} TFLOP/s in float32; "
-        "batches other than 512 crops train otherwise than the paper did."
+        f"{NVLINK_GB_PER_S:.0f} GB/s a GPU within a node of {NODE}, {NETWORK_GB_PER_S:.0f} GB/s a GPU between nodes, "
+        f"{1e6 * HOP_S:.0f} us a hop, {FP32_TFLOPS:.0f} TFLOP/s in float32; the paper trains in batches of 512 crops."
     )
 
 
+def cluster_step(gpus: int, crops: int, rate: float) -> tuple[float, ...]:
+    """Milliseconds of gradients, weights, candidates and scores, the megabytes that a GPU sends, and the efficiency."""
+    sent = [part * (gpus - 1) / gpus for part in (4 * PARAMETERS, 2 * PARAMETERS, 2 * gpus * crops * 2 * WIDTH * 4)]
+    bandwidth = 1e9 * (NVLINK_GB_PER_S if gpus <= NODE else NETWORK_GB_PER_S)
+    spent = [part / bandwidth + rounds * (gpus - 1) * HOP_S for part, rounds in zip(sent, (2, 1, 2), strict=True)]
+    spent.append(3 * 2 * (2 * crops) * (gpus - 1) * (2 * crops) * WIDTH / (FP32_TFLOPS * 1e12))  # more than on one GPU
+    compute = crops / rate
+    return *(1e3 * seconds for seconds in spent), sum(sent) / 1e6, compute / (compute + sum(spent))
+
+
 def downstream(part: Part) -> Iterator[str]:
-    """A row an archive, task and set of leads; a column each for random and for pre-trained weights."""
-    found: dict[tuple[str, str, str], dict[str, Part]] = {}
+    """A row an archive, task, set of leads and metric; a column each for random and for pre-trained weights."""
+    found: dict[tuple[str, str, str], dict[str, Result]] = {}
     for name, result in part["results"].items():
         archive, _, rest = name.partition(": ")
-        row, task, column = rest.split(", ")
-        found.setdefault((archive, task, column), {})[row] = result
-    methods = list(dict.fromkeys(row for cells in found.values() for row in cells))
-    shown = {"Dx": (("CinC score", "challenge"), ("AUROC", "auroc")), "Id": (("known again", "accuracy"),)}
-    lines = []
+        method, task, column = rest.split(", ")
+        found.setdefault((archive, task, column), {})[method] = result
+    methods = list(dict.fromkeys(method for cells in found.values() for method in cells))
+    shown = {"Dx": (("CinC score", "challenge"), ("AUROC", "auroc")), "Id": (("accuracy", "accuracy"),)}
+    rows = []
     for (archive, task, column), cells in found.items():
         for label, metric in shown[task]:
-            told = [cells[row]["metrics"][metric] if row in cells else None for row in methods]
             n = next(iter(cells.values()))["n"]
             what = f"{archive}: {'diagnosis' if task == 'Dx' else 'identification'}, {column}, {label} (n = {n:,})"
-            lines.append([what, *map(mean, told)])
-    yield rows(f"| | {' | '.join(methods)} |", lines)
+            rows.append([what, *(over_seeds(cells[m]["metrics"][metric]) if m in cells else "" for m in methods)])
+    yield markdown(f"| | {' | '.join(methods)} |", rows)
 
 
-def mean(told: Part | None) -> str:
-    """Over seeds, with half of the interval if there are several."""
-    if told is None:
-        return ""
-    return f"{told['mean']:.3f}" + (f" ± {told['interval']:.3f}" if told["interval"] is not None else "")
+def over_seeds(found: dict[str, Any]) -> str:
+    """The mean, and half of the interval if there are several seeds."""
+    return f"{found['mean']:.3f}" + (f" ± {found['interval']:.3f}" if found["interval"] is not None else "")
 
 
 TABLES: dict[str, tuple[str, Callable[[Part], Iterator[str]]]] = {
@@ -210,16 +214,11 @@ TABLES: dict[str, tuple[str, Callable[[Part], Iterator[str]]]] = {
     "loader": ("Dataset to batches: crops of 10 s as float32 millivolts in torch (gather: as stored, int16)", loader),
     "step": ("One training step: crops of 10 s", step),
     "cost": ("Where a step's time goes, largest gap first", cost),
-    "e2e": ("Crops to weights through the loop, beside the bare step", e2e),
+    "e2e": ("The training loop, beside the bare step", e2e),
     "embed": ("ECGs to embeddings: the command beside its encoder alone", embed),
     "start": ("From the command to the first step: the quick start", start),
     "scaling": ("A very large dataset: from nothing to a rank's first batch, and how well it is shuffled", scaling),
 }
-
-
-SIZE = ", batch "
-TIMES = {"times_recreation": "", "times_autocast": " (its autocast)"}
-FRESH = ("ingest", "loader", "step", "scaling", "start")
 
 
 def kind(name: str) -> str:
@@ -230,18 +229,26 @@ def is_peer(name: str) -> bool:
     return any(word in name for word in ("re-creation", "wfdb.rdrecord"))
 
 
+def device_of(part: Part) -> str:
+    return str(part["config"].get("device", "cpu"))
+
+
 def machine(part: Part) -> str:
     hardware = part["hardware"]
-    return str(hardware["gpus"][0]["name"] if part["config"].get("device") == "cuda" else hardware["cpu"])
+    return str(hardware["gpus"][0]["name"] if device_of(part) == "cuda" else hardware["cpu"])
 
 
 def clock(part: Part) -> str:
-    """A GPU is nobody else's, and its work no CPU's."""
-    return "per_s" if part["config"].get("device") == "cuda" else "per_cpu_s"
+    """A GPU is not shared, and its work is no CPU's."""
+    return "per_s" if device_of(part) == "cuda" else "per_cpu_s"
 
 
-def per_cpu(result: dict[str, Any]) -> float:
+def per_cpu(result: Result) -> float:
     return float(result["per_cpu_s"]["median"])
+
+
+def middle(spread: dict[str, float]) -> str:
+    return number(spread["median"])
 
 
 def reach(spread: dict[str, float]) -> str:
@@ -260,27 +267,21 @@ def repeated(part: Part) -> tuple[int, int]:
 
 
 def note(part: Part) -> str:
-    hardware, given = part["hardware"], part["input"]
-    amount = next(
-        (f"{given[name]:,} {name} ({given['archive']}) in the page cache" for name in ("records", "crops") if name in given), ""
-    )
-    amount = given["archive"] if part["benchmark"] in ("step", "cost") or not amount else amount
-    dirty = ", uncommitted changes" if part["git"]["dirty"] else ""
-    if part["benchmark"] == "downstream":
-        seeds = part["config"]["repeats"]
-        how = f"up to {seeds} seeds of fine-tuning, ± half of the 95 % interval" if seeds > 1 else "one seed of fine-tuning"
-        where = f"{machine(part)}, {hardware['cores']} cores{dirty}, {part['date'][:10]}"
-        return f"{where}; {given['archive']}; {how}; [{part['file']}](results/{part['file']})."
-    versions = ", ".join(f"{name} {version}" for name, version in part["versions"].items())
-    left_out = "".join(f" Left out: {name}: {reason}." for name, reason in part.get("left_out", {}).items())
-    threads = f", {given['threads']} threads" if "threads" in given else ""
-    fresh = ", each in a fresh process" if part["benchmark"] in FRESH and part["config"].get("device") != "cuda" else ""
-    gpu = f"{machine(part)}, " if part["config"].get("device") == "cuda" else ""
-    shared = "" if gpu else " shared with others"
-    fewest, repeats = repeated(part)  # fewer where the time was over
-    many = f"{fewest} to {repeats}" if fewest < repeats else f"{repeats}"
-    return (
-        f"{gpu}{hardware['cpu']}, {hardware['cores']} cores{shared} (load {hardware['load_before']:.1f} before){dirty}, "
-        f"{part['date'][:10]}; {amount}{threads}; median of {many} runs{fresh}; {versions}; "
-        f"[{part['file']}](results/{part['file']}).{left_out}"
-    )
+    """Where, when, on what and how a table was measured."""
+    hardware, given, on_gpu, name = part["hardware"], part["input"], device_of(part) == "cuda", part["benchmark"]
+    fewest, repeats = repeated(part)  # fewer where time ran out
+    file = f"[{part['file']}](results/{part['file']})"
+    where = f"{machine(part)}, {hardware['cpu']}" if on_gpu else hardware["cpu"]
+    where += f", {hardware['cores']} cores" + ("" if on_gpu else " shared with others")
+    when = "uncommitted changes, " * bool(part["git"]["dirty"]) + part["date"][:10]
+    if name == "downstream":
+        how = f"up to {repeats} seeds of fine-tuning, ± half of the 95 % interval" if repeats > 1 else "one seed of fine-tuning"
+        return f"{where}, {when}; {given['archive']}; {how}; {file}."
+    amount = next((f"{given[unit]:,} {unit} ({given['archive']}) in the page cache" for unit in UNITS if unit in given), "")
+    what = given["archive"] if name in ("step", "cost") else amount + f", {given.get('threads')} threads" * ("threads" in given)
+    many = f"{fewest} to {repeats} runs" if fewest < repeats else f"{repeats} runs"
+    many += ", each in a fresh process" * (name in FRESH and not on_gpu)
+    versions = ", ".join(f"{package} {version}" for package, version in part["versions"].items())
+    left_out = "".join(f" Left out: {case}: {reason}." for case, reason in part.get("left_out", {}).items())
+    load = f"load {hardware['load_before']:.1f} before"
+    return f"{where} ({load}), {when}; {what}; median of {many}; {versions}; {file}.{left_out}"

@@ -45,7 +45,10 @@ def test_one_seed_has_no_interval(tmp_path: Path) -> None:
     (result,) = part["results"].values()
     assert result["score"]["interval"] is None and result["metrics"]["accuracy"] == {"mean": 0.2, "interval": None}
     part["git"]["dirty"] = True
-    assert f"{part['hardware']['cpu']}, {part['hardware']['cores']} cores, uncommitted changes, 20" in tables.note(part)
+    assert (
+        f"{part['hardware']['cpu']}, {part['hardware']['cores']} cores shared with others, uncommitted changes, 20"
+        in tables.note(part)
+    )
     assert "| 0.200 |" in "\n".join(tables.downstream(part)) and "one seed" in tables.note(part)
 
 

@@ -1,0 +1,206 @@
+"""Where a step's time goes: each stage by itself, forward and backward, beside the time that it must take.
+
+A stage is a module or method of the model; one real step records its inputs. It must do the matrix products that torch counts
+(not those in a kernel of ours), and move at least each tensor that enters or leaves once: inputs, outputs, weights, their
+gradients. Predicted is the longer of operations / peak and bytes / bandwidth, for this machine's large matrix product and large
+copy. Sorted by gap, measured less predicted, it is a work list. Stages that lie within another one are not in the sum. What the
+sum lacks of the whole step is glue; what it has too much, one stage leaves in the cache for the next. On a CPU times are
+CPU-milliseconds; on a GPU, where stages are compiled, milliseconds between events.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import step
+from benchmarks.measure import call_fresh, say, spread
+from benchmarks.step import StepRun
+from engine.model.config import ObjectiveConfig
+from engine.model.draws import row_keys
+from engine.model.pretrainer import Pretrainer
+from engine.training.throughput import AGAIN
+
+REPEATS = {"cpu": 3, "cuda": 20}
+BATCH = {"cpu": 4, "cuda": 256}
+SUM, WHOLE, OPTIMIZER = "all stages", "the whole step", "gradient norm, AdamW"
+COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
+AHEAD = 20_000_000  # a GPU's cycles, 10 ms
+OPTIMIZER_BYTES = {"fp32": 32, "autocast": 32, "bf16": 30}  # of a parameter: gradient, float32 weight, two moments, bf16 copy
+STAGES = {  # attribute of the model -> (name, the stage that it lies within)
+    "encoder.features": ("convolutions and feature norm", ""),
+    "encoder.enter": ("projection, mask, position, norm", ""),
+    "encoder.position": ("positional convolution", "encoder.enter"),
+    "encoder.layers.0": ("layer", ""),
+    "encoder.layers.0.attention": ("attention of a layer", "encoder.layers.0"),
+    "encoder.layers.0.fc1": ("fc1 of a layer", "encoder.layers.0"),
+    "encoder.layers.0.fc2": ("fc2 of a layer", "encoder.layers.0"),
+    "draw": ("draws", ""),
+    "compare": ("quantizer, projections, local loss", ""),
+    "pool": ("pooling", ""),
+}
+
+
+class Stage(NamedTuple):
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    times: int = 1  # layers
+    within: str = ""
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """A part of a record."""
+    base = step.base_run(options)
+    run = replace(base, batch=options.batch or BATCH[base.device])
+    machine = call_fresh(this_machine, run)
+    say(f"{run.batch} crops, stage by stage")
+    given = step.describe(run) | {"crops": run.batch, "precision": run.precision, "compiled": run.compiled}
+    return {"input": given, "machine": machine, "results": compare(call_fresh(measured, run), machine)}
+
+
+def measured(run: StepRun) -> dict[str, dict[str, Any]]:
+    """Milliseconds, operations and bytes of each stage and of the whole step, in a process of its own."""
+    step.set_up(run)
+    model = Pretrainer(run.config, ObjectiveConfig()).to(run.device).train()
+    optimize, gradients = step.optimizer(model, run.precision), [torch.randn_like(p) for p in model.parameters()]
+
+    def update() -> None:
+        for p, gradient in zip(model.parameters(), gradients, strict=True):
+            p.grad = gradient
+        optimize()
+
+    found: dict[str, dict[str, Any]] = {}
+    for stage in recorded_stages(model, run):
+        torch.compiler.reset()  # stages share code, and a second shape of it would be compiled for any shape, which is slower
+        flops, bytes_ = count(stage, model, run)
+        function = stage.function
+        if run.compiled != "eager":
+            function = torch.compile(function, dynamic=False, options=AGAIN)
+        ms = times_ms(partial(both_ways, function, stage.arguments, run), run.device)
+        found[stage.name] = {"flops": flops * stage.times, "bytes": bytes_ * stage.times, "within": bool(stage.within)}
+        found[stage.name]["times_ms"] = [each * stage.times for each in ms]
+        model.zero_grad()
+    weights = sum(p.numel() for p in model.parameters())
+    found[OPTIMIZER] = {"flops": 0, "bytes": weights * OPTIMIZER_BYTES[run.precision], "within": False}
+    found[OPTIMIZER]["times_ms"] = times_ms(update, run.device)
+    torch.compiler.reset()
+    found[WHOLE] = {"times_ms": times_ms(step.ours(run), run.device)}
+    return found
+
+
+def recorded_stages(model: Pretrainer, run: StepRun) -> list[Stage]:
+    """With the inputs that one real step gives them."""
+    found: dict[str, Stage] = {}
+    originals = []
+
+    def recording(path: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        name, within = STAGES[path]
+
+        def record(*arguments: Any) -> Any:
+            kept = tree_map_only(Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), arguments)
+            found[path] = Stage(name, function, kept, run.config.layers if ".layers." in path else 1, within)
+            return function(*arguments)
+
+        return record
+
+    for path in STAGES:
+        owner, name = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
+        if isinstance(part := getattr(owner, name), nn.Module):
+            owner, name = part, "forward"
+        originals.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, recording(path, getattr(owner, name)))
+    x_BSLT = torch.randn(run.batch, 2, run.config.leads, step.SAMPLES, device=run.device)
+    keys_BS = torch.from_numpy(row_keys(1, 0, np.arange(run.batch))).to(run.device)
+    both_ways(lambda *given: model(*given)["loss"], (x_BSLT, keys_BS, torch.tensor(1.9, device=run.device)), run)
+    for owner, name, function in originals:
+        setattr(owner, name, function)
+    model.zero_grad()
+    return [found[path] for path in STAGES]
+
+
+def both_ways(function: Callable[..., Any], arguments: tuple[Any, ...], run: StepRun) -> list[Tensor]:
+    """Forward, and backward from gradients of ones if there is a gradient; what came out."""
+    for x in leaves(arguments):
+        x.grad = None
+    with torch.autocast(run.device, torch.bfloat16, enabled=run.precision == "autocast"):
+        out = leaves(function(*arguments))
+    if found := [y for y in out if y.requires_grad]:
+        torch.autograd.backward(found, [torch.ones_like(y) for y in found])
+    return out
+
+
+def leaves(values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+
+
+def count(stage: Stage, model: nn.Module, run: StepRun) -> tuple[int, int]:
+    """Operations of matrix products; and the least bytes: forward reads inputs and weights and writes what comes out, backward
+    reads all of these, or their gradients, again and writes the gradients of inputs and weights."""
+    with FlopCounterMode(display=False) as counter:
+        out = both_ways(stage.function, stage.arguments, run)
+    weights = sum(p.nbytes for p in model.parameters() if p.grad is not None)
+    inputs = leaves(stage.arguments)
+    moved = sum((3 if x.requires_grad else 2) * x.nbytes for x in inputs) + 3 * weights + 2 * sum(y.nbytes for y in out)
+    return counter.get_total_flops(), moved
+
+
+def times_ms(once: Callable[[], Any], device: str) -> list[float]:
+    once()
+    found = []
+    for _ in range(REPEATS[device]):
+        if device == "cuda":
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(AHEAD)  # while the host launches, which in a step is ahead: else small kernels would wait for it
+            began.record()
+            once()
+            ended.record()
+            ended.synchronize()
+            found.append(began.elapsed_time(ended))
+        else:
+            since = time.process_time()
+            once()
+            found.append((time.process_time() - since) * 1e3)
+    return found
+
+
+def this_machine(run: StepRun) -> dict[str, Any]:
+    """Its large matrix product and its large copy, in a process of its own; the fastest of some."""
+    step.set_up(run)
+    dtype, size = torch.float32 if run.precision == "fp32" else torch.bfloat16, step.PRODUCT_SIZE[run.device]
+    a, b = (torch.randn(size, size, device=run.device).to(dtype) for _ in range(2))
+    product_ms = min(times_ms(lambda: torch.mm(a, b), run.device) + times_ms(lambda: torch.mm(a, b), run.device))
+    source = torch.ones(COPY_BYTES[run.device] // 4, device=run.device)
+    target = torch.empty_like(source)
+    copy_ms = min(times_ms(lambda: target.copy_(source), run.device))
+    name = torch.cuda.get_device_name() if run.device == "cuda" else "this machine, per CPU-second"
+    rates = {"tflops": 2 * size**3 / product_ms / 1e9, "gb_per_s": 2 * source.nbytes / copy_ms / 1e6}
+    return {"name": name, "source": "measured: product and copy"} | rates
+
+
+def compare(found: dict[str, dict[str, Any]], machine: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Predicted and measured of each stage, largest gap first; then the sum and the whole step."""
+    results: dict[str, dict[str, Any]] = {}
+    whole = found.pop(WHOLE)
+    for name, stage in found.items():
+        ms = spread(stage["times_ms"])
+        by_product, by_bytes = stage["flops"] / machine["tflops"] / 1e9, stage["bytes"] / machine["gb_per_s"] / 1e6
+        predicted = max(by_product, by_bytes)
+        results[name] = {"ms": ms, "predicted_ms": predicted, "gap_ms": ms["median"] - predicted}
+        results[name] |= {"bound": "memory" if by_bytes > by_product else "compute", "within": stage["within"]}
+        results[name] |= {"gflop": stage["flops"] / 1e9, "gb": stage["bytes"] / 1e9}
+    results = dict(sorted(results.items(), key=lambda item: -float(item[1]["gap_ms"])))
+    counted = [result for result in results.values() if not result["within"]]
+    both = {key: sum(float(r[key]) for r in counted) for key in ("predicted_ms", "gflop", "gb")}
+    summed = {key: sum(float(r["ms"][key]) for r in counted) for key in ("median", "low", "high")}
+    for name, ms in ((SUM, summed), (WHOLE, spread(whole["times_ms"]))):
+        results[name] = {"ms": ms, **both, "gap_ms": ms["median"] - both["predicted_ms"], "bound": ""}
+    return results

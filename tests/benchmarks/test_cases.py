@@ -1,0 +1,188 @@
+"""Benchmarks of whole commands, on small data: the loop, ranks, embeddings, the start, loaders."""
+
+import dataclasses
+import importlib.util
+import json
+import multiprocessing
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from benchmarks import e2e, embed, ingest, loader, measure, run, scaling, start
+from benchmarks.measure import CaseError, call_fresh
+from data_tools.dataset import Dataset
+from engine.data.order import DatasetRows, Order
+
+
+def loop_run(dataset: Dataset, tiny: str, tmp_path: Path, **changes: Any) -> e2e.LoopRun:
+    how: dict[str, Any] = {"model": tiny, "batch": 4, "steps": 2, "threads": 1} | changes
+    return e2e.LoopRun(dataset.root.url, str(tmp_path / "run"), **how)
+
+
+def test_the_loop_beside_the_bare_step(dataset: Dataset, tiny: str, tmp_path: Path) -> None:
+    """From an object store, if one can be served here."""
+    far = all(importlib.util.find_spec(name) for name in ("moto", "s3fs"))
+    mine = loop_run(dataset, tiny, tmp_path, settings=e2e.SOURCES["s3" if far else "tar"])
+    found = call_fresh(e2e.on_s3 if far else e2e.compare, mine)
+    assert found["backend"] == "torch" and found["repeats"] == 3
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["step"] == 2 * 2 * (1 + 3)  # held and loaded, two steps a turn, a warm-up and three turns
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step-16"  # the one that was timed
+    assert not far or list((tmp_path / "cache").rglob("*.tar"))
+    assert 0 < found["stall_pct"]["median"] < 100 and found["per_s"]["median"] > 0 and found["checkpoint_s"] > 0
+
+
+def test_overhead_is_of_turns_side_by_side(dataset: Dataset, tiny: str, tmp_path: Path) -> None:
+    rows = {
+        kind: [{"wall_s": 2 * s * drift, "cpu_s": s * drift, "waited_s": 0.04 * s * drift} for drift in (1, 5, 2)]
+        for kind, s in (("bare", 1.0), ("held", 1.05), ("loaded", 1.1))
+    }
+    found = {"rows": rows, "checkpoint_s": 18.0, "backend": "torch"}
+    result = e2e.figures(found, loop_run(dataset, tiny, tmp_path, batch=32, steps=4))
+    assert result["overhead_pct"] == pytest.approx({"median": 10, "low": 10, "high": 10})  # whatever the machine's drift
+    assert result["loader_pct"]["median"] == pytest.approx(100 * (1.1 / 1.05 - 1))
+    assert result["stall_pct"]["median"] == pytest.approx(2.0) and result["checkpoint_pct"] == pytest.approx(1.0)
+    assert result["per_cpu_s"]["high"] == pytest.approx(128 / 1.1) and result["bare_per_s"]["high"] == pytest.approx(64)
+
+
+def test_a_loop_that_cannot_begin_says_why(dataset: Dataset, tiny: str, tmp_path: Path) -> None:
+    with pytest.raises(CaseError, match="position_groups"):
+        call_fresh(e2e.loop_turns, loop_run(dataset, tiny, tmp_path, settings=("model.position_groups=7",)))
+
+
+def test_two_ranks(dataset: Dataset, tiny: str, tmp_path: Path) -> None:
+    found = scaling.ranks(loop_run(dataset, tiny, tmp_path, steps=1), 2)
+    assert found["batch"] == 4 and found["per_cpu_s"]["low"] > 0
+    lines = [json.loads(line) for line in (tmp_path / "run-2" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["crops_seen"] == 8 * (lines[-1]["step"] + 1)  # the first batch was put aside
+
+
+def one_fails(setup: e2e.LoopRun, rank: int) -> None:
+    if rank == 0:
+        raise CaseError("no luck")
+    time.sleep(10**6)
+
+
+def test_no_rank_waits_for_one_that_failed(dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(e2e, "loop_turns", one_fails)
+    with pytest.raises(CaseError, match="no luck"):
+        scaling.ranks(e2e.LoopRun(dataset.root.url, str(tmp_path / "run")), 2)
+    assert not multiprocessing.active_children()
+
+
+def test_a_dataset_of_zeros_and_how_well_it_is_shuffled(tmp_path: Path) -> None:
+    dataset = scaling.zeros(tmp_path / "zeros", 30_000)
+    assert len(dataset) == 30_000 and not dataset.read(29_999).any()
+    assert scaling.first_batch(dataset.root.url) == 1.0
+    rows = DatasetRows.of(dataset, pretrain=True)
+    whole, blocks = (scaling.shuffle_quality(Order((rows,), 512, block_shards=n)) for n in (0, 1))
+    assert abs(whole["correlation"]) < 0.02 and whole["row_span_95"] == pytest.approx(0.95, abs=0.01)
+    assert whole["shards_per_batch"] == pytest.approx(30, abs=0.5) and blocks["shards_per_batch"] < 3
+
+
+def test_embeddings_beside_the_encoder_alone(tiny: str, tmp_path: Path) -> None:
+    words = ["embed", "--model", tiny, "--records", "10", "--only", "250", "--batch", "4"]
+    part = run.measured(tmp_path, run.parse(words))
+    assert not part["left_out"] and list(part["results"]) == [f"arrays, 250 Hz: {tiny}, 4 crops"]
+    assert len(pq.read_table(tmp_path / "out.parquet")) == part["input"]["crops"] > 0
+    (result,) = part["results"].values()
+    assert result["share_pct"]["median"] > 0 and result["repeats"] == 3
+
+
+def test_random_weights_are_the_same_each_time(tiny: str, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        embed.untrained(tmp_path / name, tiny)
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b"))
+    assert first == second
+
+
+def test_a_share_is_of_turns_side_by_side() -> None:
+    rows = {name: [{"wall_s": s * d, "cpu_s": 2 * s * d} for d in (1, 5, 2)] for name, s in (("alone", 0.9), ("command", 1.0))}
+    result = embed.figures(rows, 10, "cpu")
+    assert result["share_pct"] == pytest.approx({"median": 90, "low": 90, "high": 90})
+    assert result["per_s"]["high"] == pytest.approx(10) and result["bare_per_cpu_s"]["high"] == pytest.approx(10 / 1.8)
+
+
+COMMAND = """
+import pathlib, sys, time
+run = next(word for word in sys.argv if word.startswith("run=")).removeprefix("run=")
+sys.stderr.write("w" * 200_000)
+pathlib.Path(run).mkdir()
+(pathlib.Path(run) / "metrics.jsonl").write_text("a line")
+until = time.process_time() + 0.2
+while time.process_time() < until: pass
+sys.exit("steps=7" in " ".join(sys.argv))
+"""
+
+
+def test_the_clock_of_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = (sys.executable, "-S", "-c", COMMAND)
+    first, first_cpu = start.start(command, tmp_path / "a", "dataset", 1, True)
+    whole, whole_cpu = start.start(command, tmp_path / "a", "dataset", 1, False)
+    assert first > 0 and whole_cpu >= 0.2 and whole >= 0.2 and first_cpu < whole_cpu
+    with pytest.raises(CaseError, match="ended with 1: w"):
+        start.start(command, tmp_path / "b", "dataset", 7, True)
+    monkeypatch.setitem(start.COMMANDS, start.PYTHON, command)
+    result = start.repeated(start.PYTHON, str(tmp_path), 1, 3)
+    assert result["repeats"] == 3 and result["seconds"]["low"] >= 0.2 and not (tmp_path / "run").exists()
+
+
+def test_deepspeed_needs_no_script_beside_the_interpreter() -> None:
+    """`pip install --target` leaves none."""
+    assert {command[0] for command in start.COMMANDS.values()} == {sys.executable}
+    answer = subprocess.run([*start.COMMANDS[start.DEEPSPEED][:-2], "--help"], capture_output=True, text=True, check=False)
+    assert answer.returncode == 0 and "--num_gpus" in answer.stdout
+
+
+def test_crops_a_second(dataset: Dataset) -> None:
+    """Later epochs and the first one alone, in whole batches."""
+    given = (Path(dataset.root.url), "resident", "RLM", 16, 1, 0.05)
+    (sample,) = measure.timed(loader.ours, given, 1)
+    assert sample["units"] > 0 and sample["units"] % 16 == 0
+    stream = loader.ours(*given, "cpu", True)
+    assert next(stream) == 0.0 and next(stream) <= (len(dataset) // 16 - loader.FILLED) * 16
+    with pytest.raises(StopIteration):
+        stream.send(True)
+
+
+def test_other_loaders_end_with_the_same_crops(dataset: Dataset, tmp_path: Path) -> None:
+    for row in range(8):
+        for half in range(2):
+            mv = dataset.read(row)[:, 2500 * half : 2500 * (half + 1)] / 1000.0
+            ingest.write_segment(tmp_path / f"{row:06d}_{half}.mat", mv, row)
+    batch = next(loader.fairseq_like(tmp_path, "RLM", 4, 0))["source"]
+    assert batch.shape == (8, 12, 2500) and 0.2 < (batch == 0).all(-1).float().mean() < 0.8
+    noisy = next(loader.fairseq_like(tmp_path, "physio4+RLM", 4, 0))["source"]
+    assert noisy.dtype == batch.dtype and np.isfinite(noisy).all()
+    halves = loader._halves_with_rlm(loader._decode({"ecg": dataset.read(0).tobytes()})[None])
+    assert halves.shape == (2, 12, 2500) and float(halves.abs().max()) <= np.abs(dataset.read(0)).max() / 1000
+
+
+def test_a_loader_without_a_batch_is_no_loop_without_end() -> None:
+    with pytest.raises(CaseError, match="too few crops for a batch of 4"):
+        next(loader.epochs([1, 2, 3], 4, 0))
+    stream = loader.epochs([1, 2, 3], 2, 0)
+    assert [len(next(stream)) for _ in range(3)] == [2, 2, 2]
+
+
+def test_the_loaders_cases(monkeypatch: pytest.MonkeyPatch, dataset: Dataset, tmp_path: Path) -> None:
+    monkeypatch.setattr(loader, "make_dataset", lambda *_, **__: dataset)
+    monkeypatch.setattr(loader.os, "sched_getaffinity", lambda _: range(64))
+    prepared = loader.prepare(tmp_path, run.parse(["loader", "--device", "cuda"]))
+    assert prepared.input["threads"] == 4 and {arguments[4] for _, arguments in prepared.cases.values()} == {4}
+    assert {"RLM: torch to cuda, batch 1024", "RLM: resident to cuda, batch 64"} <= set(prepared.cases)
+    monkeypatch.setattr(loader, "find_spec", lambda _: None)
+    assert not any("dali" in name for name in loader.gpu_cases(Path("dataset"), 1, 2))
+    names = set(loader.cases(Path("dataset"), Path("segments"), 1))
+    assert {"RLM: torch, batch 256", "physio4+RLM: resident, batch 256", "crop: dali on the CPU, batch 256"} <= names
+
+
+def test_what_a_run_shares() -> None:
+    options = run.parse(["e2e", "--model", "small", "--steps", "3"])
+    assert dataclasses.asdict(e2e.loop_run(options, Path("d"), Path("r")))["turns"] == 60

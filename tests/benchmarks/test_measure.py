@@ -1,0 +1,161 @@
+"""Cases in processes of their own: turns, time limits, what is kept when one fails, and figures with their spread."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from benchmarks import measure
+from benchmarks.measure import CaseError, call_fresh, run_cases
+from tests.waiting import until
+
+
+def works(units: float) -> float:
+    return units * sum(i % 7 > 0 for i in range(10_000)) / 8571
+
+
+def stream(units: float) -> Generator[float, bool, None]:
+    yield 0.0
+    while not (yield (units := units + 1)):
+        pass
+
+
+def fails(_: float) -> float:
+    raise MemoryError("no room\nfor this")
+
+
+def dies(_: float) -> float:
+    os._exit(3)
+
+
+def measures_itself(value: float) -> dict[str, Any]:
+    return {"value": value}
+
+
+def test_cases_take_turns_in_processes_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    results, left_out = run_cases({"a": (works, (10.0,)), "b": (works, (20.0,)), "c": (measures_itself, (3.0,))}, 3)
+    lines = [line.split()[1] for line in capsys.readouterr().err.splitlines()]
+    assert lines == ["a", "b", "c", "a", "b", "a", "b"] and not left_out
+    assert (
+        results["a"]["repeats"] == 3 and results["b"]["units"] == pytest.approx(20, rel=1e-3) and results["c"] == {"value": 3.0}
+    )
+    assert results["a"]["per_cpu_s"]["low"] <= results["a"]["per_cpu_s"]["median"] <= results["a"]["per_cpu_s"]["high"]
+
+
+def test_repeats_in_one_process() -> None:
+    results, _ = run_cases({"a": (stream, (10.0,))}, 3, at_once=True)
+    assert results["a"]["units"] == 11 and results["a"]["repeats"] == 3
+
+
+def test_a_case_that_fails_does_not_take_the_others_with_it() -> None:
+    kept: list[set[str]] = []
+    cases = {"a": (fails, (1.0,)), "b": (works, (2.0,)), "c": (dies, (3.0,))}
+    results, left_out = run_cases(cases, 3, keep=lambda results, left_out: kept.append({*results, *left_out}))
+    assert set(results) == {"b"} and results["b"]["repeats"] == 3
+    assert left_out == {"a": "MemoryError: no room for this", "c": "its process died"}
+    assert kept[:3] == [{"a"}, {"a"}, {"a", "c"}] and kept[-1] == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize(("enough", "kept"), [(7, {"a": 4, "b": 3}), (5, {"a": 3}), (4, {})])
+def test_what_was_measured_before_time_ran_out_is_kept(
+    enough: int, kept: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Time for so many repeats: three of them show a spread."""
+
+    def instead(*arguments: Any) -> list[dict[str, float]]:
+        nonlocal enough
+        enough -= 1
+        if enough < 0:
+            raise CaseError(measure.OUT_OF_TIME)
+        return [{"units": 1.0, "wall_s": 1.0, "cpu_s": 1.0, "peak_mb": 1.0}]
+
+    monkeypatch.setattr(measure, "call_fresh", instead)
+    results, left_out = run_cases({"a": (works, (1.0,)), "b": (works, (2.0,))}, 9)
+    assert {name: result["repeats"] for name, result in results.items()} == kept
+    assert left_out == {name: measure.OUT_OF_TIME for name in "ab" if name not in kept}
+
+
+def test_what_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CaseError, match=measure.OUT_OF_TIME):
+        call_fresh(time.sleep, 10**6, seconds=0.01)
+    monkeypatch.setattr(measure, "deadline", time.monotonic() - 1)
+    monkeypatch.setattr(measure, "multiprocessing", None)  # no process is started
+    with pytest.raises(CaseError, match=measure.OUT_OF_TIME):
+        call_fresh(time.sleep, 10**6)
+
+
+def starts_another(place: Path) -> None:
+    place.write_text(str(subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(10**6)"]).pid))
+    time.sleep(10**6)
+
+
+def test_an_interrupt_kills_what_a_case_has_started(tmp_path: Path) -> None:
+    place, main = tmp_path / "pid", threading.get_ident()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupt() -> None:
+        until(lambda: place.exists() and place.read_text())
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call_fresh(starts_another, place)
+    finally:
+        thread.join()
+        signal.signal(signal.SIGINT, before)
+    until(lambda: ended(int(place.read_text())))
+
+
+def ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_process_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "kill", lambda _: None)
+    monkeypatch.setattr(measure, "EXIT_S", 0.01)
+    with pytest.raises(CaseError, match=measure.OUT_OF_TIME):
+        call_fresh(time.sleep, 10**6, seconds=0.01)
+    (process,) = multiprocessing.active_children()
+    process.kill()
+    process.join()
+
+
+def test_sides_take_turns_there_and_back() -> None:
+    called: list[str] = []
+
+    def side(name: str) -> Callable[[], dict[str, float]]:
+        return lambda: called.append(name) or {"waited_s": 1.0}
+
+    rows = measure.take_turns({"a": side("a"), "b": side("b")}, 3)
+    assert called == list("ba" + "ab" + "ba" + "ab")  # the first two are not counted
+    assert [len(rows[name]) for name in "ab"] == [3, 3] and set(rows["a"][0]) == {"wall_s", "cpu_s", "waited_s"}
+
+
+def test_the_interval_of_a_median() -> None:
+    """Of a hundred, between the 40th and the 60th or so: in 95 of 100 samples the true one is there."""
+    assert measure.interval([3, 1, 2]) == {"median": 2, "low": 1, "high": 3}
+    lows = [measure.interval(range(n))["low"] for n in (5, 6, 8, 9, 60)]  # of 8, the 2nd to the 7th would be 93 %
+    assert lows == [0, 0, 0, 1, 21] and measure.interval(range(60))["high"] == 38
+    draws = np.random.default_rng(0).exponential(size=(400, 60))
+    found = [measure.interval(row) for row in draws]
+    assert 0.94 < np.mean([one["low"] <= np.log(2) <= one["high"] for one in found]) < 0.99
+
+
+def test_memory_is_the_most_of_all_repeats() -> None:
+    runs = [{"units": 1.0, "wall_s": 1.0, "cpu_s": 1.0, "peak_mb": 1.0, "gpu_peak_mb": mb} for mb in (10.0, 30.0, 20.0)]
+    assert measure.summary(runs)["gpu_peak_mb"] == 30.0
