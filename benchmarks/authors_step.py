@@ -5,8 +5,8 @@
     [100, 2B, M, 256] -> sums of four losses -> gradients divided by the masked tokens -> Adam, one tensor after another
 
 Not their code: their definitions, layouts and operators, without their data path, logging and checkpoints. Weights have their
-names, so that engine.model.fairseq.to_theirs converts ours to these; tests/benchmarks/test_step.py shows that the same weights and
-draws give the same loss and gradients as engine.model.pretrainer.
+names, so that engine.model.fairseq.to_theirs converts ours; tests/benchmarks/test_step.py shows that the same weights and draws
+give the same loss and gradients as engine.model.pretrainer.
 
 Source: fairseq-signals modules/ (conv_feature_extraction, conv_positional_encoding, transformer_encoder, multi_head_attention,
 gumbel_vector_quantizer), models/wav2vec2/, criterions/ (wav2vec2, cmsc), data/data_utils.py, optim/adam.py, trainer.py.
