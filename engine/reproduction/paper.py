@@ -1,6 +1,6 @@
 """The paper's tables (configs/reproduce/paper.yaml) and the scales to reproduce them at (configs/reproduce/scales/*.yaml).
 
-tables()[1].rows["W2V"].printed["Dx"][12]           # [0.714, 0.011]
+tables()[1].rows["W2V"].printed["Dx"][12]             # [0.714, 0.011]
 ReproductionScale.read("small").settings["pretrain"]  # {"model.width": 128, ...}: set over configs/pretrain/METHOD.yaml
 """
 

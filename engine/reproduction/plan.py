@@ -119,7 +119,8 @@ class JobPlan:
         if key not in self.settings:  # an invalid setting is an error now, not after days of pre-training
             check(load(path, as_arguments({**settings, **own, "data.datasets": [self.data.path]}), FinetuneConfig), 1)
             self.settings[key] = flat(read(path)) | settings
-        crops = crops_trained(self.settings[key], self.data.count(GROUPS[task], "train"))
+        steps, batch, epochs = (self.settings[key].get(f"train.{name}") or 1 for name in ("steps", "batch_crops", "epochs"))
+        crops = steps * batch if self.settings[key].get("train.steps") else epochs * self.data.count(GROUPS[task], "train")
         needs = () if row.random else (f"pretrain/{name.split('/')[1]}",)
         command = self._training(name, path, settings | own)
         self.jobs[name] = Job(name, command, needs, crops * flops_per_crop(model, local=False), 4 * parameters(model))
@@ -149,13 +150,6 @@ def make_plan(
                         cell = [plan.add_cell(table, row, task, n, seed) for seed in range(seeds)]
                         plan.cells[table.number, row.name, task, n] = cell
     return plan
-
-
-def crops_trained(settings: Mapping[str, Any], crops: int) -> float:
-    """10 s crops that pass through the model in a fine-tuning; an epoch is `crops`."""
-    if settings.get("train.steps"):
-        return float(settings["train.steps"] * settings.get("train.batch_crops", 1))
-    return float((settings.get("train.epochs") or 1) * crops)
 
 
 @cache
