@@ -1,7 +1,7 @@
-"""An encoder under a task: mean over time -> linear layer (diagnosis) or unit vectors against class vectors (identification).
+"""Fine-tuning: an encoder, the mean over time, and a linear layer (diagnosis) or cosines to class vectors (identification).
 
     model = Classifier(encoder, HeadConfig(task="diagnosis"), classes=26)
-    losses = model(x_BSLT, labels_BC, there_BS)                # training
+    losses = model(x_BSLT, labels_BC, present_BS)              # training
     model(x_BSLT)                                              # c_RD, float32: pooled encodings, for validation
     model.logits(c_RD)
 
@@ -9,32 +9,25 @@ Source: paper, section "Fine-tuning"; fairseq-signals models/classification/ecg_
 0), criterions/binary_cross_entropy_with_logits.py (mean over samples and classes), models/identification/arcface.py.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from engine.common import ConfigError
+from engine.model.config import STRICT
 from engine.model.encoder import pool
 from engine.objectives.arcface import arcface_logits, cosines
 from engine.objectives.contrastive import sum_over_ranks, world_size
 
-TASKS = ("diagnosis", "identification")
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class HeadConfig:
     task: Literal["diagnosis", "identification"] = "diagnosis"
-    scale: float = 192.0  # of ArcFace
-    margin: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.task not in TASKS:
-            raise ConfigError(f"head.task={self.task!r}: use {' or '.join(TASKS)}")
-        if not 1 <= self.scale <= 1e4 or not 0 <= self.margin <= 3:
-            raise ConfigError(f"head.scale={self.scale}, head.margin={self.margin}: must be 1 to 10000 and 0 to 3")
+    scale: Annotated[float, Field(ge=1, le=1e4)] = 192.0  # of ArcFace
+    margin: Annotated[float, Field(ge=0, le=3)] = 1.0
 
 
 class Classifier(nn.Module):
@@ -48,18 +41,18 @@ class Classifier(nn.Module):
             nn.init.zeros_(self.head.bias)
 
     def forward(
-        self, x_BSLT: Tensor, labels: Tensor | None = None, there_BS: Tensor | None = None
+        self, x_BSLT: Tensor, labels: Tensor | None = None, present_BS: Tensor | None = None
     ) -> dict[str, Tensor] | Tensor:
         """labels: float [B, C] for diagnosis, int64 [B] for identification; both halves of a crop have the crop's.
-        there_BS: 0 for halves that the record does not have. Without labels: the pooled encodings c_RD."""
+        present_BS: 0 for halves that the record does not have. Without labels: the pooled encodings c_RD."""
         c_RD = pool(self.encoder(x_BSLT.flatten(0, 1)))
         if labels is None:
             return c_RD
-        assert there_BS is not None
-        labels_R, there_R = labels.repeat_interleave(x_BSLT.shape[1], 0), there_BS.flatten().float()
+        assert present_BS is not None
+        labels_R, present_R = labels.repeat_interleave(x_BSLT.shape[1], 0), present_BS.flatten().float()
         loss_R, right_R = self._diagnosis(c_RD, labels_R) if self.config.task == "diagnosis" else self._patient(c_RD, labels_R)
-        many = sum_over_ranks(there_R.sum()) / world_size()  # as the mean over ranks is taken of what they return
-        return {"loss": (loss_R * there_R).sum() / many, "accuracy": (right_R.float() * there_R).sum().detach() / many}
+        count = sum_over_ranks(present_R.sum()) / world_size()  # as the mean is taken over the ranks' losses
+        return {"loss": (loss_R * present_R).sum() / count, "accuracy": (right_R.float() * present_R).sum().detach() / count}
 
     def logits(self, c_RD: Tensor) -> Tensor:
         logits: Tensor = self.head(c_RD.to(self.head.weight.dtype)).float()

@@ -1,12 +1,11 @@
-"""Every random draw of a training step except dropout: which tokens are masked, which are negatives, the quantiser's noise.
+"""Every random draw of a training step except dropout: masked tokens, negatives, and the quantiser's noise.
 
     keys = row_keys(seed, epoch_B, crop_B, halves=2)          numpy, on the host: one 64-bit key for each half of each crop
     draws = draw(config, keys_R, tokens, negatives)           torch, on any device: a pure function of the keys
 
-All are counter-based, so they do not depend on rank, batch size, world size or restart: the draws of a crop in an epoch are
-the same wherever it is trained, and whole numbers are the same on every device. Nothing here has a shape that depends on a
-draw and nothing waits for the device: masked tokens go to M slots, M the largest count there can be, with `valid` telling
-which are used. A step takes the keys, or draws made elsewhere (parity, tests).
+All are counter-based: the draws of a crop in an epoch are the same on any rank, at any batch size and after any restart, and
+integers are the same on every device. No shape depends on a draw and nothing waits for the device: masked tokens go to M slots,
+M the largest possible count, and `valid` says which are used. A step takes the keys, or draws made elsewhere (parity, tests).
 
     mask_RN    bool    masked tokens
     slot_RM    int64   token of each slot, ascending; 0 where not valid
@@ -15,7 +14,7 @@ which are used. A step takes the keys, or draws made elsewhere (parity, tests).
     noise_RMGV float32 standard Gumbel; None where codes are not sampled
 
 Source: paper, section "Experiments" (spans of 10, each token a start with p = 0.065); fairseq-signals
-data/data_utils.py:18-142 (so many spans as share * tokens / span, randomly rounded, starts without replacement, overlapping;
+data/data_utils.py:18-142 (share * tokens / span spans, rounded at random, starts without replacement, overlapping;
 `mask_trim`: every row cut at random to the batch's smallest count), models/wav2vec2/wav2vec2.py:157-213 (negatives). Theirs
 rounds once for all rows of a batch; here each row rounds for itself. Shapes: engine.model.config.
 """
@@ -34,7 +33,7 @@ from engine.model.config import ModelConfig
 
 
 class ModelStream(IntEnum):
-    """Continues engine.data.counter.RandomStream, which keeps below 100. Values are for ever: add, never renumber."""
+    """Continues engine.data.counter.RandomRandomStream, which. Values are for ever: add, never renumber."""
 
     ROW = 100
     SPANS = 101
@@ -53,19 +52,18 @@ class Draws(NamedTuple):
 
 
 def row_keys(seed: int, epoch: Counter, crop: Counter, halves: int = 2) -> np.ndarray:
-    """int64 [B, S]: what the draws of a row are made from. `epoch` and `crop` are numbers or arrays [B]."""
+    """int64 [B, S]. `epoch` and `crop` are numbers or arrays [B]."""
     epoch_B1, crop_B1 = np.atleast_1d(epoch)[:, None], np.atleast_1d(crop)[:, None]
     return bits(seed, int(ModelStream.ROW), epoch_B1, crop_B1, np.arange(halves)[None]).view(np.int64)
 
 
 def draw(config: ModelConfig, keys_R: Tensor, tokens: int, negatives: int, sample_codes: bool = True) -> Draws:
-    """Everything a step needs. `sample_codes` false: no Gumbel noise (evaluation)."""
-    with torch.no_grad():
-        count = max_masked(config, tokens)
-        mask_RN = draw_mask(config, keys_R, tokens)
-        slot_RM, valid_RM = slots(mask_RN, count)
-        times_RMM = draw_negatives(keys_R, valid_RM, negatives)
-        noise = draw_gumbel(keys_R, (count, config.codebooks, config.codes)) if sample_codes else None
+    """`sample_codes` false: no Gumbel noise (evaluation)."""
+    count = max_masked(config, tokens)
+    mask_RN = draw_mask(config, keys_R, tokens)
+    slot_RM, valid_RM = slots(mask_RN, count)
+    times_RMM = draw_negatives(keys_R, valid_RM, negatives)
+    noise = draw_gumbel(keys_R, (count, config.codebooks, config.codes)) if sample_codes else None
     return Draws(mask_RN, slot_RM, valid_RM, times_RMM, noise)
 
 
@@ -74,7 +72,7 @@ def max_spans(config: ModelConfig, tokens: int) -> int:
 
 
 def max_masked(config: ModelConfig, tokens: int) -> int:
-    """M: the slots that any draw fits into."""
+    """M: enough slots for any draw."""
     if tokens - config.mask_span < max_spans(config, tokens):
         raise ConfigError(f"model.mask_span={config.mask_span}: too long for {tokens} tokens: use a smaller one")
     return min(max_spans(config, tokens) * config.mask_span, tokens - 1)
@@ -88,9 +86,9 @@ def draw_mask(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
     order_RN = hashed(keys_R[:, None], ModelStream.STARTS, torch.arange(starts, device=keys_R.device))
     first_RS = order_RN.topk(most, dim=1, largest=False).indices
     drawn_RS = torch.arange(most, device=keys_R.device) < spans_R[:, None]
-    begun_RN = keys_R.new_zeros(len(keys_R), tokens).scatter_(1, first_RS, drawn_RS.long()).cumsum(1)
-    ended_RN = torch.nn.functional.pad(begun_RN, (config.mask_span, 0))[:, :tokens]
-    mask_RN = begun_RN > ended_RN
+    started_RN = keys_R.new_zeros(len(keys_R), tokens).scatter_(1, first_RS, drawn_RS.long()).cumsum(1)
+    ended_RN = torch.nn.functional.pad(started_RN, (config.mask_span, 0))[:, :tokens]
+    mask_RN = started_RN > ended_RN
     return trim(mask_RN, keys_R) if config.mask_trim else mask_RN
 
 
@@ -104,7 +102,7 @@ def trim(mask_RN: Tensor, keys_R: Tensor) -> Tensor:
 
 
 def slots(mask_RN: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """slot_RM, valid_RM: the masked tokens of each row in order, then padding. More than `count` of them would be dropped."""
+    """slot_RM, valid_RM: the masked tokens of each row in order, then padding. Those beyond `count` are dropped."""
     rows, tokens = mask_RN.shape
     place_RN = torch.where(mask_RN, mask_RN.cumsum(1) - 1, count).clamp(max=count)  # the place after the last takes the rest
     token_RN = torch.arange(tokens, device=mask_RN.device).expand(rows, tokens)

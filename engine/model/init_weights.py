@@ -12,8 +12,8 @@
 | codebook | U(0, 1) | modules/gumbel_vector_quantizer.py:40 |
 | every norm | gain 1, bias 0 | |
 
-Without a projection's bias an ECG of zeros would be a vector of zeros in every layer, and a layer norm of that multiplies its
-gradient by 316: five of them are beyond float32.
+Without that last bias an ECG of zeros would be zeros in every layer, and the gradient of a layer norm of zeros is 316 times as
+large: after five of them it is beyond float32.
 """
 
 import math
@@ -27,7 +27,7 @@ from engine.model.quantizer import Quantizer
 
 @torch.no_grad()
 def initialise(model: nn.Module, generator: torch.Generator | None = None) -> None:
-    """Draw all weights of a model anew, in the order of its modules: the same generator gives the same weights."""
+    """Draw all weights, in the order of the modules: the same generator gives the same weights."""
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
             nn.init.ones_(module.weight)

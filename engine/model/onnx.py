@@ -1,10 +1,10 @@
-"""A trained model as ONNX, for whoever has no PyTorch: x [batch, leads, samples] -> embedding [batch, D], logits [batch, K].
+"""A trained model as ONNX, for use without PyTorch: x [batch, leads, samples] -> embedding [batch, D], logits [batch, K].
 
     python -m engine.convert to-onnx RUN OUT.onnx
 
 Any number of segments, any length. x is what `TrainedModel.segments` gives: the file's metadata holds `preprocessing` (leads in
-order, rate, scale) and `config` (classes of the logits) as JSON. Before the file gets its name, onnxruntime has given
-PyTorch's numbers at several sizes.
+order, rate, scale) and `config` (classes of the logits) as JSON. The file gets its name after onnxruntime has given PyTorch's
+numbers at several sizes.
 """
 
 import json
@@ -28,31 +28,30 @@ TOLERANCE = 1e-4
 
 
 class OnnxError(ConfigError):
-    """A model that cannot be had as ONNX: one line."""
+    """A model that cannot be exported to ONNX: one line."""
 
 
 class Outputs(nn.Module):
     def __init__(self, model: TrainedModel) -> None:
         super().__init__()
-        self.model = model
+        self.model = deepcopy(model).cpu().float().eval()
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         embedding = self.model.pooled(x)
-        return embedding if self.model.head is None else (embedding, self.model.head(embedding))
+        return (embedding,) if self.model.head is None else (embedding, self.model.head(embedding))
 
 
-def to_onnx(trained: TrainedModel, out: Path) -> float:
-    """Writes the file; the largest difference that was found."""
-    lacking = [name for name in NEEDED if find_spec(name) is None]
-    if lacking:
-        raise OnnxError(f"{', '.join(lacking)} is not installed: pip install 'omnilead[onnx]'")
+def to_onnx(model: TrainedModel, out: Path) -> float:
+    """Write the file; returns the largest difference between onnxruntime and PyTorch."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise OnnxError(f"{', '.join(missing)} is not installed: pip install 'omnilead[onnx]'")
     if out.exists():
         raise OnnxError(f"{out}: exists: choose another name")
-    model = Outputs(deepcopy(trained).cpu().float().eval())
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    outputs, temporary = Outputs(model), out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        _write(model, temporary)
-        worst = float(np.max([difference(model, temporary, *size) for size in SIZES]))  # NaN stays NaN
+        export(outputs, temporary)
+        worst = float(np.max([difference(outputs, temporary, *size) for size in SIZES]))  # NaN stays NaN
         if not worst <= TOLERANCE:
             raise OnnxError(f"{out}: onnxruntime differs from PyTorch by {worst:.2g}, more than {TOLERANCE:g}: not written")
         temporary.replace(out)
@@ -61,12 +60,11 @@ def to_onnx(trained: TrainedModel, out: Path) -> float:
     return worst
 
 
-def _write(outputs: Outputs, path: Path) -> None:
+def export(outputs: Outputs, path: Path) -> None:
     model = outputs.model
     x = torch.zeros(2, len(model.input.leads), 2500)
     names = ["embedding"] if model.head is None else ["embedding", "logits"]
     sizes = {"x": {0: torch.export.Dim("batch"), 2: torch.export.Dim("samples", min=64)}}
-    loud = logging.getLogger("torch.onnx").level
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings(), torch.no_grad():
@@ -76,11 +74,8 @@ def _write(outputs: Outputs, path: Path) -> None:
             )
     except Exception as error:  # of many kinds, all of the exporter
         raise OnnxError(f"torch.onnx cannot export this model: {type(error).__name__}: {error}".splitlines()[0]) from error
-    finally:
-        logging.getLogger("torch.onnx").setLevel(loud)
     assert program is not None
-    about = {name: json.dumps(text) for name, text in (("preprocessing", model.preprocessing), ("config", model.config))}
-    program.model.metadata_props.update(about)
+    program.model.metadata_props.update(preprocessing=json.dumps(model.preprocessing), config=json.dumps(model.config))
     program.save(path)
 
 
@@ -92,6 +87,6 @@ def difference(outputs: Outputs, path: Path, segments: int, samples: int) -> flo
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     x = np.random.default_rng(segments).normal(0, 0.3, (segments, len(outputs.model.input.leads), samples)).astype(np.float32)
     with torch.inference_mode():
-        wanted = outputs(torch.from_numpy(x))
-    pairs = zip([wanted] if isinstance(wanted, Tensor) else wanted, session.run(None, {"x": x}), strict=True)
-    return float(np.max([np.abs(mine.numpy() - theirs).max() for mine, theirs in pairs]))
+        expected = outputs(torch.from_numpy(x))
+    pairs = zip(expected, session.run(None, {"x": x}), strict=True)
+    return float(np.max([np.abs(mine.numpy() - other).max() for mine, other in pairs]))

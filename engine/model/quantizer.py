@@ -1,9 +1,9 @@
-"""Gumbel product quantiser: each feature becomes one code of each codebook, chosen by sampled softmax.
+"""Gumbel product quantiser: each feature becomes one code of each codebook, chosen by Gumbel softmax.
 
     z_RMF -> logits_RMGV -> (+ noise) / tau -> softmax -> code = argmax -> codebook[g, code], G of them side by side -> q_RMP
 
-Forward, the chosen vectors are looked up; backward, the gradient passes as if their softmax-weighted sum had been taken
-(straight through). The authors multiply a one-hot vector by the codebook, [R * M, G * V, P / G] numbers, for the same values.
+Forward, the chosen vectors are looked up; backward, the gradient is that of the softmax-weighted sum (straight through). The
+authors multiply a one-hot vector by the codebook, [R * M, G * V, P / G] numbers, for the same values.
 
 Source: paper, section "Pre-training", Wav2Vec 2.0 (two groups of 320 codes, section "Experiments"); fairseq-signals
 modules/gumbel_vector_quantizer.py:90-94 (temperature), :130-200 (straight-through, perplexities). Shapes:
@@ -19,7 +19,7 @@ from engine.model.config import ModelConfig
 
 
 def temperature(config: ModelConfig, updates: int) -> float:
-    """tau at the start of an update, the first being 0. A step takes it as a tensor, so that no step compiles anew."""
+    """tau at the start of an update, the first being 0. Pass it to a step as a tensor, or every step compiles again."""
     return max(config.tau_start * config.tau_decay**updates, config.tau_end)
 
 

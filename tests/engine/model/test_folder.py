@@ -87,22 +87,19 @@ def test_every_command_refuses_a_changed_folder(
         assert out == "" and err.count("\n") == 1 and str(folder / PREPROCESSING) in err
 
 
-def test_hashes_are_those_of_sha256sum_and_a_card_may_be_edited(saved_model: Saved) -> None:
+def test_hashes_are_those_of_sha256sum_and_only_the_card_may_be_edited(
+    saved_model: Saved, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = saved_model()
-    sums = json.loads((folder / CONFIG).read_text())[SHA256]
+    document = json.loads((folder / CONFIG).read_text())
+    sums = document[SHA256]
     assert sums.keys() == {path.name for path in folder.iterdir()}
     assert all(sums[name] == file_sha256(folder / name) for name in (PREPROCESSING, WEIGHTS, "README.md"))
     (folder / "README.md").write_text("mine")
-    (folder / CONFIG).write_text(json.dumps(json.loads((folder / CONFIG).read_text())))  # other spaces
-    engine.load(folder)
-
-
-def test_a_folder_without_hashes_loads_with_a_warning(saved_model: Saved, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = saved_model()
+    (folder / CONFIG).write_text(json.dumps(document))  # other spaces
     engine.load(folder)
     assert capsys.readouterr().err == ""
-    document = json.loads((folder / CONFIG).read_text())
-    del document[SHA256]
+    del document[SHA256]  # as older versions wrote
     (folder / CONFIG).write_text(json.dumps(document))
     engine.load(folder)
     err = capsys.readouterr().err

@@ -78,8 +78,8 @@ def test_the_golden_curve() -> None:
 def test_only_the_loss_has_a_gradient_and_it_is_the_weighted_sum() -> None:
     out = step(seeded(objective=ObjectiveConfig(local=2, diversity=0.3, features=5, contrast=0.5)))
     assert [name for name, value in out.items() if value.requires_grad] == ["loss"]
-    parts = 2 * out["loss_local"] + 0.3 * out["loss_diversity"] + 5 * out["loss_features"] + 0.5 * out["loss_global"]
-    torch.testing.assert_close(out["loss"].detach(), parts)
+    weights = {"local": 2, "diversity": 0.3, "features": 5, "global": 0.5}
+    torch.testing.assert_close(out["loss"].detach(), sum(w * out[f"loss_{name}"] for name, w in weights.items()))
 
 
 def test_spare_slots_change_nothing() -> None:
@@ -89,13 +89,9 @@ def test_spare_slots_change_nothing() -> None:
     padded = draw(config, keys(4).flatten(), 50, 100)
     used = int(padded.valid_RM.sum(1)[0])
     assert padded.valid_RM[:, :used].all() and used < padded.valid_RM.shape[1]
-    tight = Draws(
-        padded.mask_RN,
-        padded.slot_RM[:, :used],
-        padded.valid_RM[:, :used],
-        padded.times_RMM[:, :used, :used],
-        padded.noise_RMGV[:, :used],  # type: ignore[index]
-    )
+    assert padded.noise_RMGV is not None
+    slots = (padded.slot_RM, padded.valid_RM, padded.times_RMM[:, :, :used], padded.noise_RMGV)
+    tight = Draws(padded.mask_RN, *(part[:, :used] for part in slots))
     results = []
     for draws in (padded, tight):
         model.zero_grad()
@@ -106,43 +102,15 @@ def test_spare_slots_change_nothing() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "objective",
-    [
-        ObjectiveConfig(),
-        ObjectiveConfig(contrast=0),
-        ObjectiveConfig(local=0),
-        ObjectiveConfig(local=0, method="simclr", detach_norm=True),
-        ObjectiveConfig(local=0, method="3kg"),
-        ObjectiveConfig(form="authors", gathered=False),
-    ],
-    ids=["w2v_cmsc", "w2v", "cmsc", "simclr", "3kg", "authors"],
-)
-def test_every_method_learns(objective: ObjectiveConfig) -> None:
-    torch.manual_seed(0)
-    model = seeded(dataclasses.replace(SMALL, layers=1), objective)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    x, ids, losses = waves(8), torch.arange(8), []
-    for epoch in range(25):
-        loss = model(x, keys(8, epoch), torch.tensor(2.0), ids_B=ids)["loss"]
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        losses.append(float(loss.detach()))
-    assert sum(losses[-5:]) < 0.85 * sum(losses[:5]), losses
-
-
 class ConvEncoder(nn.Module):
-    """Another encoder in forty lines: patches, then depthwise convolutions over time with gated mixing of channels."""
+    """Another encoder: patches, then a depthwise convolution over time with gated mixing of channels."""
 
-    def __init__(self, leads: int = 12, width: int = 32, patch: int = 16, layers: int = 2) -> None:
+    width = feature_width = 32
+
+    def __init__(self) -> None:
         super().__init__()
-        self.width = self.feature_width = width
-        self.patches = nn.Conv1d(leads, width, patch, patch)
-        self.norm = nn.LayerNorm(width)
-        self.mask = nn.Parameter(torch.zeros(width))
-        self.mix = nn.ModuleList(nn.Conv1d(width, width, 31, padding=15, groups=width) for _ in range(layers))
-        self.gate = nn.ModuleList(nn.Linear(width, 2 * width) for _ in range(layers))
+        self.patches, self.norm, self.mask = nn.Conv1d(12, 32, 16, 16), nn.LayerNorm(32), nn.Parameter(torch.zeros(32))
+        self.mix, self.gate = nn.Conv1d(32, 32, 31, padding=15, groups=32), nn.Linear(32, 64)
 
     def features(self, x_RLT: Tensor) -> tuple[Tensor, Tensor]:
         z_RNF = self.patches(x_RLT).transpose(1, 2)
@@ -150,12 +118,8 @@ class ConvEncoder(nn.Module):
 
     def context(self, z_RNF: Tensor, mask_RN: Tensor | None) -> Tensor:
         x = z_RNF if mask_RN is None else torch.where(mask_RN[..., None], self.mask, z_RNF)
-        for mix, gate in zip(self.mix, self.gate, strict=True):
-            x = x + F.glu(gate(F.silu(mix(x.transpose(1, 2))).transpose(1, 2)))
-        return x
-
-    def forward(self, x_RLT: Tensor) -> Tensor:
-        return self.context(self.features(x_RLT)[0], None)
+        y: Tensor = x + F.glu(self.gate(F.silu(self.mix(x.transpose(1, 2))).transpose(1, 2)))
+        return y
 
 
 class Tokens(nn.Module):
@@ -172,14 +136,27 @@ class Tokens(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("encoder, objective", [(ConvEncoder, ObjectiveConfig()), (Tokens, ObjectiveConfig(local=0))])
-def test_any_encoder_can_take_the_place(encoder: type[nn.Module], objective: ObjectiveConfig) -> None:
+@pytest.mark.parametrize(
+    "objective, encoder",
+    [
+        (ObjectiveConfig(contrast=0), None),
+        (ObjectiveConfig(local=0), None),
+        (ObjectiveConfig(local=0, method="simclr", detach_norm=True), None),
+        (ObjectiveConfig(local=0, method="3kg"), None),
+        (ObjectiveConfig(form="authors", gathered=False), None),
+        (ObjectiveConfig(), ConvEncoder),
+        (ObjectiveConfig(local=0), Tokens),
+    ],
+    ids=["w2v", "cmsc", "simclr", "3kg", "authors", "another encoder", "the least encoder"],
+)
+def test_every_method_learns(objective: ObjectiveConfig, encoder: type[nn.Module] | None) -> None:
     torch.manual_seed(0)
-    model = Pretrainer(SMALL, objective, encoder=encoder())
-    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
+    generator = torch.Generator().manual_seed(0)
+    model = Pretrainer(dataclasses.replace(SMALL, layers=1), objective, encoder and encoder(), generator)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3 if encoder else 2e-3)
+    x, ids, losses = waves(8), torch.arange(8), []
     for epoch in range(25):
-        loss = model(waves(8), keys(8, epoch), torch.tensor(2.0))["loss"]
+        loss = model(x, keys(8, epoch), torch.tensor(2.0), ids_B=ids)["loss"]
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()

@@ -11,13 +11,13 @@ import torch
 
 import engine
 from engine import convert
-from engine.model import onnx as portable
+from engine.model import onnx as onnx_export
 
 Saved = Callable[..., Path]
 
 
 def test_onnx_gives_the_same_numbers(saved_model: Saved, tmp_path: Path, capsys: Any) -> None:
-    for name in portable.NEEDED:
+    for name in onnx_export.NEEDED:
         pytest.importorskip(name, reason="the extra `onnx` is not installed")
     import onnx
     import onnxruntime
@@ -40,12 +40,12 @@ def test_onnx_gives_the_same_numbers(saved_model: Saved, tmp_path: Path, capsys:
 
 def test_other_numbers_leave_no_file(saved_model: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     folder = saved_model()
-    monkeypatch.setattr(portable, "NEEDED", ())
-    monkeypatch.setattr(portable, "_write", lambda model, path: path.write_text("weights"))
+    monkeypatch.setattr(onnx_export, "NEEDED", ())
+    monkeypatch.setattr(onnx_export, "export", lambda model, path: path.write_text("weights"))
     for seen in (0.01, float("nan")):
-        monkeypatch.setattr(portable, "difference", lambda *size, seen=seen: seen if size[-1] == 5000 else 0.0)
+        monkeypatch.setattr(onnx_export, "difference", lambda *size, seen=seen: seen if size[-1] == 5000 else 0.0)
         assert convert.main(["to-onnx", str(folder), str(tmp_path / "a.onnx")]) == 2
         assert "differs from PyTorch" in capsys.readouterr().err
-    monkeypatch.setattr(portable, "NEEDED", ("onnx_of_tomorrow",))
+    monkeypatch.setattr(onnx_export, "NEEDED", ("onnx_of_tomorrow",))
     assert convert.main(["to-onnx", str(folder), str(tmp_path / "a.onnx")]) == 2
     assert "omnilead[onnx]" in capsys.readouterr().err and list(tmp_path.iterdir()) == [folder.parent]
