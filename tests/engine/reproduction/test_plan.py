@@ -28,28 +28,24 @@ def plan(
     return make_plan([tables()[n] for n in numbers], ReproductionScale.read(scale), DATA, out, seeds, **choice)  # type: ignore[arg-type]
 
 
-def test_the_numbers_are_those_of_the_paper() -> None:
-    """Every cell, read from the paper's source."""
+def latex(number: int) -> dict[tuple[str, str, int], str]:
+    """The cells of a table in the paper's source: row, task, leads."""
     if not PAPER.is_file():
         pytest.skip("the paper's source is not here (../shared/paper.tex)")
-    sources = re.findall(r"\\begin\{table\*\}(.*?)\\end\{table\*\}", PAPER.read_text(), re.DOTALL)
-    compared = 0
-    for table, source in zip(tables().values(), sources, strict=True):
-        names: list[str] = []
-        for line in source.splitlines():
-            match = re.match(r"\s*(?:\\multirow\{2\}\{\*\}\{(.+?)\} )?& (Dx|Id)\.? & (.*)", line)
-            if not match:
-                continue
-            if match[1]:
-                names.append(re.sub(r"\\textit\{(\w+)\}", r"\1", match[1]))
-            row = table.rows[names[-1]]
-            for leads, cell in zip(LEADS, match[3].split("&"), strict=True):
-                numbers = list(map(float, re.findall(r"\d\.\d{3}", cell)))
-                assert row.printed[match[2]][leads] == (numbers or None), (table.number, row.name, leads)
-                compared += 1
-        assert names == list(table.rows)
-        assert table.padded == ("P-6-lead" in source)
-    assert compared == 10 * sum(len(table.rows) for table in tables().values()) == 210
+    source = re.findall(r"\\begin\{table\*\}(.*?)\\end\{table\*\}", PAPER.read_text(), re.DOTALL)[number - 1]
+    cells, row = {}, ""
+    for name, task, line in re.findall(r"(?:\\multirow\{2\}\{\*\}\{(.+?)\} )?& (Dx|Id)\.? & (.*)", source):
+        row = re.sub(r"\\textit\{(\w+)\}", r"\1", name) or row
+        cells |= {(row, task, leads): cell for leads, cell in zip(LEADS, line.split("&"), strict=True)}
+    return cells
+
+
+@pytest.mark.parametrize("number", tables())
+def test_the_numbers_are_those_of_the_paper(number: int) -> None:
+    table, cells = tables()[number], latex(number)
+    assert list(dict.fromkeys(row for row, _, _ in cells)) == list(table.rows) and len(cells) == 10 * len(table.rows)
+    for (row, task, leads), text in cells.items():
+        assert table.rows[row].printed[task][leads] == (list(map(float, re.findall(r"\d\.\d{3}", text))) or None)
 
 
 def test_a_plan_has_the_cells_of_its_table_and_every_job_once() -> None:
