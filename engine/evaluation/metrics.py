@@ -1,14 +1,13 @@
-"""How good diagnoses and identifications are, as officially defined: numpy in, plain numbers out.
+"""Metrics of diagnosis and patient identification, by their official definitions: numpy in, plain numbers out.
 
     challenge_score(labels, outputs)                  the PhysioNet/CinC Challenge 2021's score, of [n, 26] zeros and ones
-    summary(labels, outputs, scores)["challenge"]     and auroc, auprc, accuracy, f_measure, each class's too
+    summary(labels, outputs, scores)["challenge"]     and auroc, auprc, accuracy, f_measure, also for each class
     identification(gallery_PD, gallery_ids, probe_QD, probe_ids)["accuracy"]
     mean, half = over_seeds([0.701, 0.695, 0.704])    a 95 % t interval
-    low, high = bootstrap(Diagnosis(labels, outputs, scores), patients).T       95 %, patients drawn anew
+    low, high = bootstrap(Diagnosis(labels, outputs, scores), patients).T       95 %, by resampling patients
 
-Classes stand in the order of challenge_weights.csv, which is the Challenge's weights.csv (BSD 2-clause, from GitHub:
-physionetchallenges/evaluation-2021). Its figures are eightieths: the score's sums are kept as integers, so batches may come in
-any order and from any number of processes (Tally), and not a bit of the result changes.
+Classes are in the order of challenge_weights.csv, which is the Challenge's weights.csv (BSD 2-clause, from GitHub:
+physionetchallenges/evaluation-2021). Its weights are multiples of 1/80, so the score's sums are exact integers.
 
 Axes: N rows, K classes, P gallery entries, Q probes, D width of an embedding.
 """
@@ -21,7 +20,7 @@ from importlib.resources import files
 from typing import Any
 
 import numpy as np
-from scipy import special, stats
+from scipy import stats
 
 from data_tools.dataset import CLASSES
 
@@ -47,88 +46,75 @@ def weights() -> Array:
     return np.asarray(np.rint(figures * UNIT), np.int64)
 
 
-def probabilities(logits: Array) -> Array:
-    found: Array = special.expit(logits)
-    return found
-
-
 def outputs_of(scores: Array) -> Array:
-    """The classes that are said to hold: a probability above 0.5, not at it (fairseq-signals binary_cross_entropy.py:28)."""
+    """Predicted classes: a probability above 0.5, not at it (fairseq-signals binary_cross_entropy.py:28)."""
     return np.asarray(scores) > THRESHOLD
 
 
 def challenge_score(labels: Array, outputs: Array) -> float:
-    """1: all right; 0: as good as "normal" for all, and by definition where every label is normal. It has no lower bound."""
-    return challenge_of(challenge_sums(*checked(labels, outputs)))
-
-
-def challenge_sums(labels: Array, outputs: Array) -> Array:
-    """int64 [3, 27]: eightieths of the outputs' credit, of the labels' own and of "normal"'s, by the number of classes that a
-    row's credit is divided by. Sums of batches are the sums of the whole."""
-    return _by_norm(*credits(labels, outputs), np.ones(len(labels), np.int64)).astype(np.int64)
-
-
-def challenge_of(sums: Array) -> float:
-    """The score of `challenge_sums`."""
-    observed, correct, inactive = (sums / np.maximum(np.arange(sums.shape[1]), 1)).sum(1) / UNIT
-    if (sums[1] == sums[2]).all():  # every row is normal or empty: nothing else makes the two equal
-        return 0.0
-    return float((observed - inactive) / (correct - inactive))
+    """1: all correct; 0: as good as predicting "normal" for all, and by definition where every label is normal. It has no
+    lower bound."""
+    return _challenge(*credits(*checked(labels, outputs)), np.ones(len(labels), np.int64))
 
 
 def credits(labels: Array, outputs: Array) -> tuple[Array, Array]:
-    """Of each row, for outputs, labels and "normal": credit in eightieths, and the number of classes labelled or put out."""
+    """For outputs, labels and "normal", of each row: credit in eightieths, and the number of classes labelled or predicted."""
     normal = np.zeros_like(labels)
     normal[:, NORMAL] = True
     y = labels.astype(np.float32)  # exact: sums of up to 676 numbers of up to 80
     worth_NK = y @ weights().astype(np.float32)
-    said = (outputs, labels, normal)
-    credit_3N = np.array([(worth_NK * given).sum(1) for given in said]).astype(np.int64)
-    norm_3N = np.array([np.maximum((labels | given).sum(1), 1) for given in said])
+    predictions = (outputs, labels, normal)
+    credit_3N = np.array([(worth_NK * predicted).sum(1) for predicted in predictions]).astype(np.int64)
+    norm_3N = np.array([np.maximum((labels | predicted).sum(1), 1) for predicted in predictions])
     return credit_3N, norm_3N
 
 
-def _by_norm(credit_3N: Array, norm_3N: Array, weight_N: Array) -> Array:
-    parts = [np.bincount(n, c * weight_N, minlength=27) for c, n in zip(credit_3N, norm_3N, strict=True)]
-    return np.array(parts)
+def _challenge(credit_3N: Array, norm_3N: Array, weight_N: Array) -> float:
+    """Credits are summed by their norm first, as integers: the order of the rows does not matter."""
+    sums = np.array([np.bincount(n, c * weight_N, 27) for c, n in zip(credit_3N, norm_3N, strict=True)])
+    if (sums[1] == sums[2]).all():  # every row is normal or empty: nothing else makes the two equal
+        return 0.0
+    observed, correct, inactive = (sums / np.maximum(np.arange(27), 1)).sum(1) / UNIT
+    return float((observed - inactive) / (correct - inactive))
 
 
 def summary(labels: Array, outputs: Array, scores: Array) -> dict[str, Any]:
-    """The five numbers; `classes`: {abbreviation: auroc, auprc, f_measure, sensitivity, specificity, positives, predicted, n};
-    `without_positives`, `without_negatives`: classes that AUROC says nothing about."""
+    """METRICS; `classes`: {abbreviation: auroc, auprc, f_measure, sensitivity, specificity, positives, predicted, n};
+    `without_positives`, `without_negatives`: classes for which AUROC is not defined."""
     return Diagnosis(labels, outputs, scores).summary()
 
 
 def checked(labels: Array, outputs: Array) -> tuple[Array, Array]:
-    """Both as truth values of one shape [n, 26], or an error."""
-    found = []
+    """Both as bool arrays of one shape [n, 26]."""
+    arrays = []
     for name, array in (("labels", np.asarray(labels)), ("outputs", np.asarray(outputs))):
         if array.ndim != 2 or array.shape[1] != len(CLASSES) or not len(array):
-            raise MetricError(f"{name} of shape {list(array.shape)}: they are [n, {len(CLASSES)}], n at least 1")
+            raise MetricError(f"{name} of shape {list(array.shape)}, not [n, {len(CLASSES)}] with n at least 1")
         if array.dtype != bool and (wrong := int(((array != 0) & (array != 1)).sum())):
             raise MetricError(f"{name}: {wrong:,} of {array.size:,} are neither 0 nor 1")
-        found.append(array.astype(bool))
-    if len(found[0]) != len(found[1]):
-        raise MetricError(f"{len(found[0]):,} rows of labels and {len(found[1]):,} of outputs")
-    return found[0], found[1]
+        arrays.append(array.astype(bool))
+    y, p = arrays
+    if len(y) != len(p):
+        raise MetricError(f"{len(y):,} rows of labels and {len(p):,} of outputs")
+    return y, p
 
 
 def ranked(score_N: Array) -> tuple[Array, Array]:
-    """Rows from the highest score down, and of each run of equal scores the place of its last."""
+    """Rows by descending score, and the position of the last of each run of equal scores."""
     order = np.argsort(-score_N)
     score = score_N[order]
     return order, np.flatnonzero(np.append(score[1:] != score[:-1], True))
 
 
 def counts(label_N: Array, order: Array, last: Array, weight_N: Array | None = None) -> tuple[Array, Array]:
-    """True and false positives if the threshold is each distinct score, from the highest down."""
+    """True and false positives at each distinct score as the threshold, from the highest down."""
     weight = np.ones(len(order)) if weight_N is None else weight_N[order]
     true, every = np.cumsum(weight * label_N[order])[last], np.cumsum(weight)[last]
     return true.astype(float), (every - true).astype(float)
 
 
 class Diagnosis:
-    """Rows that can be scored again and again with other weights, each in the time of a few cumulative sums: sorted once."""
+    """METRICS of these rows for any weights: sorted once, so that a bootstrap costs a few cumulative sums for each resample."""
 
     def __init__(self, labels: Array, outputs: Array, scores: Array) -> None:
         self.labels, self.outputs = checked(labels, outputs)
@@ -145,22 +131,22 @@ class Diagnosis:
         self.ranked = [ranked(score_N) for score_N in scores.T]
 
     def __call__(self, weight_N: Array | None = None) -> Array:
-        """METRICS, where row i counts weight_N[i] times."""
+        """METRICS in which row i counts weight_N[i] times."""
         weight_N = np.ones(len(self.labels), np.int64) if weight_N is None else weight_N
         auroc_K, auprc_K = self.areas(weight_N)
         accuracy = weight_N @ self.right_N / weight_N.sum()
-        challenge = challenge_of(_by_norm(*self.credits, weight_N))
+        challenge = _challenge(*self.credits, weight_N)
         return np.array([challenge, _mean(auroc_K), _mean(auprc_K), accuracy, _mean(self.f_measures(weight_N))])
 
     def f_measures(self, weight_N: Array) -> Array:
-        with np.errstate(invalid="ignore"):  # neither labelled nor put out: NaN
+        with np.errstate(invalid="ignore"):  # neither labelled nor predicted: NaN
             return np.asarray(2 * (weight_N @ self.true_NK) / (weight_N @ self.cost_NK))
 
     def areas(self, weight_N: Array) -> tuple[Array, Array]:
         """AUROC and AUPRC of each class. NaN without positives; without negatives AUROC is NaN and AUPRC 1."""
         found = np.full((2, len(CLASSES)), np.nan)
         for k in range(len(CLASSES)):
-            true, false = self.curve(k, weight_N)
+            true, false = counts(self.labels[:, k], *self.ranked[k], weight_N)
             positives, negatives = true[-1], false[-1]
             if positives:
                 new = np.diff(true, prepend=0.0)
@@ -169,33 +155,24 @@ class Diagnosis:
                 found[0, k] = (new * (negatives - (false + np.append(0.0, false[:-1])) / 2)).sum() / (positives * negatives)
         return found[0], found[1]
 
-    def curve(self, k: int, weight_N: Array | None = None) -> tuple[Array, Array]:
-        """`counts` of class k."""
-        return counts(self.labels[:, k], *self.ranked[k], weight_N)
-
     def summary(self) -> dict[str, Any]:
-        ones = np.ones(len(self.labels), np.int64)
-        auroc_K, auprc_K = self.areas(ones)
-        f_K, positives_K, predicted_K, n = self.f_measures(ones), self.labels.sum(0), self.outputs.sum(0), len(ones)
-        right_K, denied_K = self.true_NK.sum(0), (~self.labels & ~self.outputs).sum(0)
-        classes = {
-            name: {
-                "auroc": float(auroc_K[k]),
-                "auprc": float(auprc_K[k]),
-                "f_measure": float(f_K[k]),
-                "sensitivity": float(right_K[k] / positives_K[k]) if positives_K[k] else np.nan,
-                "specificity": float(denied_K[k] / (n - positives_K[k])) if positives_K[k] < n else np.nan,
-                "positives": int(positives_K[k]),
-                "predicted": int(predicted_K[k]),
-                "n": n,
-            }
-            for k, name in enumerate(CLASSES)
+        n, positives_K, predicted_K = len(self.labels), self.labels.sum(0), self.outputs.sum(0)
+        ones = np.ones(n, np.int64)
+        with np.errstate(invalid="ignore"):  # no positives, or no negatives: NaN
+            sensitivity_K = self.true_NK.sum(0) / positives_K
+            specificity_K = (~self.labels & ~self.outputs).sum(0) / (n - positives_K)
+        columns = {
+            **dict(zip(("auroc", "auprc"), self.areas(ones), strict=True)),
+            **{"f_measure": self.f_measures(ones), "sensitivity": sensitivity_K, "specificity": specificity_K},
+            **{"positives": positives_K, "predicted": predicted_K, "n": np.full(len(CLASSES), n)},
         }
-        without = {
+        rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+        classes = {name: dict(zip(columns, row, strict=True)) for name, row in zip(CLASSES, rows, strict=True)}
+        return dict(zip(METRICS, self().tolist(), strict=True)) | {
+            "classes": classes,
             "without_positives": [name for name, of in classes.items() if not of["positives"]],
             "without_negatives": [name for name, of in classes.items() if of["positives"] == n],
         }
-        return dict(zip(METRICS, self().tolist(), strict=True)) | {"classes": classes} | without
 
 
 def _mean(values_K: Array) -> float:
@@ -203,49 +180,20 @@ def _mean(values_K: Array) -> float:
     return float(good.mean()) if len(good) else np.nan
 
 
-class Tally:
-    """Batches, in any order and of any number of processes, whose summary is that of all their rows, to the bit.
-
-    AUROC and AUPRC need every score, so rows are kept: a bit for each label and output, and the scores as they come
-    (112 bytes a row of float32). The challenge score alone needs no rows: add up `challenge_sums`.
-    """
-
-    def __init__(self) -> None:
-        self.batches: list[tuple[Array, Array, Array]] = []
-
-    def add(self, labels: Array, outputs: Array, scores: Array) -> None:
-        y, p = checked(labels, outputs)
-        self.batches.append((np.packbits(y, 1), np.packbits(p, 1), np.array(scores)))
-
-    def merge(self, other: "Tally") -> None:
-        self.batches += other.batches
-
-    def rows(self) -> tuple[Array, Array, Array]:
-        """labels, outputs, scores."""
-        if not self.batches:
-            raise MetricError("no rows to score")
-        y, p, scores = (np.concatenate(part) for part in zip(*self.batches, strict=True))
-        labels, outputs = (np.unpackbits(bits, 1, len(CLASSES)).astype(bool) for bits in (y, p))
-        return labels, outputs, scores
-
-    def summary(self) -> dict[str, Any]:
-        return summary(*self.rows())
-
-
 def identification(gallery_PD: Array, gallery_ids: Sequence[Any], probe_QD: Array, probe_ids: Sequence[Any]) -> dict[str, Any]:
-    """Is the gallery entry most similar to a probe (cosine) of the same patient? (paper, section "Patient identification")
+    """Whether the gallery entry most similar to a probe (cosine) is of the same patient (paper, "Patient identification").
 
-    Entries that are equally similar count by what a fair draw among them would give. A zero vector is equally similar, 0, to
-    all. `ties`: the share of probes that have several best; `chance`: what a draw from the whole gallery gives; `one_sided`:
-    probes whose patient the gallery lacks, which are never hits; `cmc`: the share of patients found among the first 1, 2, ...;
-    `hits`, `same`, `other`: each probe's expected hit and its highest similarity to the same and to other patients.
+    Ties count by what a random draw among them would give; a zero vector ties with all. `ties`: the share of probes with
+    several best entries; `chance`: what a draw from the whole gallery gives; `one_sided`: probes whose patient is not in the
+    gallery, always misses; `cmc`: the share of probes whose patient is among the first 1, 2, ... entries; `hits`, `same`,
+    `other`: of each probe the expected hit, and the highest similarity to the same and to other patients.
     """
     gallery, probes = _units(gallery_PD, gallery_ids, "gallery"), _units(probe_QD, probe_ids, "probe")
     ids = np.unique(np.concatenate([np.asarray(gallery_ids), np.asarray(probe_ids)]), return_inverse=True)[1]
     own, asked = ids[: len(gallery)], ids[len(gallery) :]
-    blocks = _compared(gallery, own, probes, asked)
+    blocks = _compare(gallery, own, probes, asked)
     better, tied, right, best, same, other = map(np.concatenate, zip(*blocks, strict=True))
-    found_QR = _found(better, tied, right, min(len(gallery), 50))
+    found_QR = _found_within(better, tied, right, min(len(gallery), 50))
     entries_Q = np.bincount(own, minlength=ids.max() + 1)[asked]
     cmc = found_QR.mean(0)
     return {
@@ -275,8 +223,8 @@ def _units(vectors: Array, ids: Sequence[Any], name: str) -> Array:
     return np.asarray(array / np.where(length > 0, length, 1))
 
 
-def _compared(gallery: Array, own: Array, probes: Array, asked: Array) -> Any:
-    """Of each block of probes: how many entries are more similar than the patient's best, how many as similar, how many of
+def _compare(gallery: Array, own: Array, probes: Array, asked: Array) -> Any:
+    """For each block of probes: how many entries are more similar than the patient's best one, how many as similar, how many of
     those are the patient's, how many share the first place; the highest similarity to the same patient and to others."""
     step = max(1, BLOCK // len(gallery))
     for at in range(0, len(probes), step):
@@ -296,8 +244,8 @@ def _compared(gallery: Array, own: Array, probes: Array, asked: Array) -> Any:
         )
 
 
-def _found(better: Array, tied: Array, right: Array, ranks: int) -> Array:
-    """[Q, ranks]: the chance that the patient is among the first r, the tied being drawn in any order."""
+def _found_within(better: Array, tied: Array, right: Array, ranks: int) -> Array:
+    """[Q, ranks]: the probability that the patient is among the first r, with ties in random order."""
     missed, found = np.ones(len(better)), np.empty((len(better), ranks))
     for rank in range(ranks):
         drawn = rank - better  # of the tied, before this one
@@ -308,20 +256,18 @@ def _found(better: Array, tied: Array, right: Array, ranks: int) -> Array:
 
 
 def over_seeds(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half of the 95 % t interval's width: NaN of one value."""
+    """Mean, and half the width of the 95 % t interval: NaN for one value."""
     array = np.asarray(values, float)
     if not array.size or not np.isfinite(array).all():
-        raise MetricError(f"{list(array)}: an interval needs numbers")
+        raise MetricError(f"{list(array)}: an interval needs finite numbers")
     if len(array) == 1:
         return float(array[0]), np.nan
     return float(array.mean()), float(stats.t.ppf(0.975, len(array) - 1) * array.std(ddof=1) / np.sqrt(len(array)))
 
 
 def bootstrap(statistic: Callable[[Array], Any], groups: Sequence[Any], n: int = 1000, seed: int = 0) -> Array:
-    """95 % percentile interval [2, ...] of a statistic of weights (how often each row was drawn), when patients are drawn
-    anew with all their rows. A resample on which it is undefined (NaN) is left out; one patient has no interval: NaN.
-
-    `Diagnosis` is such a statistic; of a mean of hits, `lambda weight: weight @ hits / weight.sum()`."""
+    """95 % percentile interval [2, ...] of a statistic of weights: how often each row was drawn (Diagnosis is one). Patients
+    are drawn with all their rows. A resample on which the statistic is undefined (NaN) is left out; one patient: NaN."""
     patient_N = np.unique(np.asarray(groups), return_inverse=True)[1]
     patients, rng = int(patient_N.max()) + 1, np.random.default_rng(seed)
     draws = (np.bincount(rng.integers(patients, size=patients), minlength=patients) for _ in range(n))
