@@ -22,7 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -55,18 +55,10 @@ class EmbeddedCrops(NamedTuple):
     record_B: np.ndarray  # numbers the records, ascending
 
 
-class CropSource(Protocol):
-    unit: str
-    parts: int
-
-    def count(self, parts: Iterable[int]) -> int:
-        """Units in these parts."""
-
-    def batches(self, parts: Sequence[int], progress: Callable[[int], Any]) -> Generator[CropBatch, None, None]:
-        """All batches of these parts, in order; `progress` is called with the units that were read."""
-
-
 class DatasetSource:
+    """Crops of a dataset. A source has `parts`, `count` (units in some of them) and `batches`, which calls `progress` with the
+    units that were read."""
+
     unit = " crops"
 
     def __init__(self, dataset: Dataset, rows: np.ndarray, batch: int, per: Per, **reading: Any) -> None:
@@ -101,7 +93,8 @@ class DatasetSource:
 
 
 class RecordSource:
-    """`read` is called from several threads and returns a data_tools.sources.Prepared; None: the record is left out."""
+    """Records by number. `read` is called from several threads and returns a data_tools.sources.Prepared, or None to leave the
+    record out."""
 
     unit = " records"
 
@@ -136,6 +129,9 @@ class RecordSource:
         for number, record in zip(self._numbers(part), records, strict=False):
             progress(1)
             yield from ((number, record, i) for i in range(len(record.halves) if record else 0))
+
+
+CropSource = DatasetSource | RecordSource
 
 
 def read_ahead_of(

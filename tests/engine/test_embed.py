@@ -29,10 +29,11 @@ from tests.waiting import until
 
 torch.set_num_threads(1)
 Embedded = Callable[..., pa.Table]
+Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: Any) -> Path:
     """Of a model."""
     return save_model(tmp_path_factory.mktemp("embed") / "model")
 
@@ -43,7 +44,7 @@ def model(folder: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def crops(folder: Path, dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def crops(folder: Path, dataset: Dataset, tmp_path_factory: Any) -> Path:
     """Embeddings of the dataset, one row for each crop."""
     out = tmp_path_factory.mktemp("crops") / "out.parquet"
     assert embed.main(command(folder, [dataset.root.url], out, batch=2)) == 0
@@ -145,7 +146,7 @@ def test_fewer_leads_and_half_precision(dataset: Dataset, embedded: Embedded, mo
     "trained, asked, on_gpu", [("bf16", "auto", "bf16"), ("fp32", "auto", "fp32"), ("bf16", "fp32", "fp32")]
 )
 def test_a_gpu_embeds_in_the_precision_of_the_training(
-    trained: str, asked: str, on_gpu: str, folder: Path, crops: Path, monkeypatch: pytest.MonkeyPatch
+    trained: str, asked: str, on_gpu: str, folder: Path, crops: Path, monkeypatch: Patch
 ) -> None:
     loaded = SimpleNamespace(history={"precision": trained}, input=None, to=lambda device, dtype: None)
     monkeypatch.setattr(embed, "load", lambda path: loaded)
@@ -170,7 +171,7 @@ def test_a_gpu_s_embeddings_are_a_cpu_s(precision: str, within: float, dataset: 
 
 @pytest.mark.parametrize("per", ["crop", "record"])
 def test_killed_at_any_part_it_ends_with_the_same_bytes(
-    per: str, folder: Path, dataset: Dataset, embedded: Embedded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    per: str, folder: Path, dataset: Dataset, embedded: Embedded, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     write_whole, left = embedding.write_whole, [0]
 
@@ -233,13 +234,7 @@ def test_a_record_that_cannot_be_read_stops_or_is_skipped(
 
 
 def test_crops_without_a_lead_that_the_model_looks_at(
-    archive: Path,
-    dataset: Dataset,
-    folder: Path,
-    embedded: Embedded,
-    tmp_path: Path,
-    capsys: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    archive: Path, dataset: Dataset, folder: Path, embedded: Embedded, tmp_path: Path, capsys: Any, monkeypatch: Patch
 ) -> None:
     """From a dataset, WFDB or an array: the record stops the run or is skipped; single crops of it are left out."""
     missing = dataset.table(["record", "missing_leads"]).to_pylist()
@@ -330,7 +325,7 @@ def test_errors_are_one_line(
 
 
 def test_what_cannot_be_written_is_named_before_the_work(
-    dataset: Dataset, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    dataset: Dataset, folder: Path, tmp_path: Path, monkeypatch: Patch, capsys: Any
 ) -> None:
     arguments = command(folder, [dataset.root.url], tmp_path / "out")
     probed = ["--model", str(folder), "--data", dataset.root.url, "--probe"]

@@ -27,7 +27,8 @@ from engine.evaluation.metrics import challenge_score
 from engine.model.folder import seal
 from tests.conftest import save_model
 
-Saved = Callable[..., Path]
+Saved, Evaluated, Refused = Callable[..., Path], Callable[..., dict[str, Any]], Callable[..., None]
+Patch = pytest.MonkeyPatch
 DIAGNOSIS = {"task": "diagnosis", "classes": list(CLASSES)}
 IDENTIFICATION = {"task": "identification"}
 
@@ -55,7 +56,7 @@ def diagnostic(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch: Patch) -> None:
     monkeypatch.setattr(results, "bootstrap", lambda statistic, groups, n: metrics.bootstrap(statistic, groups, n // 50))
 
 
@@ -76,7 +77,7 @@ def copy(data: Dataset, tmp_path: Path) -> Callable[..., str]:
 
 
 @pytest.fixture
-def evaluated(data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+def evaluated(data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Evaluated:
     def run(model: Path, *arguments: object) -> dict[str, Any]:
         code = main([str(a) for a in ("--model", model, "--data", data.root.url, "--json", tmp_path / "f.json", *arguments)])
         text, err = capsys.readouterr()
@@ -91,7 +92,7 @@ def evaluated(data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.fixture
-def refused(data: Dataset, capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
+def refused(data: Dataset, capsys: pytest.CaptureFixture[str]) -> Refused:
     def run(pattern: str, model: object, *arguments: object, code: int = 2) -> None:
         ended = main([str(a) for a in ("--model", model, "--data", data.root.url, *arguments)])
         out, err = capsys.readouterr()
@@ -123,7 +124,7 @@ def accuracy(gallery: torch.Tensor, probes: torch.Tensor, own: np.ndarray, asked
 
 @pytest.mark.parametrize("leads", [None, "1", "V2,ii"])
 def test_diagnosis_is_that_of_every_half_by_hand(
-    leads: str | None, data: Dataset, diagnostic: Path, evaluated: Callable[..., dict[str, Any]]
+    leads: str | None, data: Dataset, diagnostic: Path, evaluated: Evaluated
 ) -> None:
     document = evaluated(diagnostic, "--role", "valid", "--batch", 3, *(("--leads", leads) if leads else ()))
     seen = {None: tuple(range(12)), "1": (0,), "V2,ii": (1, 7)}[leads]
@@ -143,9 +144,7 @@ def test_diagnosis_is_that_of_every_half_by_hand(
     assert document["intervals"]["challenge"][0] <= document["score"] <= document["intervals"]["challenge"][1]
 
 
-def test_identification_is_the_nearest_gallery_crop_by_hand(
-    data: Dataset, pretrained: Path, evaluated: Callable[..., dict[str, Any]]
-) -> None:
+def test_identification_is_the_nearest_gallery_crop_by_hand(data: Dataset, pretrained: Path, evaluated: Evaluated) -> None:
     """A model without a head, on the first 5 s of each crop."""
     document, model, patient = evaluated(pretrained), engine.load(pretrained), data.column("patient")
     gallery, probe = data.select(identity="gallery"), data.select(identity="probe")
@@ -156,7 +155,7 @@ def test_identification_is_the_nearest_gallery_crop_by_hand(
 
 
 def test_identification_in_validation_compares_the_halves_of_a_crop(
-    data: Dataset, saved_model: Saved, evaluated: Callable[..., dict[str, Any]]
+    data: Dataset, saved_model: Saved, evaluated: Evaluated
 ) -> None:
     folder = saved_model(head=IDENTIFICATION)
     document = evaluated(folder, "--role", "valid")
@@ -168,9 +167,7 @@ def test_identification_in_validation_compares_the_halves_of_a_crop(
     assert document["n"] == document["gallery"] == len(rows)
 
 
-def test_a_model_of_three_leads(
-    data: Dataset, saved_model: Saved, evaluated: Callable[..., dict[str, Any]], refused: Callable[..., None]
-) -> None:
+def test_a_model_of_three_leads(data: Dataset, saved_model: Saved, evaluated: Evaluated, refused: Refused) -> None:
     folder = saved_model(leads=3, preprocessing={"leads": ["I", "II", "V2"]}, head=DIAGNOSIS)
     document = evaluated(folder, "--role", "valid")
     x, crops = halves_of(data, data.select(dx="valid"))
@@ -181,9 +178,7 @@ def test_a_model_of_three_leads(
         refused(f"--leads {leads}: .*{named}", folder, "--leads", leads)
 
 
-def test_scale_is_that_of_what_was_recorded(
-    data: Dataset, saved_model: Saved, evaluated: Callable[..., dict[str, Any]]
-) -> None:
+def test_scale_is_that_of_what_was_recorded(data: Dataset, saved_model: Saved, evaluated: Evaluated) -> None:
     """A model of normalised signals: statistics are over all of a record, zeros after its end count for nothing."""
     folder = saved_model(head=DIAGNOSIS, preprocessing={"scale": "zscore"})
     model = engine.load(folder)
@@ -211,7 +206,7 @@ def test_scale_is_that_of_what_was_recorded(
 # Warnings -----------------------------------------------------------------------------------------------------------------
 
 
-def test_the_report_and_the_remarks(copy: Callable[..., str], diagnostic: Path, tmp_path: Path, capsys: Any) -> None:
+def test_the_report_and_the_remarks(copy: Any, diagnostic: Path, tmp_path: Path, capsys: Any) -> None:
     page = tmp_path / "page.html"
     other = copy(plan="paper-split")
     assert main(["--model", str(diagnostic), "--data", other, "--role", "valid", "--report", str(page)]) == 0
@@ -224,11 +219,7 @@ def test_the_report_and_the_remarks(copy: Callable[..., str], diagnostic: Path, 
 
 @pytest.mark.parametrize("roles", [{"test"}, {"gallery", "probe"}])
 def test_crops_without_a_lead_that_the_model_looks_at_are_counted(
-    roles: set[str],
-    data: Dataset,
-    diagnostic: Path,
-    evaluated: Callable[..., dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
+    roles: set[str], data: Dataset, diagnostic: Path, evaluated: Evaluated, monkeypatch: Patch
 ) -> None:
     role = data.column("dx_role" if roles == {"test"} else "id_role")
     task = "diagnosis" if roles == {"test"} else "identification"
@@ -242,9 +233,7 @@ def test_crops_without_a_lead_that_the_model_looks_at_are_counted(
     assert any(f"In 3 of {len(rows):,} crops" in r for r in evaluated(diagnostic, "--task", task, "--leads", "V2")["remarks"])
 
 
-def test_training_on_another_split_is_a_warning(
-    data: Dataset, saved_model: Saved, evaluated: Callable[..., dict[str, Any]]
-) -> None:
+def test_training_on_another_split_is_a_warning(data: Dataset, saved_model: Saved, evaluated: Evaluated) -> None:
     folder, mine = saved_model(head=DIAGNOSIS), split_of(data)
     elsewhere = mine | {"fingerprint": "0", "seed": 1}
     for splits, warned in (
@@ -260,9 +249,7 @@ def test_training_on_another_split_is_a_warning(
         assert any("(seed 1, here 0)" in remark for remark in remarks) == warned, splits
 
 
-def test_one_patient_says_nothing(
-    data: Dataset, pretrained: Path, evaluated: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_patient_says_nothing(data: Dataset, pretrained: Path, evaluated: Evaluated, monkeypatch: Patch) -> None:
     select = Dataset.select
     patient = data.column("patient")[select(data, identity="gallery")[0]]
 
@@ -287,15 +274,11 @@ def test_one_patient_says_nothing(
         ({"task": "diagnosis", "classes": ["AF", "NSR"]}, "auto", "2 classes, not AFL, BBB"),
     ],
 )
-def test_a_model_that_makes_no_diagnosis(
-    head: Any, task: str, pattern: str, saved_model: Saved, refused: Callable[..., None]
-) -> None:
+def test_a_model_that_makes_no_diagnosis(head: Any, task: str, pattern: str, saved_model: Saved, refused: Refused) -> None:
     refused(pattern, saved_model(head=head), "--task", task)
 
 
-def test_data_without_held_out_crops(
-    data: Dataset, diagnostic: Path, refused: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_without_held_out_crops(data: Dataset, diagnostic: Path, refused: Refused, monkeypatch: Patch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(Dataset, "labels", np.zeros((len(data), 26), bool))
         refused(r"none of its \d+ crops with dx=test has a scored diagnosis", diagnostic)
@@ -306,9 +289,7 @@ def test_data_without_held_out_crops(
     refused("no crop has id=valid and two halves", diagnostic, "--task", "identification", "--role", "valid")
 
 
-def test_arguments_and_files_are_checked_before_the_work(
-    pretrained: Path, tmp_path: Path, refused: Callable[..., None]
-) -> None:
+def test_arguments_and_files_are_checked_before_the_work(pretrained: Path, tmp_path: Path, refused: Refused) -> None:
     refused("none: no dataset.json", pretrained, "--data", tmp_path / "none")
     refused("none: ", tmp_path / "none")
     refused("--json .*none", pretrained, "--json", tmp_path / "none" / "f.json")
@@ -319,9 +300,7 @@ def test_arguments_and_files_are_checked_before_the_work(
         refused("--device cuda", pretrained, "--device", "cuda")
 
 
-def test_a_full_disk_names_the_output(
-    data: Dataset, pretrained: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_names_the_output(data: Dataset, pretrained: Path, tmp_path: Path, capsys: Any, monkeypatch: Patch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -333,7 +312,7 @@ def test_a_full_disk_names_the_output(
         assert err.count("\n") == 1 and not (tmp_path / "f").exists()
 
 
-def test_interrupted_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupted_is_one_line(monkeypatch: Patch, capsys: pytest.CaptureFixture[str]) -> None:
     def stopped(_: object) -> None:
         raise KeyboardInterrupt
 
@@ -343,14 +322,12 @@ def test_interrupted_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 @pytest.mark.parametrize(("key", "value"), [("fs_hz", 250), ("uv_per_lsb", 4.88)])
-def test_data_of_another_rate_or_unit(
-    key: str, value: float, copy: Callable[..., str], pretrained: Path, refused: Callable[..., None]
-) -> None:
+def test_data_of_another_rate_or_unit(key: str, value: float, copy: Any, pretrained: Path, refused: Refused) -> None:
     refused(f"{key}={value}, the model takes", pretrained, "--data", copy(**{key: value}))
 
 
 @pytest.mark.parametrize("head", [DIAGNOSIS, IDENTIFICATION], ids=["diagnosis", "identification"])
-def test_a_model_that_gives_nan(head: Any, saved_model: Saved, tmp_path: Path, refused: Callable[..., None]) -> None:
+def test_a_model_that_gives_nan(head: Any, saved_model: Saved, tmp_path: Path, refused: Refused) -> None:
     folder = saved_model(head=head)
     weights = load_file(folder / "model.safetensors")
     weights[next(name for name in weights if name.startswith("encoder.layers"))][:] = np.nan
@@ -360,7 +337,7 @@ def test_a_model_that_gives_nan(head: Any, saved_model: Saved, tmp_path: Path, r
     assert not (tmp_path / "f.json").exists()
 
 
-def test_a_damaged_crop_is_named(data: Dataset, diagnostic: Path, tmp_path: Path, refused: Callable[..., None]) -> None:
+def test_a_damaged_crop_is_named(data: Dataset, diagnostic: Path, tmp_path: Path, refused: Refused) -> None:
     place = Path(shutil.copytree(data.root.url, tmp_path / "damaged"))
     row, path = int(data.select(dx="test")[0]), place / "shards" / "00000.tar"
     content = bytearray(path.read_bytes())
@@ -369,9 +346,7 @@ def test_a_damaged_crop_is_named(data: Dataset, diagnostic: Path, tmp_path: Path
     refused(rf"00000.tar: crop {row} at byte \d+: .*crc32c", diagnostic, "--data", place)
 
 
-def test_public_data_need_no_credentials(
-    pretrained: Path, refused: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_public_data_need_no_credentials(pretrained: Path, refused: Refused, monkeypatch: Patch) -> None:
     opened = []
 
     def open_dataset(url: str, anonymous: bool = False) -> Dataset:

@@ -61,7 +61,7 @@ def test_contexts_are_compared_with_what_the_loss_compares_them_with() -> None:
     assert len(found["same_similarity"]) == 2 and len(found["other_similarity"]) == 4
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_a_run_on_two_ranks_in_bf16_leaves_them(stage: int, dataset: Dataset, tmp_path: Path) -> None:
     ended = pretrain(tmp_path, dataset.root.url, world=2, train__zero_stage=stage, train__precision="bf16", train__steps=1)
     assert ended.ok, ended.output

@@ -13,13 +13,14 @@ from ranks import pretrain, rows
 from data_tools.build import ShardOptions, shard
 from data_tools.dataset import Dataset
 from data_tools.sources import open_sources
+from engine.common import ConfigError
 from engine.config import build
 from engine.data.loader import Loader
 from engine.data.order import DatasetRows, Order
 from engine.data.validation_split import patient_ids, sides
+from engine.training.distributed import Ranks
+from engine.training.pretraining import Pretraining
 from engine.training.validation import training_roles
-
-WORLDS = (1, 2, 4)
 
 
 class Named:
@@ -96,43 +97,57 @@ def test_no_patient_held_out_is_trained_on_at_any_world_size_or_restart(dataset:
     steps = 3 * order.steps_per_epoch
     seen = order.places(0, steps * 16).row
     assert out and not out & set(patients[seen].tolist())
-    everybody = set(
-        patients[DatasetRows.of(dataset, pretrain=True, halves=2).row(np.arange(len(held) + len(order.rows[0])))].tolist()
-    )
-    assert everybody == out | set(patients[order.rows[0].row(np.arange(len(order.rows[0])))].tolist())
-    for world in WORLDS:
-        loaders = [
-            Loader(config.loader, [dataset], torch.device("cpu"), r, world, **training_roles(config)) for r in range(world)
-        ]
+    pool = DatasetRows.of(dataset, pretrain=True, halves=2)
+    everybody, trained = (set(patients[part.row(np.arange(len(part)))].tolist()) for part in (pool, order.rows[0]))
+    assert everybody == out | trained
+    roles, cpu = training_roles(config), torch.device("cpu")
+    for world in (1, 2, 4):
+        loaders = [Loader(config.loader, [dataset], cpu, rank, world, **roles) for rank in range(world)]
         first = [next(iter(loader)) for loader in loaders]
         assert np.concatenate([batch.places.row for batch, _ in first]).tolist() == seen[:16].tolist()
         state = first[0][1]
-        again = Loader(config.loader, [dataset], torch.device("cpu"), 0, world, state, **training_roles(config))
+        again = Loader(config.loader, [dataset], cpu, 0, world, state, **roles)
         batch, _ = next(iter(again))
         assert batch.places.row.tolist() == seen[16 : 16 + 16 // world].tolist()
         for loader in (*loaders, again):
             loader.close()
 
 
-def test_a_run_validates_on_them_and_another_share_is_refused(archive: Path, tmp_path: Path) -> None:
-    bare = shard(
-        open_sources(str(archive / "training" / "ningbo")), ShardOptions(str(tmp_path / "bare"), plan="all", quiet=True)
-    )
+def pretraining(dataset: Dataset, **data: Any) -> Pretraining:
+    """The task alone: what it says before the first step."""
+    config = build({"data": {"datasets": [dataset.root.url], **data}})
+    return Pretraining(config, [dataset], Ranks(0, 1, torch.device("cpu"), None))
+
+
+@pytest.fixture(scope="module")
+def bare(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """Without roles."""
+    out = tmp_path_factory.mktemp("bare") / "bare"
+    return shard(open_sources(str(archive / "training" / "ningbo")), ShardOptions(str(out), plan="all", quiet=True))
+
+
+def test_data_without_roles_has_no_validation_loss_unless_patients_are_held_out(bare: Dataset) -> None:
+    task = pretraining(bare)
+    assert task.held_out.crops == 0 and "data.hold_out=0.05" in task.remarks[0]
+    task = pretraining(bare, hold_out=0.3)
+    assert task.held_out.crops > 0 and not task.remarks
+    with pytest.raises(ConfigError, match="hold_out=1e-09"):
+        pretraining(bare, hold_out=1e-9)
+    with pytest.raises(ConfigError, match=r"hold_out=1\.0"):
+        pretraining(bare, hold_out=1.0)
+
+
+def test_a_run_validates_on_them_and_another_share_is_refused(bare: Dataset, tmp_path: Path) -> None:
     how = {"train__steps": 2, "train__validate_every": 1, "train__batch_crops": 4}
-    ended = pretrain(tmp_path, bare.root.url, "none", **how)
-    assert ended.ok and "data.hold_out=0.05 would keep" in ended.output, ended.output
-    assert rows(tmp_path / "none", "validation.jsonl") == []
     ended = pretrain(tmp_path, bare.root.url, world=2, data__hold_out=0.3, **how)
-    assert ended.ok and "would keep" not in ended.output, ended.output
+    assert ended.ok, ended.output
     assert [row["step"] for row in rows(tmp_path / "run", "validation.jsonl")] == [0, 1, 2]
-    for share, says in ((0.2, "data.hold_out was 0.3 and is 0.2"), (1e-9, "holds nobody"), (1.0, "less than 1")):
-        ended = pretrain(tmp_path, bare.root.url, data__hold_out=share, **how)
-        assert ended.codes == [2] and says in ended.output and len(ended.output.splitlines()) == 1, ended.output
+    ended = pretrain(tmp_path, bare.root.url, data__hold_out=0.2, **how)
+    assert ended.codes == [2] and "data.hold_out was 0.3 and is 0.2" in ended.output and ended.output.count("\n") == 1
 
 
-@pytest.mark.parametrize("side, roles, said", [("valid", {}, True), ("train", {}, True), ("valid", {"dx": "test"}, False)])
-def test_validation_on_what_is_trained_on_is_said(
-    side: str, roles: dict[str, str], said: bool, dataset: Dataset, tmp_path: Path
+@pytest.mark.parametrize("side, roles, warned", [("valid", {}, True), ("train", {}, True), ("valid", {"dx": "test"}, False)])
+def test_validation_on_crops_that_are_trained_on_is_a_warning(
+    side: str, roles: dict[str, str], warned: bool, dataset: Dataset
 ) -> None:
-    ended = pretrain(tmp_path, dataset.root.url, train__steps=1, **{f"data__{side}": roles})
-    assert ended.ok and ("that it is trained on" in ended.output) is said, ended.output
+    assert any("trained on" in remark for remark in pretraining(dataset, **{side: roles}).remarks) == warned
