@@ -5,7 +5,7 @@
 
 Source: paper, section "Fine-tuning" (scale 192, margin 1.0); fairseq-signals criterions/arcface_criterion.py:46-66. Beyond
 theta = pi - margin, where cos(theta + margin) would rise again, the authors go on with cos(theta) - margin * sin(margin); the
-paper does not say. The sine's slope has no bound at a cosine of +-1: the cosine is kept off it by CLIP.
+paper does not say. The sine's slope is unbounded at a cosine of +-1: CLIP keeps the cosine away from it.
 """
 
 import math

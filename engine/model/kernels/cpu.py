@@ -16,8 +16,8 @@ INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes
 
 
 def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
-    """16 random bits a number, four numbers to each draw: ten times as fast as torch's, which draws a Bernoulli number for each
-    element and then selects one at a time. p is rounded to a multiple of 2**-16, and what is kept is scaled to match."""
+    """16 random bits for each element, four elements to a draw: ten times as fast as torch's, which draws a Bernoulli number
+    for each and selects one at a time. p is rounded to a multiple of 2**-16, and the scale of what is kept matches."""
     if not training or p == 0:
         return x
     dropped = round(p * 65536)
@@ -92,7 +92,7 @@ class GroupNormGelu(torch.autograd.Function):
 
 
 def in_cache(y_RTC: Tensor) -> Iterator[slice]:
-    """As many rows as are two megabytes of float32 for each thread, at least one: less is lost in waking threads."""
+    """Groups of rows of two megabytes of float32 for each thread, at least one row: with less, waking threads costs more."""
     rows = max(1, torch.get_num_threads() * 2**19 // math.prod(y_RTC.shape[1:]))
     return (slice(start, start + rows) for start in range(0, len(y_RTC), rows))
 

@@ -17,8 +17,8 @@ BLOCK = 26  # outputs of the convolution at a time: 156 tokens are six blocks
 
 
 def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
-    """By a hash of each number's place and two seeds, computed again for the gradient: 10 operations where the compiler's own
-    generator takes 65, and no mask is kept."""
+    """By a hash of each element's index and two seeds, computed again for the gradient: 10 operations where the compiler's own
+    generator takes 65, and no mask is saved."""
     if not training or p == 0 or not torch.compiler.is_compiling():
         return F.dropout(x, p, training)
     hashed: Tensor = HashedDropout.apply(x, p, torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=x.device))
@@ -43,7 +43,7 @@ class HashedDropout(torch.autograd.Function):
 
 
 def keep_mask(x: Tensor, p: float, seeds: Tensor) -> Tensor:
-    """By the upper bits of a product of products, each of a number with its own upper half mixed into the lower."""
+    """A hash of products, before each of which the upper half of the bits is mixed into the lower; its value decides."""
     bits = torch.arange(x.numel(), device=x.device).to(torch.int32) + seeds[0]
     bits = mix_lower(bits) * 0x7FEB352D ^ seeds[1]
     bits = mix_lower(mix_lower(bits) * 0x2C1B3C6D) * 0x297A2D39
@@ -55,7 +55,7 @@ def mix_lower(bits: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor) -> Tensor:
-    """Compiled in bf16 with two thirds of the operations of the exact one, which on a GPU take longer than its memory."""
+    """Compiled in bf16: two thirds of the operations of the exact one, which are slower than a GPU's memory."""
     if torch.compiler.is_compiling() and x.dtype == torch.bfloat16:
         y: Tensor = PolynomialGelu.apply(x)
         return y
@@ -103,7 +103,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 class LinearByRows(torch.autograd.Function):
-    """The bias's gradient is summed row by row first, in the kernel that makes y's gradient, which is not read again for it."""
+    """The bias's gradient is summed row by row first, in the kernel that writes y's gradient, which is then not read again."""
 
     @staticmethod
     def forward(x_RNI: Tensor, weight_OI: Tensor, bias_O: Tensor) -> Tensor:
@@ -138,9 +138,9 @@ def convolve(x_RND: Tensor, weight_DcK: Tensor, bias_D: Tensor, groups: int) -> 
 
 
 class BlockConvolution(torch.autograd.Function):
-    """A matrix product a group: BLOCK outputs at a time from the inputs they look at, the weight written into a band. A fifth
-    more arithmetic than needed, in a shape that matrix units like. The input's gradient is a convolution too. The weight's is a
-    product in which each tap stands BLOCK times; those are summed in float32, always in the same order."""
+    """One matrix product for each group: BLOCK outputs at a time from the inputs they need, with the weight as a band matrix.
+    A fifth more arithmetic than needed, in a shape that suits tensor cores. The input's gradient is a convolution too. The
+    weight's is a product that holds each tap BLOCK times; these are summed in float32, always in the same order."""
 
     @staticmethod
     def forward(x_RND: Tensor, weight_DcK: Tensor, groups: int) -> Tensor:
@@ -172,7 +172,7 @@ class BlockConvolution(torch.autograd.Function):
 
 
 def in_blocks(x_RND: Tensor, weight_DcK: Tensor, groups: int, left: int) -> Tensor:
-    """BLOCK outputs at a time; output n looks at the inputs from n - left on."""
+    """BLOCK outputs at a time; output n needs the inputs from n - left on."""
     rows, tokens, width = x_RND.shape
     kernel, each, blocks = weight_DcK.shape[2], width // groups, -(-tokens // BLOCK)
     taps_Goik = F.pad(weight_DcK.view(groups, each, each, kernel), (BLOCK - 1, BLOCK - 1))
@@ -182,7 +182,7 @@ def in_blocks(x_RND: Tensor, weight_DcK: Tensor, groups: int, left: int) -> Tens
 
 
 def patches(x_RND: Tensor, kernel: int, groups: int, left: int) -> Tensor:
-    """What each block looks at: [G, R * blocks, window * c in]."""
+    """The inputs that each block needs: [G, R * blocks, window * c in]."""
     rows, tokens, width = x_RND.shape
     blocks, window = -(-tokens // BLOCK), kernel + BLOCK - 1
     x_RTGc = F.pad(x_RND, (0, 0, left, blocks * BLOCK - tokens + kernel - 1 - left)).reshape(rows, -1, groups, width // groups)

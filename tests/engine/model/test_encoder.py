@@ -1,6 +1,7 @@
 """Encoder and quantiser against the plain way to write them; the settings, and what the model costs."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tiny import SMALL
 from torch import nn
 
 from engine.common import ConfigError
+from engine.config import build
 from engine.model.config import (
     ModelConfig,
     ObjectiveConfig,
@@ -199,3 +201,4 @@ def test_settings_of_earlier_versions_are_read() -> None:
     old = dataclasses.asdict(SMALL) | {"attention": "short", "position": "blocks"}
     del old["kernels"]
     assert validated(ModelConfig, current_settings(old), "model") == SMALL
+    assert build({"model": json.loads(json.dumps(old))}).model == SMALL

@@ -2,9 +2,7 @@
 
 import re
 import runpy
-import warnings
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -190,12 +188,3 @@ def test_float32_is_made_exact_by_programs_and_not_by_an_import(monkeypatch: pyt
     assert torch.backends.cudnn.allow_tf32
     module["disable_tf32"]()
     assert not torch.backends.cudnn.allow_tf32
-
-
-def test_torch_s_compiler_may_say_that_float32_is_exact() -> None:
-    """On a GPU it warns in these words, and these tests make errors of other warnings."""
-    words = "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled"
-    assert torch.__file__ and words in (Path(torch.__file__).parent / "_inductor" / "compile_fx.py").read_text()
-    warnings.warn(words, stacklevel=1)
-    with pytest.raises(UserWarning):
-        warnings.warn("another", stacklevel=1)
