@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from handmade import crops_of, dat, ecg, header
 from twins import PTBXL_COLUMNS, write_ptbxl, write_table
@@ -10,7 +9,7 @@ from twins import PTBXL_COLUMNS, write_ptbxl, write_table
 from data_tools.__main__ import main
 from data_tools.dataset import Dataset
 from data_tools.record import LEADS
-from data_tools.sources import Prepared, open_sources, prepared
+from data_tools.sources import open_sources
 from data_tools.sources.ptbxl import PtbXl
 
 
@@ -48,33 +47,3 @@ def test_the_original_is_read_where_both_are_there(tmp_path: Path, capsys: pytes
     write_100_hz(tmp_path, [1, 2])
     (source,) = open_sources(str(tmp_path))
     assert [record.fs_hz for record in source] == [500.0] and source.notes() == []
-
-
-def low(crop: np.ndarray) -> np.ndarray:
-    """Below 35 Hz, which both rates hold, without the ends."""
-    spectrum = np.fft.rfft(crop.astype(float))
-    spectrum[:, 350:] = 0
-    return np.fft.irfft(spectrum, crop.shape[1])[:, 500:-500]
-
-
-def test_the_real_records_are_the_same_at_both_rates(real_ecgs: Path) -> None:
-    """The release's 100 Hz are 1 to 2 ms ahead of its 500 Hz, in all records alike."""
-    more = real_ecgs.parent / "ecg2"
-    if not (more / "ptbxl100").is_dir():
-        pytest.skip("the real ECGs at 100 Hz are not here (../shared/ecg2)")
-    originals = [source for place in (more / "ptbxl500", real_ecgs) for source in open_sources(str(place))]
-    at_500 = {found.name_for(key): (found, key) for found in originals for key in found.keys()}  # noqa: SIM118
-    (source,) = open_sources(str(more / "ptbxl100"))
-    alike = []
-    for key in list(source.keys())[::4]:  # of all 358 the lowest is 0.987 and half are above 0.994
-        slow = prepared(source, key)
-        assert isinstance(slow, Prepared) and (slow.source, slow.halves) == ("ptb-xl", (2,))
-        if slow.record in at_500:
-            fast = prepared(*at_500[slow.record])
-            assert isinstance(fast, Prepared) and fast.patient in (slow.patient, None)
-            for a, b in zip(low(slow.crops_uv[0]), low(fast.crops_uv[0]), strict=True):
-                if b.std() > 5:
-                    alike.append(np.corrcoef(a, b)[0, 1])
-                    assert a.std() == pytest.approx(b.std(), rel=0.05)
-    assert len(alike) > 12 * 60
-    assert min(alike) > 0.97 and np.median(alike) > 0.99

@@ -143,8 +143,7 @@ def build(source: str, out: str, **settings: Any) -> Dataset:
 
 
 @pytest.mark.parametrize(
-    ("source", "out", "kind", "workers"),
-    [("s3", "local", "both", 1), ("local", "s3", "tar", 1), ("s3", "s3", "both", 1)],
+    ("source", "out", "kind", "workers"), [("s3", "local", "both", 1), ("local", "s3", "tar", 1), ("s3", "s3", "both", 1)]
 )
 def test_same_bytes(
     s3: Server, small: Path, right: dict[str, dict[str, bytes]], tmp_path: Path, source: str, out: str, kind: str, workers: int

@@ -26,7 +26,7 @@ from twins import (
 from data_tools.__main__ import main
 from data_tools.build import ShardOptions, shard
 from data_tools.dataset import REJECTS, Dataset
-from data_tools.errors import DataError, ReadError, StorageError
+from data_tools.errors import ReadError, StorageError
 from data_tools.record import LEADS, EcgRecord
 from data_tools.sources import Source, open_sources
 from data_tools.sources.code15 import Code15
@@ -161,14 +161,6 @@ def test_statements_are_read_and_never_run(tmp_path: Path, monkeypatch: pytest.M
     assert record.patient == "3"
     assert record.dx in (("39732003",), ("164889003", "39732003"))
     assert not (tmp_path / "PWNED").exists()
-
-
-def test_a_record_that_the_table_lacks_is_read_with_a_warning(tmp_path: Path) -> None:
-    write_ptbxl(tmp_path, {1: {}, 2: {}})
-    write_table(tmp_path / "ptbxl_database.csv", PTBXL_COLUMNS, [{"ecg_id": 1, "patient_id": 5}])
-    records = read(PtbXl(folder(tmp_path)))
-    assert records["HR00002"].warnings == (("not in ptbxl_database.csv", ""),)
-    assert records["HR00002"].patient is None
 
 
 # MIMIC-IV-ECG
@@ -321,25 +313,6 @@ def test_diagnoses_that_are_no_codes_are_flagged_and_not_copied(tmp_path: Path) 
     assert (source, record, reason) == ("clinic", "one", "diagnosis without a code") and detail.startswith("2 ")
     assert b"heart attack" not in everything_in(made)
     assert verify(made, [Worded(folder(tmp_path))]) == []
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("nonsense", "not auto, physionet2021, ptbxl, mimic-iv-ecg, code15, wfdb"),
-        ("nowhere.py:Csv", "no such file nowhere.py"),
-        ("{place}/formats.py:Csv", "has no attribute 'Csv'"),
-        ("{place}/formats.py:NoSource", "not a subclass"),
-        ("{place}/broken_syntax.py:Csv", "broken_syntax.py, line 1"),
-        ("data_tools.no_such:Csv", "No module named"),
-    ],
-)
-def test_a_source_that_is_not_there_is_said_in_a_line(tmp_path: Path, kind: str, message: str) -> None:
-    (tmp_path / "formats.py").write_text("class NoSource: pass\n")
-    (tmp_path / "broken_syntax.py").write_text("class Csv(:\n")
-    with pytest.raises(DataError, match=re.escape(message)) as error:
-        open_sources(str(tmp_path), kind.format(place=tmp_path))
-    assert "\n" not in str(error.value)
 
 
 # Which archive is it?

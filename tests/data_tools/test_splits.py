@@ -25,6 +25,22 @@ def archive(records: int, seed: int = 0, duplicates: int = 0) -> Records:
     return Records(source, SOURCES, pa.array(names), pa.array(patients, pa.string()), crop_record, crop_start, waveform)
 
 
+def records_of(
+    sources: list[str], patients: list[str | None], waveform: list[int] | None = None, names: list[str] | None = None
+) -> Records:
+    """One crop per record."""
+    order, count = tuple(sorted(set(sources))), len(sources)
+    return Records(
+        np.array([order.index(source) for source in sources], np.int16),
+        order,
+        pa.array(names or [f"R{i:05d}" for i in range(count)]),
+        pa.array(patients, pa.string()),
+        np.arange(count),
+        np.zeros(count),
+        np.array(waveform or range(count), np.uint64),
+    )
+
+
 def part(records: Records, keep: np.ndarray) -> Records:
     crops = keep[records.crop_record]
     renumbered = np.cumsum(keep) - 1
@@ -78,11 +94,8 @@ def test_gallery_and_probe_hold_one_crop_of_two_sessions_of_every_patient_who_ha
 
 def patients_of(sessions: np.ndarray) -> Records:
     """One source, whose patients have so many sessions of one crop each."""
-    patient = np.repeat(np.arange(len(sessions)), sessions)
-    count = len(patient)
-    names, owners = pa.array([f"HR{i:05d}" for i in range(count)]), pa.array([f"p{p}" for p in patient])
-    crops = np.arange(count)
-    return Records(np.zeros(count, np.int16), ("ptb-xl",), names, owners, crops, np.zeros(count), crops.astype(np.uint64))
+    patients = [f"p{p}" for p in np.repeat(np.arange(len(sessions)), sessions)]
+    return records_of(["ptb-xl"] * len(patients), patients, names=[f"HR{i:05d}" for i in range(len(patients))])
 
 
 def drawn(records: Records, **whose: float) -> set[str]:
@@ -118,15 +131,9 @@ def test_new_patients_move_no_patient_between_training_and_test() -> None:
 
 def test_the_share_is_of_each_sources_own_patients() -> None:
     few, many = patients_of(np.where(np.arange(500) < 50, 2, 1)), patients_of(np.full(400, 2))
-    both = Records(
-        np.repeat(np.array([0, 1], np.int16), [len(few.names), len(many.names)]),
-        ("clinic", "ptb-xl"),
-        pa.concat_arrays([few.names, many.names]),
-        pa.concat_arrays([few.patients, many.patients]),
-        np.arange(1350),
-        np.zeros(1350),
-        np.arange(1350).astype(np.uint64),
-    )
+    names = [*few.names.to_pylist(), *many.names.to_pylist()]
+    patients = [*few.patients.to_pylist(), *many.patients.to_pylist()]
+    both = records_of(["clinic"] * len(few.names) + ["ptb-xl"] * len(many.names), patients, names=names)
     roles = assign(both, "paper", 0, RoleSources(id=("clinic", "ptb-xl")))
     of = [int(((roles.identity == GALLERY) & both.is_from(name)).sum()) for name in both.source_names]
     assert of[0] == 50 and of[1] == len(drawn(many))
@@ -135,53 +142,26 @@ def test_the_share_is_of_each_sources_own_patients() -> None:
 def test_the_papers_six_sets_pre_train_and_others_if_they_are_named() -> None:
     """Sources of one's own pre-train, whatever lies beside them: what is added later takes nobody out."""
     names = ("clinic", "georgia", "ptb", "st_petersburg_incart")
-    source = np.repeat(np.arange(4, dtype=np.int16), 10)
-    of = Records(
-        source,
-        names,
-        pa.array(list(map(str, range(40)))),
-        pa.nulls(40, pa.string()),
-        np.arange(40),
-        np.zeros(40),
-        np.arange(40),
-    )
+    of = records_of([name for name in names for _ in range(10)], [None] * 40)
 
     def trained(plan: str = "paper", **whose: tuple[str, ...]) -> set[str]:
         roles = assign(of, plan, 0, RoleSources(dx=(), **whose))  # type: ignore[arg-type]
         assert ((roles.identity != 0) == roles.pretrain).all()
-        return {names[i] for i in source[roles.pretrain]}
+        return {names[i] for i in of.source[roles.pretrain]}
 
     assert trained() == trained("paper-split") == {"clinic", "georgia"}
     assert trained(pretrain=("ptb", "georgia")) == {"ptb", "georgia"}
     assert trained(pretrain=("all",)) == set(names)
 
 
-def test_patients_of_two_sources_are_two_though_their_numbers_are_one() -> None:
-    records = Records(
-        np.array([2, 3], np.int16),
-        SOURCES,
-        pa.array(["JS1", "HR1"]),
-        pa.array(["7", "7"]),
-        np.array([0, 1]),
-        np.zeros(2),
-        np.array([5, 6], np.uint64),
-    )
+def test_equal_patient_numbers_of_two_sources_are_two_patients() -> None:
+    records = records_of(["ningbo", "ptb-xl"], ["7", "7"])
     assert not np.isin(assign(records, "paper", 0, RoleSources(id=("ningbo", "ptb-xl"))).identity, (GALLERY, PROBE)).any()
 
 
 def test_two_files_of_one_waveform_are_one_session() -> None:
-    names, patients = pa.array(["HR1", "HR2"]), pa.array(["p", "p"])
     for waveform, expected in (([5, 5], 0), ([5, 6], 1)):
-        records = Records(
-            np.array([3, 3], np.int16),
-            SOURCES,
-            names,
-            patients,
-            np.array([0, 1]),
-            np.zeros(2),
-            np.array(waveform, np.uint64),
-        )
-        roles = assign(records, "paper", 0, EVERYBODY)
+        roles = assign(records_of(["ptb-xl"] * 2, ["p", "p"], waveform), "paper", 0, EVERYBODY)
         assert [int((roles.identity == role).sum()) for role in (GALLERY, PROBE)] == [expected, expected]
 
 
@@ -198,26 +178,10 @@ def test_adding_data_moves_nobody(seed: int) -> None:
         np.testing.assert_array_equal(getattr(before, field)[chosen], getattr(after, field)[kept & lonely])
 
 
-def test_a_duplicate_from_elsewhere_does_not_move_a_diagnosis_record() -> None:
-    alone = Records(
-        np.array([0], np.int16),
-        SOURCES,
-        pa.array(["A1"]),
-        pa.array([None], pa.string()),
-        np.array([0]),
-        np.zeros(1),
-        np.ones(1, np.uint64),
-    )
+def test_a_duplicate_from_another_source_does_not_move_a_diagnosis_record() -> None:
+    alone = records_of(["cpsc_2018"], [None], [1], ["A1"])
+    twin = records_of(["cpsc_2018", "ningbo"], [None, None], [1, 1], ["A1", "JS1"])
     for seed in range(40):
-        twin = Records(
-            np.array([0, 2], np.int16),
-            SOURCES,
-            pa.array(["A1", "JS1"]),
-            pa.array([None, None], pa.string()),
-            np.arange(2),
-            np.zeros(2),
-            np.ones(2, np.uint64),
-        )
         one, two = assign(alone, "paper", seed), assign(twin, "paper", seed)
         assert one.dx[0] == two.dx[0]
         assert two.pretrain[0] == two.pretrain[1] == (one.dx[0] == TRAIN)

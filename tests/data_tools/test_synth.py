@@ -179,32 +179,6 @@ def test_the_csv_links_sessions_and_agrees_with_the_headers(challenge: Path) -> 
         assert codes - {""} == set(stated["Dx"].split(",")) - {"428750005"}
 
 
-def test_comment_and_signal_line_styles(challenge: Path) -> None:
-    for name, mark, form in (
-        ("ptb-xl", "# Age: ", "16x1+24 1000.0(0)/mv"),
-        ("chapman_shaoxing", "#Age: ", "16+24 1000/mV"),
-    ):
-        text = headers(challenge / "training" / name)[0].read_text()
-        assert f"\n{mark}" in text
-        assert f".mat {form} 16 0 " in text
-    georgia = [comments(header) for header in headers(challenge / "training/georgia")]
-    assert 0 < sum("Sx" in stated for stated in georgia) < len(georgia)
-    u = np.full(12, 0.5)
-    u[[7, 8, 9]] = 0.0
-    assert synth._comments("ningbo", 70, True, ["1", "2"], u)[:3] == ["#Age: NaN", "#Sex: NaN", "#Dx: 1,2,2"]
-    assert synth._comments("ningbo", 70, True, ["1"], np.full(12, 0.999))[2] == "#Dx: 1,"
-
-
-def test_spoilt_records() -> None:
-    flat, invalid = np.ones((100, 12), np.int16), np.ones((100, 12), np.int16)
-    synth.spoil(flat, "georgia", np.array([0, 0.5, 0, 0, 0, 0]))
-    assert not flat[:, 9:].any()
-    assert flat[:, :9].all()
-    synth.spoil(invalid, "ningbo", np.array([0.5, 0.5, 0, 0, 0.5, 0]))
-    assert (invalid == -32_768).sum() == 11
-    assert (invalid[:, :6] == 1).all()
-
-
 def test_classes_and_label_noise(challenge: Path, sessions: list[tuple]) -> None:
     shown = {name for pair in sessions for made in pair for name, mask in made.present.items() if mask.any()}
     assert shown == set(ABBREVIATIONS) - {"BBB", "LPR"}
@@ -270,7 +244,6 @@ def test_refusals(tmp_path: Path) -> None:
         ({"patients": 0}, "patients=0"),
         ({"sessions": 0}, "sessions=0"),
         ({"layout": "edf"}, "layout='edf' is not one of physionet2021, ptbxl"),
-        ({"workers": 0}, "workers=0"),
         ({"patients": 40_000, "sessions": 3}, "five-digit"),
         ({"patients": 90_000, "sessions": 1}, "beside PTB-XL's there are"),
     ):
