@@ -49,6 +49,9 @@ class LineStyle:
     floor: float | None = None  # the y axis reaches at least down to it
     smooth: bool = True
     x_label: str = "step"
+    outline: bool = False  # of bins: filled, without markers
+    width: float = WIDTH
+    level: str = "chance"  # name of Line.chance
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,8 @@ def tag(name: str, inside: str = "", /, **attributes: Any) -> str:
 
 
 def text(x: float, y: float, content: str, anchor: str = "", kind: str = "", **more: Any) -> str:
+    if not content:
+        return ""
     return tag("text", escape(content), class_=kind, x=float(x), y=float(y), text_anchor=anchor, **more)
 
 
@@ -147,44 +152,51 @@ def legend(entries: Sequence[tuple[str, int, bool]]) -> str:
 
 
 def line_chart(
-    title: str, lines: Sequence[Line], style: LineStyle = LineStyle(), span: Array | None = None, best: float | None = None
+    title: str,
+    lines: Sequence[Line],
+    style: LineStyle = LineStyle(),
+    span: Array | None = None,
+    marks: Sequence[tuple[float, str, str]] = (),
 ) -> str:
-    """`span`: steps that the x axis covers in any case; `best`: the step to mark."""
-    lines = [line for line in lines if len(line.x)]
+    """`span`: x that the axis covers in any case; `marks`: x, what to show at the pointer, and a label."""
+    lines, right, bottom = [line for line in lines if len(line.x)], style.width - RIGHT, HEIGHT - BOTTOM
     chance = {line.chance: line.colour for line in reversed(lines) if line.chance is not None}
     numbers = np.concatenate([*(line.y[np.isfinite(line.y)] for line in lines), list(chance), []])
     log = style.log and len(numbers) > 0 and bool(numbers.min() > 0)
     steps = np.concatenate([np.zeros(0) if span is None else span, *(line.x for line in lines)])
     low, high = (float(steps.min()), float(steps.max())) if len(steps) else (0.0, 0.0)
     only, (low, high) = low == high, (low, high) if high > low else (low - 1, high + 1)
-    area = PlotArea(low, high, *_y_range(numbers, style.floor, log), log=log)
-    marks = [high - 1] if only else [mark for mark in ticks(low, high, round(WIDTH / 80)) if mark == int(mark)]
-    parts = [legend([(line.label, line.colour, line.dashed) for line in lines]) if len(lines) > 1 else ""]
-    parts += area.y_axis(style.percent)
-    parts += [text(LEFT - 7, HEIGHT - 8, style.x_label, "end"), *map(area.x_tick, marks)]
-    parts += [text(WIDTH - RIGHT, 13, style.unit, "end")] if style.unit else []
-    if best is not None and low <= best <= high:
-        at_end = area.x(best) > WIDTH - 60
-        parts.append(area.vertical("axis", best, f"best at step {best:,.0f}", dotted=True))
-        parts.append(text(area.x(best) + (-4 if at_end else 4), TOP - 1, "best", "end" if at_end else ""))
+    area = PlotArea(low, high, *_y_range(numbers, style.floor, log), right - LEFT, log=log)
+    x_ticks = [tick for tick in ticks(low, high, round(style.width / 80)) if style.outline or tick == int(tick)]
+    parts = [legend([(line.label, line.colour, line.dashed) for line in lines]) if len(lines) > 1 or style.outline else ""]
+    parts += [*area.y_axis(style.percent), *map(area.x_tick, [high - 1] if only else x_ticks)]
+    parts += [text(LEFT - 7, HEIGHT - 8, style.x_label, "end"), text(right, 13, style.unit, "end")]
+    for x, reading, label in marks:
+        if low <= x <= high:
+            at_end = area.x(x) > right - 52
+            parts.append(area.vertical("axis", x, reading, dotted=True))
+            parts.append(text(area.x(x) + (-4 if at_end else 4), TOP - 1, label, "end" if at_end else ""))
     for i, (value, colour) in enumerate(chance.items()):
         kind = f"level s{colour}" if len(chance) > 1 else "level axis"
-        parts.append(area.horizontal(kind, value, f"chance {value:.2%}" if style.percent else f"chance {value:.3g}"))
-        parts += [text(WIDTH - RIGHT, area.y(value) - 4, "chance", "end")] if i == 0 else []
+        reading = f"{style.level} {value:.2%}" if style.percent else f"{style.level} {value:.3g}"
+        parts += [area.horizontal(kind, value, reading), text(right, area.y(value) - 4, style.level * (i == 0), "end")]
     for line in lines:
-        parts += _curve(line, area, style.smooth)
-    parts.append(rule("cross", 0, TOP, 0, HEIGHT - BOTTOM) + '<g class="read"></g>')  # the reading at the pointer
+        parts += _curve(line, area, style)
+    parts.append(rule("cross", 0, TOP, 0, bottom) + '<g class="read"></g>')  # the reading at the pointer
     facts = {name: getattr(area, name) for name in ("x0", "x1", "y0", "y1", "left", "top", "width", "height")}
     facts |= {"log": int(log), "scale": 100 if style.percent else 1}
     data = {name: f"{value:.10g}" for name, value in facts.items()} | {"across": style.x_label}
-    return svg("lines", title, WIDTH, HEIGHT, parts, **data, unit=" %" if style.percent else style.unit and f" {style.unit}")
+    data["unit"] = " %" if style.percent else style.unit and f" {style.unit}"
+    return svg("lines wide" if style.width == WIDE else "lines", title, style.width, HEIGHT, parts, **data)
 
 
-def _curve(line: Line, area: PlotArea, smooth: bool) -> Iterator[str]:
+def _curve(line: Line, area: PlotArea, style: LineStyle) -> Iterator[str]:
     x, y = thinned(line.x, line.y)
     data = {"data_key": line.key, "data_label": line.label, "data_colour": str(line.colour)}
     path, kind, good = area.path(x, y), f"s{line.colour}{' dashed' * line.dashed}", np.isfinite(y)
-    if smooth and good.sum() > SMOOTHED_FROM:
+    if style.outline:
+        yield curve(f"data fill {kind}", path, **data)
+    elif style.smooth and good.sum() > SMOOTHED_FROM:
         mean = 10 ** smoothed(np.log10(y)) if area.log else smoothed(y)
         yield curve(f"raw data s{line.colour}", path, **data) + curve(kind, area.path(x, mean))
     else:
@@ -231,50 +243,26 @@ def _y_range(numbers: Array, floor: float | None, log: bool) -> tuple[float, flo
 def histogram(title: str, groups: Sequence[tuple[str, Array]], bins: int = 60) -> str:
     """The share of each group's numbers in each bin."""
     groups = [(label, values[np.isfinite(values)]) for label, values in groups if np.isfinite(values).any()]
-    numbers = np.concatenate([np.zeros(0), *(values for _, values in groups)]) if groups else np.zeros(1)
+    numbers = np.concatenate([values for _, values in groups]) if groups else np.zeros(1)
     low, high = float(numbers.min()), float(numbers.max())
-    if high - low < 1e-9:
-        low, high = low - 0.5, high + 0.5
-    edges = np.linspace(low, high, bins + 1)
-    shares = [np.histogram(values, edges)[0] / len(values) for _, values in groups]
-    labels = [f"{label}, mean {values.mean():.2f}" for label, values in groups]
-    keys = [label for label, _ in groups]
-    means = [(float(values.mean()), f"mean {values.mean():.3f}") for _, values in groups]
-    return _steps(title, edges, shares, keys, labels, WIDE, means)
+    edges = np.linspace(low, high, bins + 1) if high - low > 1e-9 else np.linspace(low - 0.5, high + 0.5, bins + 1)
+    lines = []
+    for i, (label, values) in enumerate(groups):
+        shares = np.repeat(np.histogram(values, edges)[0] / len(values), 2)
+        lines.append(Line(label, f"{label}, mean {values.mean():.2f}", np.repeat(edges, 2), np.r_[0, shares, 0], i))
+    means = [(float(values.mean()), f"mean {values.mean():.3f}", "") for _, values in groups]
+    return line_chart(title, lines, LineStyle(percent=True, floor=0, x_label="", outline=True, width=WIDE), edges, means)
 
 
 def rank_chart(title: str, counts_GV: Array) -> str:
     """The share of each code, largest first; dotted: all equal."""
     shares_GV = -np.sort(-counts_GV / np.maximum(counts_GV.sum(1, keepdims=True), 1), axis=1)
     codes = counts_GV.shape[1]
-    keys = [f"codebook {g + 1}" for g in range(len(counts_GV))]
-    labels = [f"book {g + 1}: {int((row > 0).sum())} of {codes}" for g, row in enumerate(counts_GV)]
-    return _steps(title, np.arange(codes + 1), list(shares_GV), keys, labels, WIDTH, level=1 / codes)
-
-
-def _steps(
-    title: str,
-    edges: Array,
-    shares: Sequence[Array],
-    keys: Sequence[str],
-    labels: Sequence[str],
-    width: float,
-    means: Sequence[tuple[float, str]] = (),
-    level: float = 0.0,
-) -> str:
-    """Outlines of shares between edges; filled, with a line at the mean, where there are means."""
-    highest = max([1e-9, 1.5 * level, *(float(share.max()) for share in shares)]) * 1.05
-    area = PlotArea(float(edges[0]), float(edges[-1]), 0, highest, width - LEFT - RIGHT)
-    parts = [*area.y_axis(percent=True), *map(area.x_tick, ticks(area.x0, area.x1, 7))]
-    parts += [area.horizontal("axis", level, "all equal", dotted=True)] if level else []
-    for i, (share, key) in enumerate(zip(shares, keys, strict=True)):
-        outline = area.path(np.repeat(edges, 2)[1:-1], np.repeat(share, 2))
-        if means:
-            closed = f"{outline}L{area.x(area.x1):.1f} {area.y(0):.1f}L{area.x(area.x0):.1f} {area.y(0):.1f}Z"
-            parts += [tag("path", class_=f"f{i}", opacity=".2", d=closed), area.vertical(f"s{i}", *means[i], dotted=True)]
-        parts.append(curve(f"s{i % 5}", outline, data_key=key))
-    entries = [(label, i % 5, False) for i, label in enumerate(labels)]
-    return svg("bins wide" if width == WIDE else "bins", title, width, HEIGHT, [legend(entries), *parts])
+    edges, lines = np.repeat(np.arange(codes + 1.0), 2), []
+    for g, share_V in enumerate(shares_GV):
+        label = f"book {g + 1}: {int((share_V > 0).sum())} of {codes}"
+        lines.append(Line(f"codebook {g + 1}", label, edges, np.r_[0, np.repeat(share_V, 2), 0], g % 5, chance=1 / codes))
+    return line_chart(title, lines, LineStyle(percent=True, floor=0, x_label="", outline=True, level="all equal"))
 
 
 def ecg_chart(title: str, mv_SLT: Array, leads: Sequence[str], fs_hz: float, step_mv: float = 2.0) -> str:

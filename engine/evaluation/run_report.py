@@ -244,8 +244,9 @@ def draw(chart: Chart, files: RunFiles, best: float | None, absent: list[str]) -
         chance = number(files.fact("chance", key))
         level = chance if math.isfinite(chance) else None
         lines.append(Line(key, curve.label, x, y, 1 if beside_training else len(lines), beside_training, level))
-    mark = best if any(line.key.startswith(VALID) for line in lines) else None
-    return plots.line_chart(chart.title, lines, chart.style, files.metrics.steps, mark) if lines else ""
+    held_out = any(line.key.startswith(VALID) for line in lines)
+    marks = [(best, f"best at step {best:,.0f}", "best")] if held_out and best is not None else []
+    return plots.line_chart(chart.title, lines, chart.style, files.metrics.steps, marks) if lines else ""
 
 
 def diagnostic_charts(arrays: Mapping[str, np.ndarray]) -> Iterator[str]:
