@@ -4,16 +4,17 @@
     deepspeed engine/finetune.py --config configs/finetune/identification.yaml --set start=RUN --set data.datasets=[DATASET]
     ... --set augment.leads=3                                 on three leads, the others zero; 12, 6, 3, 2, 1 or I,II,V2
     ... --set augment.leads=3 --set augment.padded=false      a model of three leads
-    ... --set start=configs/pretrain/w2v_cmsc_rlm.yaml        its architecture with random weights, to compare with
+    ... --set start=configs/pretrain/w2v_cmsc_rlm.yaml        its architecture with random weights, for comparison
     python engine/finetune.py --export RUN                    RUN/model from the best checkpoint
     python engine/finetune.py --schema                        JSON schema of the settings
 
-Under deepspeed, torchrun or plain python. The same loop as pre-training: RUN/ has the same files, the same command goes on
-after a kill, SIGTERM or Ctrl-C writes a checkpoint and ends with 0. RUN/model/ is the step that validates best (train.best);
-`python -m engine.evaluate --model RUN --data DATASET` tests it. Exit 2: a setting or a file is wrong. Exit 1: the run failed.
+Starts under deepspeed, torchrun or plain python. RUN/ has the same files as in pre-training, and resumes the same way.
+RUN/model/ is the step that validates best (train.best); `python -m engine.evaluate --model RUN --data DATASET` tests it.
+SIGTERM or Ctrl-C: a checkpoint at the next step, exit 0. Exit 2: a setting or a file is wrong. Exit 1: the run failed.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 if not __package__:
@@ -26,10 +27,10 @@ if __name__ == "__main__":
 
 from engine.config import FinetuneConfig
 from engine.training.distributed import leave
-from engine.training.finetuning import Finetuning
-from engine.training.train import Door
+from engine.training.finetuning import FinetuneTask
+from engine.training.train import command
 
-main = Door("engine/finetune.py", __doc__, FinetuneConfig, Finetuning).main
+main = partial(command, "engine/finetune.py", __doc__, FinetuneConfig, FinetuneTask, None)
 
 if __name__ == "__main__":
     leave(main())

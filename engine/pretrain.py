@@ -7,13 +7,14 @@
     python engine/pretrain.py --export RUN                    RUN/model from the newest checkpoint
     python engine/pretrain.py --schema                        JSON schema of the settings
 
-RUN/ holds config.yaml, run.json, metrics.jsonl, validation.jsonl, tensorboard/, checkpoints/, in the end model/, report.html.
-Started again with the same RUN it goes on where the last checkpoint stands, bit for bit with as many ranks; with another number
-of ranks the same batches follow, and losses are equal to rounding. Other data, other settings: refused, naming what differs.
-SIGTERM or Ctrl-C: a checkpoint at the next step, and exit 0. Exit 2: a setting or a file is wrong. Exit 1: the run failed.
+RUN/ holds config.yaml, run.json, metrics.jsonl, validation.jsonl, tensorboard/, checkpoints/ and in the end model/, report.html
+Started again with the same RUN, training resumes from the last checkpoint: bit for bit with the same number of ranks; with
+another number of ranks the batches are the same, and losses are equal to rounding. Other data or settings are refused by name.
+SIGTERM or Ctrl-C: a checkpoint at the next step, exit 0. Exit 2: a setting or a file is wrong. Exit 1: the run failed.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 if not __package__:
@@ -26,10 +27,10 @@ if __name__ == "__main__":
 
 from engine.config import QUICKSTART, Config
 from engine.training.distributed import leave
-from engine.training.pretraining import Pretraining
-from engine.training.train import Door
+from engine.training.pretraining import PretrainTask
+from engine.training.train import command
 
-main = Door("engine/pretrain.py", __doc__, Config, Pretraining, QUICKSTART).main
+main = partial(command, "engine/pretrain.py", __doc__, Config, PretrainTask, QUICKSTART)
 
 if __name__ == "__main__":
     leave(main())

@@ -1,155 +1,199 @@
-"""Where curves go beside RUN's own files: TensorBoard, Weights & Biases, MLflow (train.track).
+"""A run's numbers: progress lines, RUN's files, and TensorBoard, Weights & Biases or MLflow (train.track).
 
-    check(config)                             # before any work: what is asked for is installed
-    boards = open_boards(run, config, step, note=print)
-    boards.log({"loss": 4.2}, step=10)
-    boards.close()
+    require_installed(config)                 # before any work
+    logger = RunLogger(run, config, keys, facts, resumed_step, total)      # on rank 0 only
+    logger.log({"step": 10, "loss": 4.2, ...})
+    logger.close()
 
-Where to and as whom is said to the services in their own ways: WANDB_PROJECT, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME. A
-run that goes on goes on there too: RUN/boards.json has its names. A service that fails is left out for the rest; training goes
-on.
+Project and account are set by the services' own environment variables: WANDB_PROJECT, MLFLOW_TRACKING_URI,
+MLFLOW_EXPERIMENT_NAME. A resumed run continues under the same name there (RUN/boards.json). A service that fails is dropped;
+training goes on. Lines of steps that a resumed run does again move to metrics.cut.jsonl and validation.cut.jsonl.
 """
 
 import importlib
+import importlib.metadata
 import importlib.util
 import json
+import math
 import os
+import platform
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
+import torch
+import yaml  # type: ignore[import-untyped]
+
+from data_tools.cli import say
 from engine.common import ConfigError, write_whole
-from engine.config import Settings
+from engine.config import RunConfig, flatten
+from engine.evaluation.run_files import METRICS, VALID, VALIDATION
 
-NAMES = "boards.json"
-MLFLOW_PARAMS, MLFLOW_LETTERS = 100, 500  # of one call, of one value
-
-
-class Board(Protocol):
-    name: str | None  # under which the service knows the run
-
-    def log(self, values: dict[str, float], step: int) -> None: ...
-
-    def close(self) -> None: ...
+SERVICE_IDS = "boards.json"
+MLFLOW_PARAMS, MLFLOW_LETTERS = 100, 500  # limits of one call, of one value
+PACKAGES = ("torch", "deepspeed", "numpy", "pydantic", "safetensors", "nvidia-dali-cuda130", "nvidia-dali-cuda120")
+Row = dict[str, Any]
 
 
-class TensorBoard:
-    name: str | None = None
+class Service(NamedTuple):
+    id: str | None  # of the run, to resume it there
+    log: Callable[[dict[str, float], int], None]
+    close: Callable[[], None]
 
-    def __init__(self, run: Path, config: Settings, step: int, name: str | None) -> None:
-        module: Any = importlib.import_module("torch.utils.tensorboard")
-        self.hook, threading.excepthook = threading.excepthook, self._heard_later
-        self.writer = module.SummaryWriter(str(run / "tensorboard"), purge_step=step + 1 if step else 0)
 
-    def _heard_later(self, failed: threading.ExceptHookArgs) -> None:
-        """Its writing thread hands its error to the next call; a traceback beside it would be said twice."""
+def open_tensorboard(run: Path, config: RunConfig, step: int, run_id: str | None) -> Service:
+    tensorboard: Any = importlib.import_module("torch.utils.tensorboard")
+    writer = tensorboard.SummaryWriter(str(run / "tensorboard"), purge_step=step + 1 if step else 0)
+    hook = threading.excepthook
+
+    def ignore_writer(failed: threading.ExceptHookArgs) -> None:
+        """The next call raises what TensorBoard's thread failed with; a traceback would say it twice."""
         if not type(failed.thread).__module__.startswith("tensorboard."):
-            self.hook(failed)
+            hook(failed)
 
-    def log(self, values: dict[str, float], step: int) -> None:
+    def log(values: dict[str, float], step: int) -> None:
         for key, value in values.items():
-            self.writer.add_scalar(key, value, step)
+            writer.add_scalar(key, value, step)
 
-    def close(self) -> None:
+    def close() -> None:
         try:
-            self.writer.close()
+            writer.close()
         finally:
-            threading.excepthook = self.hook
+            threading.excepthook = hook
+
+    threading.excepthook = ignore_writer
+    return Service(None, log, close)
 
 
-class Wandb:
-    def __init__(self, run: Path, config: Settings, step: int, name: str | None) -> None:
-        wandb: Any = importlib.import_module("wandb")
-        where = {"project": os.environ.get("WANDB_PROJECT", "omnilead"), "dir": str(run), "id": name, "resume": "allow"}
-        self.run = wandb.init(**where, name=run.resolve().name, config=config.tree())
-        self.name: str | None = str(self.run.id)
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self.run.log(values, step=step)
-
-    def close(self) -> None:
-        self.run.finish()
+def open_wandb(run: Path, config: RunConfig, step: int, run_id: str | None) -> Service:
+    wandb: Any = importlib.import_module("wandb")
+    project = os.environ.get("WANDB_PROJECT", "omnilead")
+    name = run.resolve().name
+    opened = wandb.init(project=project, dir=str(run), id=run_id, resume="allow", name=name, config=config.tree())
+    return Service(str(opened.id), lambda values, step: opened.log(values, step=step), opened.finish)
 
 
-class Mlflow:
-    def __init__(self, run: Path, config: Settings, step: int, name: str | None) -> None:
-        self.mlflow: Any = importlib.import_module("mlflow")
-        begun = self.mlflow.start_run(run_id=name, run_name=run.resolve().name)
-        self.name: str | None = str(begun.info.run_id)
-        if name is None:
-            settings = list(flat(config.tree()))
-            for at in range(0, len(settings), MLFLOW_PARAMS):
-                self.mlflow.log_params(dict(settings[at : at + MLFLOW_PARAMS]))
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self.mlflow.log_metrics(values, step=step)
-
-    def close(self) -> None:
-        self.mlflow.end_run()
+def open_mlflow(run: Path, config: RunConfig, step: int, run_id: str | None) -> Service:
+    mlflow: Any = importlib.import_module("mlflow")
+    opened = mlflow.start_run(run_id=run_id, run_name=run.resolve().name)
+    settings = [(key, str(value)[:MLFLOW_LETTERS]) for key, value in flatten(config.tree()).items()] if run_id is None else []
+    for at in range(0, len(settings), MLFLOW_PARAMS):
+        mlflow.log_params(dict(settings[at : at + MLFLOW_PARAMS]))
+    return Service(str(opened.info.run_id), lambda values, step: mlflow.log_metrics(values, step=step), mlflow.end_run)
 
 
-BOARDS: dict[str, Callable[[Path, Settings, int, str | None], Board]] = {
-    "tensorboard": TensorBoard,
-    "wandb": Wandb,
-    "mlflow": Mlflow,
-}
+SERVICES = {"tensorboard": open_tensorboard, "wandb": open_wandb, "mlflow": open_mlflow}
 
 
-def check(config: Settings) -> None:
-    for name in config.train.track:
-        if name != "tensorboard" and not installed(name):  # nobody has asked for that one; it is the default
-            asked = ", ".join(config.train.track)
-            raise ConfigError(f"train.track=[{asked}]: {name} is not installed: pip install 'omnilead[track]'")
-
-
-def installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
     return name in sys.modules or importlib.util.find_spec(name) is not None
 
 
-@dataclass
-class Boards:
-    note: Callable[[str], None]
-    boards: dict[str, Board] = field(default_factory=dict)
+def require_installed(config: RunConfig) -> None:
+    for name in config.train.track:
+        if name != "tensorboard" and not is_installed(name):  # TensorBoard is the default: it may be missing
+            raise ConfigError(f"train.track={list(config.train.track)}: {name} is not installed: pip install 'omnilead[track]'")
 
-    def log(self, values: dict[str, float], step: int) -> None:
-        self._each(lambda board: board.log(values, step))
+
+class RunLogger:
+    def __init__(self, run: Path, config: RunConfig, keys: tuple[str, ...], facts: Row, step: int, total: int) -> None:
+        self.keys, self.total, self.first_step, self.started_s = keys, total, step, time.perf_counter()
+        run.mkdir(parents=True, exist_ok=True)
+        write_whole(run / "config.yaml", yaml.safe_dump(config.tree(), sort_keys=False))
+        write_whole(run / "run.json", json.dumps(facts | environment(), indent=1) + "\n")
+        self.services = self._open_services(run, config, step)
+        for name in (METRICS, VALIDATION):
+            move_repeated_lines(run / name, step)
+        self.files = {name: open(run / name, "a", buffering=1) for name in (METRICS, VALIDATION)}  # noqa: SIM115
+
+    def _open_services(self, run: Path, config: RunConfig, step: int) -> dict[str, Service]:
+        path = run / SERVICE_IDS
+        services: dict[str, Service] = {}
+        ids: dict[str, str] = json.loads(path.read_text()) if step and path.is_file() else {}
+        for name in config.train.track:
+            if not is_installed(name):
+                say(f"{name} is not installed: no curves there")
+                continue
+            try:
+                services[name] = SERVICES[name](run, config, step, ids.get(name))
+            except Exception as error:  # no account, no network
+                raise ConfigError(f"train.track: {name} failed to start: {' '.join(str(error).split())[:250]}") from None
+        ids |= {name: service.id for name, service in services.items() if service.id}
+        if ids:
+            write_whole(path, json.dumps(ids) + "\n")
+        return services
+
+    def log(self, row: Row) -> None:
+        line = {key: row.get(key) for key in self.keys}
+        self._write(METRICS, line, row)
+        left_s = (time.perf_counter() - self.started_s) / max(row["step"] - self.first_step, 1) * (self.total - row["step"])
+        say(progress_line(line, self.total, left_s))
+
+    def log_validation(self, row: Row) -> None:
+        self._write(VALIDATION, row, {f"{VALID}{key}": value for key, value in row.items()})
+        say("  ".join(["  validation", *(f"{k} {v:.4g}" for k, v in row.items() if k not in ("step", "crops_seen"))]))
 
     def close(self) -> None:
-        self._each(lambda board: board.close())
+        for file in self.files.values():
+            file.close()
+        self._each(lambda service: service.close())
 
-    def _each(self, work: Callable[[Board], None]) -> None:
-        for name, board in list(self.boards.items()):
+    def _write(self, name: str, line: Row, curves: Row) -> None:
+        """`curves` go to the services; a line of a file holds a fixed set of keys."""
+        self.files[name].write(json.dumps({k: v if _is_finite(v) else None for k, v in line.items()}, allow_nan=False) + "\n")
+        shown = {k: v for k, v in curves.items() if not k.endswith("step") and v is not None and _is_finite(v)}
+        self._each(lambda service: service.log(shown, int(line["step"])))
+
+    def _each(self, call: Callable[[Service], None]) -> None:
+        for name, service in list(self.services.items()):
             try:
-                work(board)
-            except Exception as error:  # whatever a service throws, it is not worth a training
-                self.note(f"warning: {name} is left out from here on: {' '.join(str(error).split())[:200]}")
-                del self.boards[name]
+                call(service)
+            except Exception as error:  # whatever a service raises, training goes on
+                say(f"warning: {name} failed and is dropped from here on: {' '.join(str(error).split())[:200]}")
+                del self.services[name]
 
 
-def open_boards(run: Path, config: Settings, step: int, note: Callable[[str], None]) -> Boards:
-    path = run / NAMES
-    names: dict[str, str] = json.loads(path.read_text()) if step and path.is_file() else {}
-    boards = Boards(note)
-    for kind in config.train.track:
-        if not installed(kind):
-            note(f"{kind} is not installed: no curves there")
-            continue
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def progress_line(row: Row, total: int, left_s: float) -> str:
+    parts = ", ".join(f"{key[5:]} {row[key]:.3f}" for key in row if key.startswith("loss_") and row[key] is not None)
+    speed = f"{row['crops_per_s']:.1f} crops/s, data wait {row['data_wait_pct']:.1f} %, MFU {100 * row['mfu']:.1f} %"
+    loss = f"loss {row['loss']:.4f}" + (f" ({parts})" if parts else "")
+    return f"step {row['step']}/{total}  {loss}  lr {row['lr']:.2g}  {speed}  {timedelta(seconds=int(left_s))} left"
+
+
+def move_repeated_lines(path: Path, step: int) -> None:
+    """Lines after `step`, and one that a kill cut off, move to NAME.cut.jsonl: those steps are done again."""
+    if not path.is_file():
+        return
+    kept: list[bytes] = []
+    cut: list[bytes] = []
+    for text in path.read_bytes().splitlines(keepends=True):
         try:
-            boards.boards[kind] = BOARDS[kind](run, config, step, names.get(kind))
-        except Exception as error:  # no account, no network, another run's name
-            raise ConfigError(f"train.track: {kind} does not begin: {' '.join(str(error).split())[:250]}") from None
-    names |= {kind: board.name for kind, board in boards.boards.items() if board.name}
-    if names:
-        write_whole(path, json.dumps(names) + "\n")
-    return boards
+            done = step > 0 and json.loads(text)["step"] <= step
+        except (ValueError, LookupError, TypeError, RecursionError):
+            done = False
+        (kept if done else cut).append(text)
+    if cut:
+        with open(path.with_name(f"{path.stem}.cut{path.suffix}"), "ab") as file:
+            file.writelines([*cut, b"" if cut[-1].endswith(b"\n") else b"\n"])
+            file.flush()
+            os.fsync(file.fileno())
+        write_whole(path, b"".join(kept))
 
 
-def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", str(value)[:MLFLOW_LETTERS]
+def environment() -> Row:
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    hardware = {"machine": platform.machine(), "cores": len(os.sched_getaffinity(0)), "gpus": gpus}
+    return {"hardware": hardware, "versions": versions, "command": sys.argv}

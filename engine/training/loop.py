@@ -1,10 +1,9 @@
-"""Forward, backward, step, until the steps are done; now and then a log line, a validation, a checkpoint.
+"""The training loop: forward, backward, step; now and then a log line, a validation, a checkpoint.
 
-    Loop(task, config, run, ranks, engine, adam, loader, datasets, progress, total, tracker).train()
+    Loop(task, config, run, ranks, engine, adam, loader, datasets, progress, total, logger).train()
 
-What is trained is the task's: engine.training.pretraining, engine.training.finetuning. Between log lines nothing waits for the
-device. Steps whose loss or gradient is not finite change nothing and are counted (engine.training.optimizer); after
-train.max_nonfinite in a row the run ends. SIGTERM: a checkpoint at the next step, exit 0.
+Nothing waits for the device between log lines. Steps whose loss or gradient is not finite change nothing and are counted
+(engine.training.optimizer); after train.max_nonfinite in a row the run ends. SIGTERM: a checkpoint at the next step, exit 0.
 """
 
 import signal
@@ -19,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data_tools.cli import say
 from data_tools.dataset import DataError, Dataset
-from engine.config import Settings, micro_batch, zero_stage
+from engine.config import RunConfig, micro_batch, zero_stage
 from engine.data.counter import bits
 from engine.data.leakage import split_of
 from engine.data.loader import Batch, Loader
@@ -28,35 +28,35 @@ from engine.data.order import Places
 from engine.data.state import State
 from engine.evaluation.run_files import DIAGNOSTICS, write_diagnostics
 from engine.objectives.contrastive import sum_over_ranks
-from engine.training import checkpoint, throughput
-from engine.training.distributed import Agreement, Ranks
-from engine.training.optimizer import GuardedAdamW
-from engine.training.schedule import lr_at
-from engine.training.task import Task
-from engine.training.tracking import Tracker
+from engine.training import checkpoint
+from engine.training.distributed import Ranks, any_rank
+from engine.training.loggers import RunLogger
+from engine.training.optimizer import GuardedAdamW, lr_at
+from engine.training.task import TrainingTask
+from engine.training.throughput import Throughput, memory_gb, peak_tflops
 
 DROPOUT_STREAM = 200
 
 
 class TrainError(Exception):
-    """The run itself went wrong: one line, exit 1."""
+    """The run failed: one line, exit code 1."""
 
 
 @dataclass
 class Progress:
-    """Where the run stands; what a checkpoint says of it."""
+    """Training progress, saved in checkpoints."""
 
     step: int = 0  # steps done
     crops_seen: int = 0
     skipped_steps: int = 0
-    in_a_row: int = 0
-    best: dict[str, float] = field(default_factory=dict)
+    in_a_row: int = 0  # skipped steps, the last ones
+    best: dict[str, float] = field(default_factory=dict)  # the best step and its validation metric
 
 
 @dataclass
 class Loop:
-    task: Task
-    config: Settings
+    task: TrainingTask
+    config: RunConfig
     run: Path
     ranks: Ranks
     engine: Any
@@ -65,146 +65,136 @@ class Loop:
     datasets: Sequence[Dataset]
     progress: Progress
     total: int  # steps
-    tracker: Tracker | None  # on rank 0
+    logger: RunLogger | None  # on rank 0
 
     def __post_init__(self) -> None:
         t = self.config.train
         self.micro, _ = micro_batch(self.config, self.ranks.world)
-        peak = throughput.peak_tflops(t, self.ranks.device)
-        self.meter = throughput.Meter(self.task.flops_per_crop, self.ranks.world, peak)
+        peak = peak_tflops(t, self.ranks.device)
+        self.throughput = Throughput(self.task.flops_per_crop, self.ranks.world, peak)
         self.recent: deque[tuple[int, Places]] = deque(maxlen=t.max_nonfinite)
         self.adam.skipped.fill_(self.progress.skipped_steps)
         self.adam.in_a_row.fill_(self.progress.in_a_row)
-        self.terminated, self.state = False, State()
+        self.terminated, self.loader_state = False, State()
         self.saved_at_step, self.saved_at_s = self.progress.step, time.monotonic()
-        self.place = checkpoint.place(self.run)
 
     def train(self) -> bool:
-        """Whether all steps are done; if not, it was asked to stop."""
-        before = {asked: signal.signal(asked, self._on_signal) for asked in (signal.SIGTERM, signal.SIGINT)}
-        agree = Agreement(self.ranks, ("stop", "save"))
+        """True when all steps are done; False if the run was asked to stop."""
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         self.engine.train()
         batches, batch = iter(self.loader), None
         try:
             if self.config.train.validate_every and self.progress.step == 0:
-                self._validate()  # the untrained model: here the curves begin
+                self._validate()  # the untrained model: the first point of the curves
             while self.progress.step < self.total:
-                try:
-                    batch, self.state = next(batches)
-                except DataError as error:  # of this rank alone: the others would only hear that it is gone
-                    if self.ranks.world == 1:
-                        self._save()
-                    raise TrainError(f"rank {self.ranks.rank}: {error}" if self.ranks.world > 1 else str(error)) from None
+                batch = self._next_batch(batches)
                 losses = self._step(batch)
                 self._after_step(losses, batch)
-                wish = agree({"stop": self.terminated, "save": self.ranks.first and self._save_is_due()})
-                if wish["stop"] or wish["save"]:
+                stop, save = any_rank(self.ranks, self.terminated, self.ranks.first and self._save_is_due())
+                if stop or save:
                     self._save()
-                if wish["stop"]:
+                if stop:
                     return False
-            if self.saved_at_step != self.progress.step:
-                self._save()
+            self._save()
             if batch is not None:
                 self._diagnose(batch)
             return True
         finally:
-            agree.finish()
             batches.close()  # type: ignore[attr-defined]
-            for asked, handler in before.items():
-                signal.signal(asked, handler)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _on_signal(self, *_: Any) -> None:
         self.terminated = True
 
+    def _next_batch(self, batches: Any) -> Batch:
+        try:
+            batch, self.loader_state = next(batches)
+        except DataError as error:
+            if self.ranks.world > 1:  # the other ranks only notice that this one is gone
+                raise TrainError(f"rank {self.ranks.rank}: {error}") from None
+            self._save()
+            raise TrainError(str(error)) from None
+        return batch  # type: ignore[no-any-return]
+
     def _step(self, batch: Batch) -> list[dict[str, Tensor]]:
-        """One global batch; what its micro-batches report."""
-        step, config = self.progress.step, self.config
+        """One global batch; the losses of its micro-batches."""
+        step, t = self.progress.step, self.config.train
         for group in self.adam.param_groups:
-            group["lr"] = lr_at(config.train, step, self.total)
-        torch.manual_seed(
-            int(bits(config.train.seed, DROPOUT_STREAM, step, self.ranks.rank)) >> 1
-        )  # dropout, the same after a kill
+            group["lr"] = lr_at(t, step, self.total)
+        torch.manual_seed(int(bits(t.seed, DROPOUT_STREAM, step, self.ranks.rank)) >> 1)  # dropout, the same after a kill
         arguments = self.task.arguments(batch, step)
-        called, reports = self.adam.calls, []
+        calls, reports = self.adam.calls, []
         for start in range(0, len(batch.places), self.micro):
             part = (a if a is None or a.ndim == 0 else a[start : start + self.micro] for a in arguments)
             losses = self.engine(*part)
             self.engine.backward(losses["loss"])
             self.engine.step()
             reports.append({name: value.detach() for name, value in losses.items()})
-        if self.adam.calls == called:
-            self.adam.refused()
+        if self.adam.calls == calls:
+            self.adam.count_skipped()
         self.progress.step += 1
-        self.progress.crops_seen = self.state["crops_seen"]
-        self.meter.done(config.train.batch_crops)
+        self.progress.crops_seen = self.loader_state["crops_seen"]
+        self.throughput.done(t.batch_crops)
         self.recent.append((step, batch.places))
         return reports
 
     def _after_step(self, losses: list[dict[str, Tensor]], batch: Batch) -> None:
         step, t = self.progress.step, self.config.train
-        last = step == self.total
-        if step % t.log_every == 0 or step == 1 or last:
+        if step % t.log_every == 0 or step in (1, self.total):
             self._log(losses, batch)
             if float(self.adam.in_a_row) >= t.max_nonfinite:
                 self._save()  # the weights are those of the last good step
-                raise TrainError(self._unfit())
-        if t.validate_every and (step % t.validate_every == 0 or last):
+                raise TrainError(self._not_finite())
+        if t.validate_every and (step % t.validate_every == 0 or step == self.total):
             self._validate()
 
     def _log(self, reports: list[dict[str, Tensor]], batch: Batch) -> None:
         names = list(reports[0])
         mean = torch.stack([torch.stack([report[name].float() for name in names]) for report in reports]).mean(0)
         values = dict(zip(names, (sum_over_ranks(mean) / self.ranks.world).tolist(), strict=True))
-        if self.tracker is None:
+        if self.logger is None:
             return
         if batch.skipped:
-            self.tracker.note(f"left out as unreadable: {'; '.join(bad.reason for bad in batch.skipped)}")
-        step = self.progress.step
-        if concern := self.task.concern(values):
-            self.tracker.note(concern)
-        self.tracker.log(
-            values
-            | self.loader.meter.snapshot()  # a rank's own crops_per_s gives way to that of all
-            | self.meter.snapshot()
-            | self.task.values(step - 1)
-            | {
-                "step": step,
-                "crops_seen": self.progress.crops_seen,
-                "epoch": self.progress.crops_seen / self.loader.order.crops_per_epoch,
-                "lr": self.adam.param_groups[0]["lr"],
-                "grad_norm": float(self.adam.norm),
-                "skipped_steps": int(self.adam.skipped),
-                "memory_gb": throughput.memory_gb(self.ranks.device),
-            }
-        )
+            say(f"skipped as unreadable: {'; '.join(bad.reason for bad in batch.skipped)}")
+        if warning := self.task.warning(values):
+            say(f"warning: {warning}")
+        progress = self.progress
+        row = {
+            "step": progress.step,
+            "crops_seen": progress.crops_seen,
+            "epoch": progress.crops_seen / self.loader.order.crops_per_epoch,
+            "lr": self.adam.param_groups[0]["lr"],
+            "grad_norm": float(self.adam.norm),
+            "skipped_steps": int(self.adam.skipped),
+            "memory_gb": memory_gb(self.ranks.device),
+        }
+        speed = self.loader.meter.snapshot() | self.throughput.snapshot()  # crops_per_s: of all ranks
+        self.logger.log(values | speed | self.task.extra_metrics(progress.step - 1) | row)
 
-    def _unfit(self) -> str:
-        """Which crops the refused steps saw."""
-        named = []
+    def _not_finite(self) -> str:
+        """Names the crops of the last skipped steps."""
+        crops = []
         for step, places in list(self.recent)[-3:]:
-            rows = places.row[:8].tolist()
-            dataset = self.datasets[int(places.dataset[0])].root.url
-            named.append(f"step {step + 1}: rows {', '.join(map(str, rows))} ... of {dataset}")
-        count = self.config.train.max_nonfinite
+            rows = ", ".join(map(str, places.row[:8].tolist()))
+            crops.append(f"step {step + 1}: rows {rows} ... of {self.datasets[int(places.dataset[0])].root.url}")
         return (
-            f"loss or gradient was not finite in {count} steps in a row (train.max_nonfinite): lower train.lr, set "
-            f"train.clip_norm, or look at the crops (rank {self.ranks.rank}): {'; '.join(named)}"
+            f"loss or gradient was not finite in {self.config.train.max_nonfinite} steps in a row (train.max_nonfinite): lower "
+            f"train.lr, set train.clip_norm, or look at the crops (rank {self.ranks.rank}): {'; '.join(crops)}"
         )
 
     def _validate(self) -> None:
-        began = time.perf_counter()
-        where = {"step": self.progress.step, "crops_seen": self.progress.crops_seen}
-        with torch.compiler.set_stance("force_eager"):  # another graph for a few batches does not pay
+        started_s = time.perf_counter()
+        with torch.compiler.set_stance("force_eager"):  # compiling another graph for a few batches does not pay
             row = self.task.validate(self.engine)
         name, sign = self.task.best
-        worst = -sign * np.inf
-        trained = self.progress.step > 0  # the untrained model is never the best one: there is nothing of the run in it
-        if trained and np.isfinite(row.get(name, np.nan)) and sign * (row[name] - self.progress.best.get(name, worst)) > 0:
-            self.progress.best = {"step": self.progress.step, name: row[name]}
+        value, best = row.get(name, np.nan), self.progress.best.get(name, -sign * np.inf)
+        if self.progress.step > 0 and np.isfinite(value) and sign * (value - best) > 0:  # the untrained model is never best
+            self.progress.best = {"step": self.progress.step, name: value}
             self._save()
-        if self.tracker is not None and row:
-            self.tracker.validated(where | row)
-        self.meter.pause(time.perf_counter() - began)
+        if self.logger is not None and row:
+            self.logger.log_validation({"step": self.progress.step, "crops_seen": self.progress.crops_seen} | row)
+        self.throughput.pause(time.perf_counter() - started_s)
 
     def _diagnose(self, batch: Batch) -> None:
         with torch.compiler.set_stance("force_eager"):
@@ -213,24 +203,21 @@ class Loop:
             write_diagnostics(self.run / DIAGNOSTICS, **arrays)
 
     def _save_is_due(self) -> bool:
-        t = self.config.train
-        by_step = t.save_every_steps and self.progress.step - self.saved_at_step >= t.save_every_steps
-        if self.progress.step % t.log_every == 0 and checkpoint.place(self.run) != self.place:
-            return True  # to hear of it together
-        return bool(by_step) or time.monotonic() - self.saved_at_s >= 60 * t.save_every_minutes
+        t, step = self.config.train, self.progress.step
+        by_step = 0 < t.save_every_steps <= step - self.saved_at_step
+        return by_step or time.monotonic() - self.saved_at_s >= 60 * t.save_every_minutes
 
     def _save(self) -> None:
-        if self.saved_at_step == self.progress.step:  # to write it again would first take it away
+        if self.saved_at_step == self.progress.step:  # writing it again would first delete it
             return
-        checkpoint.still_there(self.run, self.place, self.ranks)
         self.progress.skipped_steps, self.progress.in_a_row = int(self.adam.skipped), int(self.adam.in_a_row)
-        state = facts(self.config, self.datasets, self.ranks) | self.task.facts() | vars(self.progress)
-        checkpoint.save(self.engine, self.run, state, self.state, self.ranks, self.config.train.keep)
+        state = run_facts(self.config, self.datasets, self.ranks) | self.task.facts() | vars(self.progress)
+        checkpoint.save(self.engine, self.run, state, self.loader_state, self.ranks, self.config.train.keep)
         self.saved_at_step, self.saved_at_s = self.progress.step, time.monotonic()
 
 
-def facts(config: Settings, datasets: Sequence[Dataset], ranks: Ranks) -> dict[str, Any]:
-    """What a checkpoint must agree with to be gone on from."""
+def run_facts(config: RunConfig, datasets: Sequence[Dataset], ranks: Ranks) -> dict[str, Any]:
+    """What a checkpoint says of the run."""
     return {
         "format": 1,
         "datasets": [dataset.fingerprint for dataset in datasets],

@@ -1,14 +1,19 @@
-"""AdamW that takes the gradient's norm, clips, and skips a step that is not finite: nothing waits for the device.
+"""AdamW that clips gradients and skips non-finite steps without waiting for the device; the learning-rate schedule.
 
     adam = GuardedAdamW(model.parameters(), lr=..., clip_norm=1.0, partitioned=stage > 0)
     ... engine.step() ...
-    adam.norm, adam.skipped, adam.in_a_row                  # tensors: read them when you log
+    adam.norm, adam.skipped, adam.in_a_row                  # tensors: read them only when logging
+    lr_at(config.train, step, total)                        # a pure function of the step, which counts from 0
 
-DeepSpeed calls `step` once it has averaged the gradients; with ZeRO each rank holds a part of them (`partitioned`), so squares
-are summed over ranks and all ranks skip alike. torch's fused kernels take the clipping factor and the decision to skip as
-tensors (`grad_scale`, `found_inf`, made for loss scaling): a skipped step leaves weights, moments and step count as they were.
+DeepSpeed calls `step` when the gradients are averaged. With ZeRO each rank holds a part of them (`partitioned`), so squares are
+summed over ranks, and all ranks skip alike. torch's fused kernels take the clipping factor and the decision to skip as tensors
+(`grad_scale`, `found_inf`, made for loss scaling): a skipped step leaves weights, moments and step count unchanged.
+
+Schedules. fixed: as the authors pre-train. warmup_cosine: linear from start_factor to 1 over the first `warmup` of all steps,
+then half a cosine to end_factor. tri_stage (fairseq): linear, constant over `hold`, then exponential to end_factor.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,15 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine.config import TrainConfig
+
 
 class GuardedAdamW(torch.optim.AdamW):
     def __init__(self, params: Iterable[Tensor], clip_norm: float = 0.0, partitioned: bool = False, **options: Any) -> None:
         super().__init__(params, fused=True, **options)
         self.clip_norm, self.partitioned = clip_norm, partitioned
         device = self.param_groups[0]["params"][0].device
-        self.norm = torch.zeros((), device=device)
-        self.skipped = torch.zeros((), device=device)
-        self.in_a_row = torch.zeros((), device=device)
+        self.norm, self.skipped, self.in_a_row = (torch.zeros((), device=device) for _ in range(3))
         self.calls = 0
 
     @torch.no_grad()
@@ -43,10 +48,25 @@ class GuardedAdamW(torch.optim.AdamW):
         super().step()
         self._count(bad)
 
-    def refused(self) -> None:
+    def count_skipped(self) -> None:
         """A step that DeepSpeed skipped itself (ZeRO-3 does, on all ranks)."""
         self._count(torch.ones_like(self.skipped))
 
     def _count(self, bad: Tensor) -> None:
         self.skipped = self.skipped + bad
         self.in_a_row = (self.in_a_row + 1) * bad
+
+
+def lr_at(config: TrainConfig, step: int, total: int) -> float:
+    if config.schedule == "fixed":
+        return config.lr
+    warmup, hold = config.warmup * total, config.hold * total
+    if step < warmup:
+        return config.lr * (config.start_factor + (1 - config.start_factor) * step / warmup)
+    if config.schedule == "warmup_cosine":
+        done = min(1.0, (step - warmup) / max(total - warmup, 1))
+        return config.lr * (config.end_factor + (1 - config.end_factor) * (1 + math.cos(math.pi * done)) / 2)
+    if step < warmup + hold:
+        return config.lr
+    done = min(1.0, (step - warmup - hold) / max(total - warmup - hold, 1))
+    return config.lr * math.pow(max(config.end_factor, 1e-12), done)

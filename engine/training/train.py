@@ -1,9 +1,9 @@
-"""The course of a run, whatever it trains: settings -> begin or go on -> loop -> model/ and report; or one line: why not.
+"""A training run from its settings to RUN/model and RUN/report.html, as a function and as a command.
 
-    door = Door("engine/pretrain.py", __doc__, Config, Pretraining, QUICKSTART)
-    sys.exit(door.main())
+    train(load("configs/pretrain/small.yaml"), PretrainTask)               # raises; may be called several times in one process
+    sys.exit(command("engine/pretrain.py", __doc__, Config, PretrainTask))  # an error is one line and an exit code
 
-A run's directory that holds a checkpoint is gone on from, if its data and settings are those of now; what may differ is FREE.
+A RUN that holds a checkpoint is resumed if its data and settings have not changed; what may change is listed in CHANGEABLE.
 """
 
 import argparse
@@ -11,315 +11,301 @@ import errno
 import gc
 import math
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from safetensors import SafetensorError
 
 from data_tools.cli import is_memory, say, show
 from data_tools.dataset import META, DataError, Dataset
-from engine.common import ConfigError, Parser
-from engine.config import Settings, build, check, deepspeed_json, load, micro_batch, schema, zero_stage
+from engine.common import ConfigError, Parser, describe_leads
+from engine.config import RunConfig, build, check, deepspeed_json, flatten, load, micro_batch, schema, zero_stage
 from engine.data.dali import DaliError
 from engine.data.loader import Loader
 from engine.data.order import OrderError
 from engine.data.resident import ResidentError
 from engine.data.state import LoaderError
 from engine.evaluation.run_report import write_report
-from engine.training import checkpoint, distributed, export, loggers
+from engine.model import folder
+from engine.training import checkpoint, distributed
 from engine.training.checkpoint import CheckpointError, WriteError
 from engine.training.distributed import Ranks
-from engine.training.loop import Loop, Progress, TrainError, facts
+from engine.training.loggers import RunLogger, require_installed
+from engine.training.loop import Loop, Progress, TrainError, run_facts
 from engine.training.optimizer import GuardedAdamW
-from engine.training.task import Task
+from engine.training.task import TrainingTask
 from engine.training.throughput import COMPILED, compile_model
-from engine.training.tracking import Tracker
 
-# What may change between two starts of one run; train.steps and train.epochs too, if the learning rate does not hang on them.
-FREE = {"run", "data.datasets", "data.anonymous"} | {
-    f"{section}.{name}"
-    for section, names in (
-        ("pipeline", ("source", "check", "on_corrupt", "threads", "read_ahead", "cache_dir", "cache_bytes")),
-        ("train", ("log_every", "validate_every", "valid_batches", "probe_patients", "save_every_steps", "save_every_minutes")),
-        ("train", ("keep", "peak_tflops", "timeout_s", "max_nonfinite", "deepspeed", "compile", "micro_batch", "zero_stage")),
-        ("train", ("track", "deterministic")),
-    )
-    for name in names
-}
-LESS = "lower train.micro_batch (an eighth is a start) or pipeline.read_ahead, avoid pipeline.backend=resident, or free memory"
-NO_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+# May change when a run is resumed; train.steps and train.epochs too if the learning rate does not depend on them
+CHANGEABLE = re.compile(
+    r"run|data\.(datasets|anonymous)|pipeline\.(source|check|on_corrupt|threads|read_ahead|cache_dir|cache_bytes)|train\.(log_every|"
+    r"validate_every|valid_batches|probe_patients|save_every_steps|save_every_minutes|keep|peak_tflops|timeout_s|max_nonfinite|"
+    r"deepspeed|compile|micro_batch|zero_stage|track|deterministic)"
+)
+BAD_INPUT = (ConfigError, LoaderError, OrderError, DataError, CheckpointError, DaliError, ResidentError)
+LESS_MEMORY = "lower train.micro_batch or pipeline.read_ahead, avoid pipeline.backend=resident, or free memory"
+NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 MAKE_DEMO = (
     "python -m data_tools synth demo/archive --patients 100 && python -m data_tools shard demo/archive --out demo/dataset"
 )
+CARD = """# {title}
+
+{parameters:,} parameters. Method: Oh et al., CHIL 2022 (wav2vec 2.0, CMSC, random lead masking).
+
+{lines}
+- Input: {leads} at 500 Hz, 5 s at a time, in millivolts, not normalised: preprocessing.json.
+- Trained for {state[step]:,} steps of {t.batch_crops} crops of 10 s, {t.precision}, AdamW, lr {t.lr} ({t.schedule}).
+- Augmentation: lead masking {augment.rlm}, noise {noise}.
+- Data: {datasets} (fingerprints).
+- Steps skipped as not finite: {state[skipped_steps]}.
+
+This is not a medical device: whatever is built on it must be validated for its use and its population. config.json holds the
+settings; weights are float32 in safetensors. Usage:
+
+    import engine
+    model = engine.load("THIS_FOLDER")
+    vector = model.embed(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")    # [L, T] -> [D]
+"""
 
 
-@dataclass(frozen=True)
-class Door:
-    """A program that trains something: its name, its help, its settings, its task."""
-
-    name: str
-    about: str
-    kind: type[Settings]
-    task: type[Task]
-    default: Path | None = None  # settings if none are given
-
-    def main(self, arguments: Sequence[str] | None = None) -> int:
-        args = self.parse(arguments)
-        try:
-            if args.schema:
-                signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
-                return show(schema(self.kind) + "\n")
-            if args.export:
-                return export_run(Path(args.export), self)
-            config = args.config or self.default
-            if config is None:
-                raise ConfigError(
-                    "--config is missing: give one of configs/, for example --config configs/finetune/diagnosis.yaml"
-                )
-            return train(load(config, args.set, self.kind), self)
-        except (ConfigError, LoaderError, OrderError, DataError, CheckpointError, DaliError, ResidentError) as error:
-            return self.say(error, 2)
-        except (TrainError, WriteError) as error:
-            return self.say(error, 1)
-        except KeyboardInterrupt:
-            return self.say(TrainError("stopped outside of training: the same command goes on"), 1)
-        except Exception as error:
-            return self.failed(error)
-
-    def failed(self, error: Exception) -> int:
-        """What libraries and the system say, in one line; the rest is a bug and its traceback wanted."""
-        if is_memory(error):
-            said = " ".join(str(error).split())[:120] or type(error).__name__
-            return self.say(TrainError(f"out of memory: {LESS} ({said})"), 1)
-        if isinstance(error, UnicodeEncodeError):  # torch takes no such path
-            return self.say(ConfigError(f"{error.object[:200]!r}: a name that is not UTF-8: choose another"), 2)
-        if isinstance(error, OSError):  # a bad place to write to; later, a disk that is full
-            hint = "choose another with --set run=RUN" if error.errno in NO_PLACE else "the last checkpoint is good"
-            code = 2 if error.errno in NO_PLACE else 1
-            return self.say(OSError(f"{error.filename or 'RUN'}: {error.strerror}: {hint}"), code)
-        if isinstance(error, RuntimeError) and distributed.lost_a_rank(error):
-            said = str(error).splitlines()[0][:150]
-            return self.say(TrainError(f"another rank died or hung ({said}): start again, it goes on"), 1)
-        raise error
-
-    def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
-        parser = Parser(prog=self.name, description=self.about, formatter_class=argparse.RawDescriptionHelpFormatter)
-        parser.add_argument("--config", metavar="F", help="YAML" + ("; without it the quick start" if self.default else ""))
-        parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="one setting; may be given many times")
-        parser.add_argument("--export", metavar="RUN", help="write RUN/model and end")
-        parser.add_argument("--schema", action="store_true", help="print the JSON schema of the settings and end")
-        parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it; LOCAL_RANK counts
-        return parser.parse_args(arguments)
-
-    def say(self, error: Exception, code: int) -> int:
-        """One line; of an error that all ranks have, one."""
-        if os.environ.get("RANK", "0") == "0" or code == 1:
+def command(
+    name: str,
+    about: str | None,
+    kind: type[RunConfig],
+    task: type[TrainingTask],
+    default: Path | None = None,
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """A command line; `default`: settings if no --config is given."""
+    parser = Parser(prog=name, description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", metavar="F", default=default, help="YAML file; default: %(default)s")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="one setting; may be given many times")
+    parser.add_argument("--export", metavar="RUN", help="write RUN/model and exit")
+    parser.add_argument("--schema", action="store_true", help="print the JSON schema of the settings and exit")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it; LOCAL_RANK counts
+    args = parser.parse_args(arguments)
+    try:
+        if args.schema:
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
+            return show(schema(kind) + "\n")
+        if args.export:
+            say(str(export_run(Path(args.export), kind, task)))
+        elif args.config is None:
+            raise ConfigError("--config is missing: give a YAML file, for example --config configs/finetune/diagnosis.yaml")
+        else:
+            train(load(args.config, args.set, kind), task)
+    except (Exception, KeyboardInterrupt) as error:
+        message, code = explain(error)
+        if code == 1 or os.environ.get("RANK", "0") == "0":  # all ranks meet bad input alike
             with suppress(OSError):
-                print(f"{self.name}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+                print(f"{name}: {' '.join(message.split())}", file=sys.stderr, flush=True)
         return code
+    return 0
 
 
-def train(config: Settings, door: Door) -> int:
+def explain(error: BaseException) -> tuple[str, int]:
+    """One line and an exit code: 2, settings or files are wrong; 1, the run failed. Anything else is a bug: its traceback."""
+    if isinstance(error, BAD_INPUT):
+        return str(error), 2
+    if isinstance(error, TrainError | WriteError):
+        return str(error), 1
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted before training: the same command continues", 1
+    if is_memory(error):
+        return f"out of memory: {LESS_MEMORY} ({' '.join(str(error).split())[:120] or type(error).__name__})", 1
+    if isinstance(error, UnicodeEncodeError):  # torch accepts no such path
+        return f"{error.object[:200]!r}: not UTF-8: choose another name", 2
+    if isinstance(error, OSError):
+        name = f"{error.filename or 'RUN'}: {error.strerror}"
+        wrong = error.errno in NOT_WRITABLE
+        return (f"{name}: choose another with --set run=RUN", 2) if wrong else (f"{name}: the last checkpoint is good", 1)
+    if isinstance(error, RuntimeError) and distributed.lost_a_rank(error):
+        return f"another rank died or hung ({str(error).splitlines()[0][:150]}): start again to resume", 1
+    raise error
+
+
+def train(config: RunConfig, task: type[TrainingTask]) -> Path:
+    """Begins or resumes config.run; its folder."""
     check(config, distributed.environment()[1])
-    loggers.check(config)
-    datasets = open_datasets(config)
-    run = Path(config.run)
+    require_installed(config)
+    datasets, run = open_datasets(config), Path(config.run)
     if (run / META).exists():
         raise ConfigError(f"{config.run}: is a dataset: choose another with --set run=RUN")
     try:
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{config.run}: {error.strerror}: choose another with --set run=RUN") from None
-
     ranks = distributed.start(config.train.timeout_s, config.train.deterministic)
+    failed = True
     try:
-        with checkpoint.claimed(run, ranks):
-            go(config, door, datasets, run, ranks)
-    except BaseException:
-        distributed.abandon()
-        raise
-    distributed.close()
-    return 0
-
-
-def go(config: Settings, door: Door, datasets: Sequence[Dataset], run: Path, ranks: Ranks) -> None:
-    """Begin, or go on."""
-    task = door.task(config, datasets, ranks)
-    found, saved = resume_from(config, run, ranks, datasets, task)
-    loader_state = checkpoint.read_loader_state(found, ranks, saved["world"]) if found and saved else None
-    loader = make_loader(config, datasets, ranks, task, loader_state)
-    total = config.train.steps or math.ceil((config.train.epochs or 0) * loader.steps_per_epoch)
-
-    if saved and loader.step != saved["step"]:
-        raise CheckpointError(
-            f"{found}: state.json is of step {saved['step']}, its loader's state of step {loader.step}: {checkpoint.RESTORE}"
-        )
-    if saved and saved["step"] > total:
-        raise ConfigError(f"{run}: has done {saved['step']} steps, of {total}: give it more, or use run=NEW")
-    universal = bool(found and saved and checkpoint.recut(found, saved, ranks))
-    engine, adam = make_engine(config, ranks, task, universal)
-    progress = Progress()
-    if found and saved:
-        checkpoint.load(engine, found, universal)
-        progress = Progress(**{name: saved[name] for name in vars(progress)})
-
-    told = facts(config, datasets, ranks) | task.facts() | {"steps": total, "best": task.best[0]} | task.explained()
-    tracker = Tracker(run, config, task.keys, told, progress.step, total) if ranks.first else None
-    if tracker:
-        for line in (heading(config, loader, ranks, progress, engine), *task.remarks):
-            tracker.note(line)
-    loop = Loop(task, config, run, ranks, engine, adam, loader, datasets, progress, total, tracker)
-    gc.collect()
-    gc.freeze()  # or a collection would go through all that has been imported, in the middle of a step
-    try:
-        done = loop.train()
+        with checkpoint.locked(run, ranks):
+            _train(config, task(config, datasets, ranks), datasets, run, ranks)
+        failed = False
     finally:
-        gc.unfreeze()
-        loader.close()
-        if tracker:
-            tracker.close()
-        engine.destroy()
-    if ranks.first:
-        finish(config, run, task, done)
+        if not failed or ranks.world == 1:  # after an error, do not wait for the other ranks
+            distributed.close()
+    return run
 
 
-def open_datasets(config: Settings) -> list[Dataset]:
-    for url in config.data.datasets:
-        if url == "demo/dataset" and not Path(url).exists():
-            raise ConfigError(f"there is no demo/dataset: make it with `{MAKE_DEMO}`, or --set data.datasets=[DATASET]")
+def open_datasets(config: RunConfig) -> list[Dataset]:
+    if "demo/dataset" in config.data.datasets and not Path("demo/dataset").exists():
+        raise ConfigError(f"there is no demo/dataset: make it with `{MAKE_DEMO}`, or --set data.datasets=[DATASET]")
     datasets = [Dataset.open(url, config.data.anonymous) for url in config.data.datasets]
-    for number, dataset in enumerate(datasets):
-        if dataset.fingerprint in [other.fingerprint for other in datasets[:number]]:
-            raise ConfigError(
-                f"data.datasets: {dataset.root.url} is there twice: leave one out; pipeline.weights says how often"
-            )
-    specs = {dataset.meta["preprocessing_sha256"]: dataset.root.url for dataset in datasets}
-    if len(specs) > 1:
-        raise ConfigError(
-            f"data.datasets: {' and '.join(specs.values())} were preprocessed in different ways: build them alike"
-        )
+    for key, same, mend in (
+        ("fingerprint", False, "are the same data: remove one; pipeline.weights says how often each is seen"),
+        ("preprocessing_sha256", True, "were preprocessed differently: build them with the same settings"),
+    ):
+        by_value = {dataset.meta[key]: dataset.root.url for dataset in datasets}
+        if len(by_value) != (1 if same else len(datasets)):
+            raise ConfigError(f"data.datasets: {' and '.join(dataset.root.url for dataset in datasets)} {mend}")
     return datasets
 
 
-def resume_from(
-    config: Settings, run: Path, ranks: Ranks, datasets: Sequence[Dataset], task: Task
-) -> tuple[Path | None, dict[str, Any] | None]:
-    """The checkpoint to go on from, the same on all ranks, if this is a run that has begun."""
-    answer: list[Any] = [None]
+def _train(config: RunConfig, task: TrainingTask, datasets: Sequence[Dataset], run: Path, ranks: Ranks) -> None:
+    path = distributed.on_first_rank(ranks, lambda: checkpoint.newest(run, _warn))
+    saved = refuse_changes(path, config, datasets, ranks, task) if path else None
+    loader_state = checkpoint.read_loader_state(path, ranks, saved["world"]) if path and saved else None
+    spare = micro_batch(config, ranks.world)[0] * task.kept_per_crop * (2 if config.train.precision == "bf16" else 4)
+    place = datasets, ranks.device, ranks.rank, ranks.world
+    loader = Loader(config.loader, *place, loader_state, spare_bytes=spare, **task.roles)
+    total = config.train.steps or math.ceil((config.train.epochs or 0) * loader.steps_per_epoch)
+    progress, universal = Progress(), False
+    if path and saved:
+        if loader.step != saved["step"]:
+            steps = f"state.json is of step {saved['step']}, the loader's state of step {loader.step}"
+            raise CheckpointError(f"{path}: {steps}: {checkpoint.RESTORE}")
+        if saved["step"] > total:
+            raise ConfigError(f"{run}: has done {saved['step']} steps, more than {total}: raise train.steps, or use run=NEW")
+        progress = Progress(**{name: saved[name] for name in vars(progress)})
+        universal = bool(saved["zero_stage"]) and saved["world"] != ranks.world
+        if universal:
+            distributed.on_first_rank(ranks, lambda: checkpoint.to_universal(path))
+    engine, adam = make_engine(config, ranks, task, universal)
+    if path:
+        checkpoint.load(engine, path, universal)
+    logger = None
     if ranks.first:
-        try:
-            answer[0] = checkpoint.newest(run, warn)
-        except CheckpointError as error:
-            answer[0] = error
-    if ranks.world > 1:
-        dist.broadcast_object_list(answer, src=0, group=ranks.control)
-    if isinstance(answer[0], Exception):
-        raise answer[0]
-    if answer[0] is None:
-        return None, None
-    saved = checkpoint.read_state(answer[0])
-    now = facts(config, datasets, ranks) | task.facts()
-    spec, data = "preprocessing_sha256", "datasets"
-    if saved[spec] != now[spec]:
-        was, is_ = saved[spec][:12], now[spec][:12]
-        raise ConfigError(f"{run}: its data had another preprocessing: sha256 was {was}... and is {is_}...: use run=NEW")
-    if saved[data] != now[data]:
-        was, is_ = (", ".join(name[:12] for name in facts_[data]) for facts_ in (saved, now))
-        raise ConfigError(f"{run}: was trained on other data: data.datasets had fingerprints {was} and has {is_}: use run=NEW")
-    if saved["zero_stage"] != now["zero_stage"]:
-        raise ConfigError(
-            f"{run}: train.zero_stage was {saved['zero_stage']} and is {now['zero_stage']}: set it back, or run=NEW"
-        )
-    begun = settings_of(answer[0], saved, type(config)).tree()  # settings that came later have their defaults
-    changed = differences(begun, now["config"], free(config))
-    changed += differences({name: saved.get(name) for name in task.facts()}, task.facts(), set())
-    if changed:
-        raise ConfigError(f"{run}: was begun with other settings: {'; '.join(changed)}: set them back, or use run=NEW")
-    return answer[0], saved
+        facts = run_facts(config, datasets, ranks) | task.facts() | {"steps": total, "best": task.best[0]} | task.explained()
+        logger = RunLogger(run, config, task.keys, facts, progress.step, total)
+        for line in (heading(config, loader, ranks, progress, engine), *task.remarks):
+            say(line)
+    loop = Loop(task, config, run, ranks, engine, adam, loader, datasets, progress, total, logger)
+    gc.collect()
+    gc.freeze()  # or a collection in the middle of a step would visit all that was imported
+    try:
+        finished = loop.train()
+    finally:
+        gc.unfreeze()
+        loader.close()
+        if logger:
+            logger.close()
+        engine.destroy()
+    if ranks.first and finished:
+        say(f"done: {export_run(run, type(config), type(task))}, {write_report(run)}")
+    elif ranks.first:
+        say(f"stopped after step {progress.step}; the same command resumes")
 
 
-def settings_of(path: Path, state: dict[str, Any], kind: type[Settings]) -> Settings:
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr)
+
+
+def refuse_changes(
+    path: Path, config: RunConfig, datasets: Sequence[Dataset], ranks: Ranks, task: TrainingTask
+) -> dict[str, Any]:
+    """The checkpoint's state, if data and settings are still those it was written with."""
+    saved = checkpoint.read_state(path)
+    names = ("preprocessing_sha256", "datasets", "zero_stage", *task.facts())
+    now = run_facts(config, datasets, ranks) | task.facts()
+    before = {name: saved.get(name) for name in names} | saved_config(path, saved, type(config)).tree()
+    pairs = flatten(before), flatten({name: now[name] for name in names} | config.tree())
+    lengths = ("train.steps", "train.epochs") if config.train.schedule == "fixed" else ()
+    changes = [
+        f"{key} changed from {pairs[0].get(key)} to {pairs[1].get(key)}"
+        for key in dict.fromkeys((*pairs[0], *pairs[1]))
+        if pairs[0].get(key) != pairs[1].get(key) and key not in lengths and not CHANGEABLE.fullmatch(key)
+    ]
+    if changes:
+        run = path.parent.parent
+        raise ConfigError(f"{run}: cannot resume: {'; '.join(changes)}: change it back, or use run=NEW")
+    return saved
+
+
+def saved_config(path: Path, state: dict[str, Any], kind: type[RunConfig]) -> RunConfig:
+    """Settings that did not exist when the checkpoint was written have their defaults."""
     try:
         return build(state["config"], kind)
     except ConfigError as error:
         raise CheckpointError(f"{path / checkpoint.STATE}: config: {error}") from None
 
 
-def warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr)
-
-
-def free(config: Settings) -> set[str]:
-    return FREE | ({"train.steps", "train.epochs"} if config.train.schedule == "fixed" else set())
-
-
-def differences(before: dict[str, Any], now: dict[str, Any], allowed: set[str], prefix: str = "") -> list[str]:
-    found = []
-    for name in sorted(before.keys() | now.keys()):
-        key, was, is_ = f"{prefix}{name}", before.get(name), now.get(name)
-        if isinstance(was, dict) and isinstance(is_, dict):
-            found += differences(was, is_, allowed, f"{key}.")
-        elif was != is_ and key not in allowed:
-            found.append(f"{key} was {was} and is {is_}")
-    return found
-
-
-def make_loader(
-    config: Settings, datasets: Sequence[Dataset], ranks: Ranks, task: Task, state: dict[str, Any] | None
-) -> Loader:
-    spare = micro_batch(config, ranks.world)[0] * task.kept_per_crop * (2 if config.train.precision == "bf16" else 4)
-    return Loader(config.loader, datasets, ranks.device, ranks.rank, ranks.world, state, spare_bytes=spare, **task.roles)
-
-
-def make_engine(config: Settings, ranks: Ranks, task: Task, universal: bool) -> tuple[Any, GuardedAdamW]:
+def make_engine(config: RunConfig, ranks: Ranks, task: TrainingTask, universal: bool) -> tuple[Any, GuardedAdamW]:
     deepspeed = distributed.quiet_deepspeed()
-    t = config.train
+    t, stage = config.train, zero_stage(config)
     model: Any = task.model(torch.Generator().manual_seed(t.seed)).to(ranks.device)
+    trainable = [p for p in model.parameters() if p.requires_grad]
     options = {"lr": t.lr, "betas": t.betas, "eps": t.eps, "weight_decay": t.weight_decay}
-    learning = [p for p in model.parameters() if p.requires_grad]
-    adam = GuardedAdamW(learning, t.clip_norm, partitioned=zero_stage(config) > 0, **options)
-    settings = deepspeed_json(config, ranks.world, universal)
+    adam = GuardedAdamW(trainable, t.clip_norm, partitioned=stage > 0, **options)
     try:
-        engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=settings)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=deepspeed_json(config, ranks.world, universal))
     except Exception as error:
         if t.deepspeed is None or isinstance(error, torch.OutOfMemoryError) or distributed.lost_a_rank(error):
             raise
         raise ConfigError(f"train.deepspeed={t.deepspeed!r}: DeepSpeed refuses it: {error}"[:300]) from None
-    compile_model(model, t.compile or ("eager" if zero_stage(config) == 3 else COMPILED[ranks.device.type]))
+    compile_model(model, t.compile or ("eager" if stage == 3 else COMPILED[ranks.device.type]))
     return engine, adam
 
 
-def heading(config: Settings, loader: Loader, ranks: Ranks, progress: Progress, engine: Any) -> str:
+def heading(config: RunConfig, loader: Loader, ranks: Ranks, progress: Progress, engine: Any) -> str:
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
-    begun = f"goes on after step {progress.step}" if progress.step else "begins"
-    epoch = f"{loader.steps_per_epoch} steps of {config.train.batch_crops} crops to an epoch"
+    begins = f"resumes after step {progress.step}" if progress.step else "begins"
     return (
-        f"{config.run} {begun}: {parameters:,} parameters, {epoch}, "
-        f"{ranks.world} x {ranks.device.type}, {config.train.precision}, ZeRO {zero_stage(config)}, loader {loader.backend}"
+        f"{config.run} {begins}: {parameters:,} parameters, {loader.steps_per_epoch} steps of {config.train.batch_crops} crops "
+        f"per epoch, {ranks.world} x {ranks.device.type}, {config.train.precision}, ZeRO {zero_stage(config)}, "
+        f"loader {loader.backend}"
     )
 
 
-def finish(config: Settings, run: Path, task: Task, done: bool) -> None:
-    path = checkpoint.newest(run)
-    if path is None:
-        raise CheckpointError(f"{run}: its checkpoints were deleted during training")
-    if not done:
-        say(f"stopped after step {checkpoint.step_of(path)}; the same command goes on")
-        return
-    chosen = checkpoint.best(run) if task.exports_best else path
-    assert chosen is not None
-    say(f"done: {export.export(run, chosen, config, task)}, {write_report(run)}")
-
-
-def export_run(run: Path, door: Door) -> int:
-    path = checkpoint.best(run) if door.task.exports_best else checkpoint.newest(run, warn)
+def export_run(run: Path, kind: type[RunConfig], task: type[TrainingTask]) -> Path:
+    """RUN/model: weights in safetensors, what signals it takes, a model card; all of it or nothing."""
+    path = checkpoint.best(run) if task.exports_best else checkpoint.newest(run, _warn)
     if path is None:
         raise CheckpointError(f"{run}: has no checkpoint: train first")
-    say(str(export.export(run, path, settings_of(path, checkpoint.read_state(path), door.kind), door.task)))
-    return 0
+    state = checkpoint.read_state(path)
+    config: Any = saved_config(path, state, kind)
+    weights = {name: w for name, w in checkpoint.full_weights(path).items() if task.exports(config, name)}
+    leads, seen = (describe_leads(which).split(",") for which in (config.augment.output_leads, config.augment.seen))
+    signal_spec = {
+        "fs_hz": 500,
+        "leads": leads,
+        "segment_s": 5.0,
+        "scale": "millivolt",
+        "meaning": "millivolts, not normalised",
+    }
+    signal_spec |= ({"seen": seen} if seen != leads else {}) | {"sha256": state["preprocessing_sha256"]}
+    trained = {name: state[name] for name in ("step", "crops_seen", "datasets", "preprocessing_sha256")}
+    trained["precision"] = config.train.precision
+    trained["splits"] = [*state.get("splits", ()), *state.get("splits_before", ())]
+    title, lines = task.card(config, state)
+    card = CARD.format(
+        title=title,
+        lines="\n".join(f"- {line}" for line in lines),
+        parameters=sum(w.numel() for w in weights.values()),
+        leads=f"{len(leads)} leads ({', '.join(leads)})",
+        datasets=", ".join(state["datasets"]),
+        noise=", ".join(config.augment.kinds) or "none",
+        state=state,
+        t=config.train,
+        augment=config.augment,
+    )
+    try:
+        folder.write(run / "model", weights, task.described(config, state) | {"trained": trained}, signal_spec, card)
+    except SafetensorError as error:
+        raise WriteError(f"{run / 'model'}: {error}: make room, then --export {run}") from error
+    return run / "model"

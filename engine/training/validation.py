@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from data_tools.dataset import Dataset
-from engine.config import Config, Settings, candidates
+from engine.config import Config, RunConfig, candidates
 from engine.data.augmenter import crop_key
 from engine.data.loader import Batch, Loader
 from engine.data.order import DatasetRows, OrderError
@@ -33,7 +33,7 @@ BATCH = 16  # crops encoded at a time
 LOGGED = ("loss", "loss_local", "loss_global", "accuracy_local", "accuracy_global")
 
 
-def dtype_of(config: Settings) -> torch.dtype:
+def dtype_of(config: RunConfig) -> torch.dtype:
     return torch.bfloat16 if config.train.precision == "bf16" else torch.float32
 
 
@@ -148,7 +148,7 @@ class PatientProbe:
 
 
 def predict_on_ranks(
-    config: Settings,
+    config: RunConfig,
     ranks: Ranks,
     crops: Sequence[tuple[Dataset, int]],
     forward: Callable[[Tensor], Tensor],

@@ -2,11 +2,10 @@
 
 A tensor left behind on the CPU is an error there, and so is whatever waits for the device, since it would need a number. The
 device is called `gpu`: a build of torch without CUDA has no other. Its name holds for the whole process, so test_fake_gpu.py
-starts this one, which prints for each step its error, or nothing.
+calls `errors` in a process of its own.
 """
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -104,9 +103,10 @@ def leave_behind() -> None:
     there + torch.from_numpy(np.ones(2, np.float32))
 
 
-def main() -> None:
+def errors(configs: Path, out: Path) -> None:
+    """Writes the error of each step, or nothing."""
     do = {"pretrain": pretrain, "finetune": finetune}
-    cases = {name_of(step): (do[step[0]], (step[1], PRECISIONS[step[2]])) for step in steps(Path(sys.argv[1]))}
+    cases = {name_of(step): (do[step[0]], (step[1], PRECISIONS[step[2]])) for step in steps(configs)}
     cases |= {"wait": (wait, ()), "leave behind": (leave_behind, ())}
     found = {}
     for name, (function, arguments) in cases.items():
@@ -116,8 +116,4 @@ def main() -> None:
             found[name] = ""
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"[:300]
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    out.write_text(json.dumps(found))

@@ -13,8 +13,8 @@ from pages import check
 
 from engine.evaluation import plots, run_report
 from engine.evaluation.run_files import StepLog, read_diagnostics, write_diagnostics
-from engine.training.finetuning import Finetuning
-from engine.training.pretraining import Pretraining
+from engine.training.finetuning import FinetuneTask
+from engine.training.pretraining import PretrainTask
 
 LOGGED = [key for key in Pretraining.keys if key not in ("step", "crops_seen", "epoch")]
 NAN, INF = math.nan, math.inf
@@ -79,7 +79,7 @@ def test_every_curve_is_on_the_page_and_texts_are_escaped(full: Path, capsys: py
 
 def test_all_that_is_logged_is_drawn() -> None:
     drawn = {curve.key for section in run_report.SECTIONS.values() for chart in section for curve in chart.curves}
-    for task in (Pretraining, Finetuning):
+    for task in (PretrainTask, FinetuneTask):
         assert set(task.keys) - drawn == {"step", "crops_seen", "epoch"}  # these are in the heading
 
 

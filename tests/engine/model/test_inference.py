@@ -171,7 +171,7 @@ def test_documents_that_say_less(saved_model: Saved) -> None:
     document = json.loads((folder / "config.json").read_text())
     del document["model"]["leads"]
     seal(folder, document | {"trained": None})
-    assert engine.load(folder).history == {} and read_start(str(folder))[0]["splits"] == []
+    assert engine.load(folder).history == {} and read_start(str(folder)).splits == []
 
 
 @pytest.mark.parametrize("fs_hz, unit", [(500, "mV"), (257, "uV"), (1000, "mV"), (400, "uV"), (333.5, "mV")])

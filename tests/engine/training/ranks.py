@@ -1,12 +1,17 @@
-"""Runs of engine/pretrain.py and finetune.py in processes of their own, forked from one that has imported all: quickly."""
+"""Training runs for tests: one rank in this process; several, or a patched one, in processes forked from one that has imported
+everything."""
 
+import contextlib
+import gc
 import importlib
 import json
+import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -18,12 +23,9 @@ model: {conv: [[8, 4], [8, 4], [8, 1]], width: 16, layers: 2, heads: 2, ffn: 32,
         codes: 8, code_width: 8, projection: 8, tau_decay: 0.9}
 train: {steps: 6, batch_crops: 8, precision: fp32, lr: 1e-3, clip_norm: 1.0, log_every: 1, peak_tflops: 1.0, timeout_s: 600}
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+TUNING = {"train.precision": "fp32", "train.batch_crops": 8, "train.steps": 4, "train.lr": 1e-3, "train.validate_every": 2}
+TUNING |= {"train.log_every": 1, "train.peak_tflops": 1.0, "train.timeout_s": 600}
+EXACT = ("step", "crops_seen", "epoch", "loss", "loss_local", "loss_global", "lr", "grad_norm", "gumbel_tau", "accuracy_local")
 
 
 @dataclass
@@ -35,13 +37,23 @@ class Ended:
     def ok(self) -> bool:
         return all(code == 0 for code in self.codes)
 
+    def one_line(self, code: int = 2) -> str:
+        assert set(self.codes) == {code} and self.output.count("\n") == 1, self.output
+        return self.output
 
-def train(arguments: Sequence[str], before: Callable[[], None] | None) -> int:
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def train(arguments: Sequence[str], before: Callable[[], None] | None = None) -> int:
     torch.set_num_threads(1)
     if before:
         before()
-    door = importlib.import_module("engine.finetune" if "start=" in " ".join(arguments) else "engine.pretrain")
-    code: int = door.main(arguments)
+    script = importlib.import_module("engine.finetune" if "start=" in " ".join(arguments) else "engine.pretrain")
+    code: int = script.main(arguments)
     return code
 
 
@@ -49,11 +61,8 @@ def start(
     tmp: Path, arguments: Sequence[str], world: int = 1, before: Callable[[], None] | None = None, **env: str
 ) -> list[Any]:
     common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | env
-    processes = []
-    for rank in range(world):
-        environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        processes.append(started(train, list(arguments), before, out=tmp / "out.txt", env=environment))
-    return processes
+    ranks = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    return [started(train, list(arguments), before, out=tmp / "out.txt", env=env) for env in ranks]
 
 
 def wait(tmp: Path, processes: list[Any]) -> Ended:
@@ -66,52 +75,57 @@ def wait(tmp: Path, processes: list[Any]) -> Ended:
     return Ended([process.exitcode for process in processes], output)
 
 
+def run(tmp: Path, arguments: Sequence[str], world: int = 1, before: Callable[[], None] | None = None, **env: str) -> Ended:
+    (tmp / "out.txt").unlink(missing_ok=True)
+    if world > 1 or before or env:
+        return wait(tmp, start(tmp, arguments, world, before, **env))
+    with (
+        open(tmp / "out.txt", "w", buffering=1) as out,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(out),
+        mock.patch.dict(os.environ),
+        mock.patch.object(gc, "collect"),  # of all that the tests have imported: half of a tiny run's time
+    ):
+        code = train(arguments)
+    return Ended([code], (tmp / "out.txt").read_text())
+
+
 def settings(tmp: Path, dataset: str, run: str = "run", **changes: Any) -> list[str]:
     """Arguments for a tiny model; changes as train__steps=3."""
     (tmp / "tiny.yaml").write_text(TINY)
     sets = {"run": str(tmp / run), "data.datasets": json.dumps([dataset])}
-    sets |= {name.replace("__", "."): json.dumps(value) for name, value in changes.items()}
-    return ["--config", str(tmp / "tiny.yaml"), *(part for key, value in sets.items() for part in ("--set", f"{key}={value}"))]
-
-
-def pretrain(
-    tmp: Path, dataset: str, run: str = "run", world: int = 1, before: Callable[[], None] | None = None, **changes: Any
-) -> Ended:
-    (tmp / "out.txt").unlink(missing_ok=True)
-    return wait(tmp, start(tmp, settings(tmp, dataset, run, **changes), world, before))
+    return ["--config", str(tmp / "tiny.yaml"), *_sets(sets, changes)]
 
 
 def tuning(tmp: Path, dataset: str, begin: Path, task: str, run: str = "run", **changes: Any) -> list[str]:
     """Arguments of a fine-tuning."""
-    sets = {"run": str(tmp / run), "start": str(begin), "data.datasets": json.dumps([dataset]), "head.task": task}
-    sets |= {"train.precision": "fp32", "train.batch_crops": 8, "train.steps": 4, "train.lr": 1e-3, "train.validate_every": 2}
-    sets |= {"train.log_every": 1, "train.peak_tflops": 1.0, "train.timeout_s": 600}
-    sets |= {name.replace("__", "."): json.dumps(value) for name, value in changes.items()}
     (tmp / "empty.yaml").write_text("{}")
-    return ["--config", str(tmp / "empty.yaml"), *(part for k, v in sets.items() for part in ("--set", f"{k}={v}"))]
+    sets = {"run": str(tmp / run), "start": str(begin), "data.datasets": json.dumps([dataset]), "head.task": task}
+    return ["--config", str(tmp / "empty.yaml"), *_sets(sets | TUNING, changes)]
+
+
+def _sets(sets: dict[str, Any], changes: dict[str, Any]) -> list[str]:
+    sets |= {name.replace("__", "."): json.dumps(value) for name, value in changes.items()}
+    return [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
+
+
+Before = Callable[[], None] | None
+
+
+def pretrain(tmp: Path, dataset: str, name: str = "run", world: int = 1, before: Before = None, **changes: Any) -> Ended:
+    return run(tmp, settings(tmp, dataset, name, **changes), world, before)
 
 
 def finetune(
-    tmp: Path,
-    dataset: str,
-    begin: Path,
-    task: str,
-    run: str = "run",
-    world: int = 1,
-    before: Callable[[], None] | None = None,
-    **changes: Any,
+    tmp: Path, dataset: str, begin: Path, task: str, name: str = "run", world: int = 1, before: Before = None, **changes: Any
 ) -> Ended:
-    (tmp / "out.txt").unlink(missing_ok=True)
-    return wait(tmp, start(tmp, tuning(tmp, dataset, begin, task, run, **changes), world, before))
+    return run(tmp, tuning(tmp, dataset, begin, task, name, **changes), world, before)
 
 
 def rows(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / name).read_text().splitlines()]
 
 
-EXACT = ("step", "crops_seen", "epoch", "loss", "loss_local", "loss_global", "lr", "grad_norm", "gumbel_tau", "accuracy_local")
-
-
-def curve(run: Path) -> list[dict[str, Any]]:
+def curve(run: Path, keys: Sequence[str] = EXACT) -> list[dict[str, Any]]:
     """What must be equal to the last bit."""
-    return [{key: row[key] for key in EXACT} for row in rows(run)]
+    return [{key: row[key] for key in keys} for row in rows(run)]

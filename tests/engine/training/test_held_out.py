@@ -19,7 +19,7 @@ from engine.data.loader import Loader
 from engine.data.order import DatasetRows, Order
 from engine.data.validation_split import patient_ids, sides
 from engine.training.distributed import Ranks
-from engine.training.pretraining import Pretraining
+from engine.training.pretraining import PretrainTask
 from engine.training.validation import training_roles
 
 
@@ -113,10 +113,10 @@ def test_no_patient_held_out_is_trained_on_at_any_world_size_or_restart(dataset:
             loader.close()
 
 
-def pretraining(dataset: Dataset, **data: Any) -> Pretraining:
+def pretraining(dataset: Dataset, **data: Any) -> PretrainTask:
     """The task alone: what it says before the first step."""
     config = build({"data": {"datasets": [dataset.root.url], **data}})
-    return Pretraining(config, [dataset], Ranks(0, 1, torch.device("cpu"), None))
+    return PretrainTask(config, [dataset], Ranks(0, 1, torch.device("cpu"), None))
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def test_a_run_validates_on_them_and_another_share_is_refused(bare: Dataset, tmp
     assert ended.ok, ended.output
     assert [row["step"] for row in rows(tmp_path / "run", "validation.jsonl")] == [0, 1, 2]
     ended = pretrain(tmp_path, bare.root.url, data__hold_out=0.2, **how)
-    assert ended.codes == [2] and "data.hold_out was 0.3 and is 0.2" in ended.output and ended.output.count("\n") == 1
+    assert ended.codes == [2] and "data.hold_out changed from 0.3 to 0.2" in ended.output and ended.output.count("\n") == 1
 
 
 @pytest.mark.parametrize("side, roles, warned", [("valid", {}, True), ("train", {}, True), ("valid", {"dx": "test"}, False)])

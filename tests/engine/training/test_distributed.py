@@ -1,0 +1,218 @@
+"""Several ranks: equal to one, resumed on another number, lost, on several nodes each with its own launcher."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import free_port, pretrain, rows, run, settings
+
+from data_tools.dataset import Dataset
+from tests.forks import started
+from tests.waiting import until
+
+SCRIPT = str(Path(__file__).parents[3] / "engine" / "pretrain.py")
+OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
+STILL = {f"model__{name}dropout": 0 for name in ("", "attention_", "input_", "feature_")}
+PARTS = ("loss", "loss_local", "loss_global", "loss_diversity", "loss_features", "grad_norm", "code_perplexity")
+Plan = list[tuple[int, int, int]]  # ranks, steps, micro-batch
+
+
+def assert_equal(
+    dataset: Dataset, tmp: Path, alone: Plan, moved: Plan, rtol: float, parts: Sequence[str] = PARTS, **how: Any
+) -> None:
+    """Losses, and the figures of validation, of two runs that are resumed as their plans say."""
+    for name, plan in (("alone", alone), ("moved", moved)):
+        for world, steps, micro in plan:
+            changes = STILL | {"train__steps": steps, "train__micro_batch": micro} | how
+            ended = pretrain(tmp, dataset.root.url, name, world, **changes)
+            assert ended.ok, ended.output
+    one, two = ([[row[part] for part in parts] for row in rows(tmp / name)] for name in ("alone", "moved"))
+    np.testing.assert_allclose(two, one, rtol=rtol)
+    one, two = ([list(row.values()) for row in rows(tmp / name, "validation.jsonl")] for name in ("alone", "moved"))
+    np.testing.assert_allclose(two, one, rtol=rtol)
+
+
+def test_two_ranks_equal_one(dataset: Dataset, tmp_path: Path) -> None:
+    """Candidates, codes in use, norm and clipping are those of the global batch."""
+    parts = (*PARTS, "accuracy_global")
+    assert_equal(dataset, tmp_path, [(1, 3, 8)], [(2, 3, 4)], 2e-5, parts, train__validate_every=2, train__valid_batches=3)
+    assert rows(tmp_path / "moved")[-1]["crops_seen"] == 24
+
+
+def test_parts_of_a_step_are_the_same_crops_on_one_rank_and_two(dataset: Dataset, tmp_path: Path) -> None:
+    """1 -> 2 in mid-run, each crop contrasted within its part."""
+    assert_equal(dataset, tmp_path, [(1, 3, 4)], [(1, 2, 4), (2, 3, 2)], 2e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_run_resumes_on_another_number_of_ranks(stage: int, dataset: Dataset, tmp_path: Path) -> None:
+    """1 -> 2 -> 1, against one that stayed alone; and not what a fresh Adam would do."""
+    moved = [(1, 2, 8), (2, 3, 4), (1, 5, 8)]
+    assert_equal(dataset, tmp_path, [(1, 5, 8)], moved, 1e-4, train__zero_stage=stage)
+
+
+def test_two_ranks_in_bf16(dataset: Dataset, tmp_path: Path) -> None:
+    """1 -> 2 at the default precision; to its rounding."""
+    assert_equal(dataset, tmp_path, [(1, 4, 8)], [(1, 2, 8), (2, 4, 4)], 0.01, ("loss", "grad_norm"), train__precision="bf16")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_validation_of_fewer_batches_than_ranks(stage: int, dataset: Dataset, tmp_path: Path) -> None:
+    """Ranks without a batch of their own take part all the same."""
+    how = {"train__validate_every": 1, "train__zero_stage": stage, "train__valid_batches": 1}
+    assert_equal(dataset, tmp_path, [(1, 1, 8)], [(4, 1, 2)], 2e-5, **how)
+    assert [row["step"] for row in rows(tmp_path / "moved", "validation.jsonl")] == [0, 1]
+
+
+def count_graphs() -> None:
+    """The compiler's, which are run as they are."""
+    from engine.training import throughput, train
+
+    def counted(graph: Any, inputs: Any) -> Any:
+        print(f"a graph of {len(graph.graph.nodes)} operations", flush=True)
+        return graph.forward
+
+    train.compile_model = partial(throughput.compile_model, backend=counted)  # type: ignore[assignment]
+
+
+def test_a_step_of_two_ranks_compiles_in_few_graphs(dataset: Dataset, tmp_path: Path) -> None:
+    how = {"train__compile": "step", "train__steps": 1, "model__layers": 1}
+    ended = pretrain(tmp_path, dataset.root.url, "run", 2, count_graphs, **how)
+    assert ended.ok, ended.output
+    assert max(int(size) for size in re.findall("a graph of ([0-9]+) operations", ended.output)) > 250
+
+
+def at_step_four(how: Callable[[], None]) -> None:
+    """Happens to rank 1."""
+    from engine.training.loop import Loop
+
+    step = Loop._step
+
+    def patched(self: Loop, batch: Any) -> Any:
+        if self.progress.step == 3 and self.ranks.rank == 1:
+            how()
+        return step(self, batch)
+
+    Loop._step = patched  # type: ignore[method-assign]
+
+
+def die() -> None:
+    os._exit(9)
+
+
+def hang(told: Path) -> None:
+    until(lambda: "died or hung" in told.read_text())
+    die()
+
+
+@pytest.mark.parametrize("fate", ["dies", "hangs"])
+def test_a_rank_that_dies_or_hangs_ends_the_run_in_time_and_it_resumes(fate: str, dataset: Dataset, tmp_path: Path) -> None:
+    how = {"train__timeout_s": 15 if fate == "hangs" else 600, "train__save_every_steps": 1}
+    before = partial(at_step_four, die if fate == "dies" else partial(hang, tmp_path / "out.txt"))
+    ended = pretrain(tmp_path, dataset.root.url, world=2, before=before, **how)
+    assert ended.codes == [1, 9]
+    assert "another rank died or hung" in ended.output and "Traceback" not in ended.output
+    ended = pretrain(tmp_path, dataset.root.url, world=2, train__steps=5)
+    assert ended.ok and "resumes after step" in ended.output, ended.output
+
+
+def test_a_port_in_use_or_no_port_is_one_line(dataset: Dataset, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        for port in (str(taken.getsockname()[1]), "99999", "http"):
+            ended = run(tmp_path, settings(tmp_path, dataset.root.url), WORLD_SIZE="2", MASTER_PORT=port)
+            assert f"MASTER_PORT='{port}'" in ended.one_line() and "--master_port" in ended.output
+
+
+def deepspeed(tmp: Path, node: int, address: str, port: str) -> list[str]:
+    """The hosts named in the file are only counted."""
+    hostfile = tmp / "hosts"
+    hostfile.write_text("node-a slots=1\nnode-b slots=1\n")
+    words = ["--hostfile", str(hostfile), "--no_ssh", "--node_rank", str(node), "--master_addr", address]
+    return [sys.executable, "-m", "deepspeed.launcher.runner", *words, "--master_port", port, SCRIPT]
+
+
+def torchrun(node: int, port: str) -> list[str]:
+    words = ["--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(node), "--master-addr", "127.0.0.1"]
+    return [*words, "--master-port", port, SCRIPT]
+
+
+def agent(words: list[str]) -> int:
+    """torchrun, in a process that has imported torch."""
+    from torch.distributed.run import main
+
+    for name in OF_A_RANK:
+        os.environ.pop(name, None)
+    main(words)
+    return 0
+
+
+def test_two_nodes_by_torchrun(dataset: Dataset, tmp_path: Path) -> None:
+    arguments, port = settings(tmp_path, dataset.root.url, train__steps=1), str(free_port())
+    outs = [tmp_path / f"node-{node}.txt" for node in range(2)]
+    env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    nodes = [started(agent, [*torchrun(node, port), *arguments], out=out, env=env) for node, out in enumerate(outs)]
+    for node in nodes:
+        node.join()
+    check(tmp_path, [node.exitcode for node in nodes], [out.read_text() for out in outs])
+
+
+def check(tmp: Path, codes: list[int], outputs: list[str]) -> None:
+    assert codes == [0, 0], "\n".join(outputs)
+    assert "2 x cpu" in outputs[0] and "step 1/1" in outputs[0] and "step 1/1" not in outputs[1]
+    assert rows(tmp / "run")[-1]["step"] == 1 and (tmp / "run" / "model" / "model.safetensors").exists()
+
+
+@pytest.fixture
+def networks() -> Iterator[tuple[str, ...]]:
+    """Two network namespaces joined by one cable: 10.77.0.1 on `cable0` in the first, 10.77.0.2 on `cable1` in the second. None
+    without iproute2's `ip` and permission."""
+    names = f"omnilead-{os.getpid()}-0", f"omnilead-{os.getpid()}-1"
+    script = [f"netns add {name}" for name in names]
+    script += [f"link add cable0 netns {names[0]} type veth peer name cable1 netns {names[1]}"]
+    for i, name in enumerate(names):
+        script += [f"-n {name} addr add 10.77.0.{i + 1}/24 dev cable{i}"]
+        script += [f"-n {name} link set {device} up" for device in ("lo", f"cable{i}")]
+    try:
+        yield () if shutil.which("ip") is None or any(_ip(line) for line in script) else names
+    finally:
+        for name in names if shutil.which("ip") else ():
+            _ip(f"netns del {name}")
+
+
+def _ip(line: str) -> int:
+    return subprocess.run(["ip", *line.split()], capture_output=True, check=False).returncode
+
+
+@pytest.mark.slow
+def test_two_nodes_by_deepspeed_without_ssh(networks: tuple[str, ...], dataset: Dataset, tmp_path: Path) -> None:
+    """No loopback, no port of the host: only the cable between them. The disk is shared, as RUN must be. Else on loopback."""
+    arguments = settings(tmp_path, dataset.root.url, train__steps=1)
+    address, port = ("10.77.0.1", "29500") if networks else ("127.0.0.1", str(free_port()))
+    env = {name: value for name, value in os.environ.items() if name not in OF_A_RANK}
+    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    nodes, outs = [], [tmp_path / f"node-{node}.txt" for node in range(2)]
+    for node, out in enumerate(outs):
+        command = [*deepspeed(tmp_path, node, address, port), *arguments]
+        own = env | ({"GLOO_SOCKET_IFNAME": f"cable{node}"} if networks else {})
+        inside = ["ip", "netns", "exec", networks[node]] if networks else []
+        with open(out, "w") as file:
+            words = [*inside, *command]
+            nodes.append(subprocess.Popen(words, cwd=tmp_path, env=own, stdout=file, stderr=file, start_new_session=True))
+    try:
+        codes = [node.wait() for node in nodes]
+    finally:
+        for running in nodes:
+            if running.poll() is None:
+                os.killpg(running.pid, 9)
+    check(tmp_path, codes, [out.read_text() for out in outs])

@@ -1,0 +1,158 @@
+"""RUN's files, Weights & Biases and MLflow: what is written, continued after a kill, and said when a service fails."""
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from ranks import pretrain, rows
+
+from data_tools.dataset import Dataset
+from engine.common import ConfigError
+from engine.config import Config, build
+from engine.training import loggers
+from engine.training.loggers import RunLogger, move_repeated_lines
+
+KEYS = ("step", "loss", "crops_per_s", "data_wait_pct", "mfu", "lr")
+
+
+class Service(ModuleType):
+    """Either of the two, as far as the loop speaks to it; it remembers what it was told."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.runs: list[str] = []
+        self.told: list[tuple[int, dict[str, float]]] = []
+        self.settings: dict[str, Any] = {}
+        self.ended = 0
+        self.broken = False
+
+    def _begin(self, name: str | None) -> str:
+        self.runs.append(name or f"{self.__name__}-{len(self.runs)}")
+        return self.runs[-1]
+
+    def _log(self, values: dict[str, float], step: int) -> None:
+        if self.broken:
+            raise ConnectionError("no route\nto host")
+        self.told.append((step, values))
+
+    def _end(self) -> None:
+        self.ended += 1
+
+
+class Wandb(Service):
+    def init(self, project: str, dir: str, id: str | None, resume: str, name: str, config: dict[str, Any]) -> Any:
+        assert resume == "allow" and name == "run" and Path(dir).is_dir() and project == "omnilead"
+        self.settings = config
+        return SimpleNamespace(id=self._begin(id), log=self._log, finish=self._end)
+
+
+class Mlflow(Service):
+    def start_run(self, run_id: str | None, run_name: str) -> Any:
+        self.settings = self.settings if run_id else {}
+        return SimpleNamespace(info=SimpleNamespace(run_id=self._begin(run_id)))
+
+    def log_params(self, settings: dict[str, str]) -> None:
+        assert len(settings) <= 100 and not self.settings.keys() & settings.keys()
+        self.settings |= settings
+
+    def log_metrics(self, values: dict[str, float], step: int) -> None:
+        self._log(values, step)
+
+    def end_run(self) -> None:
+        self._end()
+
+
+@pytest.fixture
+def services(monkeypatch: pytest.MonkeyPatch) -> list[Service]:
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    found: list[Service] = [Wandb("wandb"), Mlflow("mlflow")]
+    for service in found:
+        monkeypatch.setitem(sys.modules, service.__name__, service)
+    return found
+
+
+def config(*track: str) -> Config:
+    return build({"train": {"track": list(track), "steps": 3, "lr": 1e-3}})
+
+
+def logger(run: Path, settings: Config, step: int = 0) -> RunLogger:
+    return RunLogger(run, settings, KEYS, {}, step, total=3)
+
+
+def log(to: RunLogger, step: int, **values: Any) -> None:
+    row = {"step": step, "loss": 1.0 / step, "crops_per_s": 1.0, "data_wait_pct": 0.0, "mfu": 0.1, "lr": 1.0}
+    to.log(row | {"more": 2.0, "loss_x": None} | values)
+
+
+def test_both_get_every_curve_and_continue_after_a_kill(services: list[Service], tmp_path: Path) -> None:
+    settings = config("wandb", "mlflow")
+    loggers.require_installed(settings)
+    first = logger(tmp_path / "run", settings)
+    log(first, 1)
+    for file in first.files.values():  # and no more: it was killed
+        file.close()
+    second = logger(tmp_path / "run", settings, step=1)
+    second.log_validation({"step": 2, "loss": 0.5, "score": 0.25})
+    log(second, 2)
+    second.close()
+    others = {"crops_per_s": 1.0, "data_wait_pct": 0.0, "mfu": 0.1, "lr": 1.0, "more": 2.0}
+    expected = [(1, {"loss": 1.0} | others), (2, {"valid/loss": 0.5, "valid/score": 0.25}), (2, {"loss": 0.5} | others)]
+    for service in services:
+        assert service.told == expected and service.ended == 1
+        assert service.runs == [f"{service.__name__}-0"] * 2
+    assert services[0].settings == settings.tree() and services[1].settings["train.lr"] == "0.001"
+    assert not (tmp_path / "run" / "tensorboard").exists()  # which was not asked for
+    logger(tmp_path / "run", settings).close()
+    assert services[0].runs[-1] == "wandb-2"
+
+
+def test_a_service_that_fails_does_not_end_a_training(services: list[Service], tmp_path: Path, capsys: Any) -> None:
+    to = logger(tmp_path / "run", config("wandb", "mlflow"))
+    services[0].broken = True
+    for step in (1, 2):
+        log(to, step)
+    to.close()
+    assert [step for step, _ in services[1].told] == [1, 2] and services[0].told == []
+    out = capsys.readouterr().out
+    assert out.count("wandb") == 1 and "no route to host" in out
+    assert len(rows(tmp_path / "run")) == 2
+
+
+def test_one_that_does_not_start_or_is_not_installed_is_one_line(
+    services: list[Service], dataset: Dataset, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(services[0], "init", lambda **_: 1 / 0, raising=False)
+    with pytest.raises(ConfigError, match=r"train\.track: wandb .*division by zero"):
+        logger(tmp_path / "run", config("wandb"))
+    monkeypatch.setattr(loggers, "is_installed", lambda name: False)
+    says = pretrain(tmp_path, dataset.root.url, "new", train__track=["mlflow"]).one_line()
+    assert "mlflow is not installed: pip install 'omnilead[track]'" in says and not (tmp_path / "new").exists()
+
+
+def test_nothing_asked_for_is_nothing_written_and_no_number_is_null(tmp_path: Path) -> None:
+    """JSON has no NaN."""
+    (tmp_path / "validation.jsonl").write_text('{"step": 0, "loss": 1}\n')  # of a start that was killed before a checkpoint
+    to = logger(tmp_path, config())
+    log(to, 1, loss=float("nan"), lr=float("inf"))
+    to.close()
+    assert [(row["loss"], row["lr"], row["mfu"]) for row in rows(tmp_path)] == [(None, None, 0.1)]
+    assert rows(tmp_path, "validation.jsonl") == []
+    names = {"config.yaml", "run.json", "metrics.jsonl", "validation.jsonl", "validation.cut.jsonl"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert json.loads((tmp_path / "run.json").read_text())["versions"]
+
+
+def test_lines_of_steps_that_are_done_again_are_kept_elsewhere(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for step in (3, 1):
+        path.write_bytes(b"".join(b'{"step": %d}\n' % n for n in range(1, 6)) + b'\xff{"st')
+        move_repeated_lines(path, step)
+        assert [row["step"] for row in rows(tmp_path)] == list(range(1, step + 1))
+    cut = (tmp_path / "metrics.cut.jsonl").read_bytes().splitlines()
+    assert [json.loads(line)["step"] for line in cut if line.startswith(b"{")] == [4, 5, 2, 3, 4, 5]
+    assert cut.count(b'\xff{"st') == 2
+    move_repeated_lines(path, 1)
+    assert len((tmp_path / "metrics.cut.jsonl").read_bytes().splitlines()) == len(cut)
