@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from docs import house
-from engine.config import Config, FinetuneConfig, keys
+from engine.config import Config, FinetuneConfig, flatten
 from tests.forks import started
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -32,8 +32,8 @@ def test_the_tutorial_runs(tmp_path: Path) -> None:
 def test_troubleshooting_has_fifteen_answers_of_settings_that_exist() -> None:
     text = (DOCS / "troubleshooting.md").read_text()
     assert re.findall(r"^\*\*(\d+)\. .*[?.]\*\*$", text, re.MULTILINE) == [str(n) for n in range(1, 16)]
-    sections = {key.partition(".")[0] for kind in (Config, FinetuneConfig) for key in keys(kind) if "." in key}
-    known = {key for kind in (Config, FinetuneConfig) for key in keys(kind)}
+    known = {key for kind in (Config, FinetuneConfig) for key in flatten(kind().tree())}
+    sections = {key.partition(".")[0] for key in known if "." in key}
     named = {key for key in re.findall(r"[`\s]([a-z]+\.[a-z_]+)(?==|`)", text) if key.partition(".")[0] in sections}
     assert len(named) >= 12 and named <= known
     for link in re.findall(r"\]\(([^)#]+)", text):

@@ -16,7 +16,7 @@ from engine.evaluation.run_files import StepLog, read_diagnostics, write_diagnos
 from engine.training.finetuning import FinetuneTask
 from engine.training.pretraining import PretrainTask
 
-LOGGED = [key for key in Pretraining.keys if key not in ("step", "crops_seen", "epoch")]
+LOGGED = [key for key in PretrainTask.keys if key not in ("step", "crops_seen", "epoch")]
 NAN, INF = math.nan, math.inf
 Row = dict[str, Any]
 
