@@ -27,7 +27,7 @@ from benchmarks.step import StepRun
 from engine.model.config import ObjectiveConfig
 from engine.model.draws import row_keys
 from engine.model.pretrainer import Pretrainer
-from engine.training.throughput import AGAIN
+from engine.training.throughput import INDUCTOR_OPTIONS
 
 REPEATS = {"cpu": 3, "cuda": 20}
 BATCH = {"cpu": 4, "cuda": 256}
@@ -84,7 +84,7 @@ def measured(run: StepRun) -> dict[str, dict[str, Any]]:
         flops, bytes_ = count(stage, model, run)
         function = stage.function
         if run.compiled != "eager":
-            function = torch.compile(function, dynamic=False, options=AGAIN)
+            function = torch.compile(function, dynamic=False, options=INDUCTOR_OPTIONS)
         ms = times_ms(partial(both_ways, function, stage.arguments, run), run.device)
         found[stage.name] = {"flops": flops * stage.times, "bytes": bytes_ * stage.times, "within": bool(stage.within)}
         found[stage.name]["times_ms"] = [each * stage.times for each in ms]
