@@ -73,7 +73,7 @@ def saved_model(tmp_path: Path) -> Callable[..., Path]:
 def save_model(
     folder: Path, leads: int = 12, head: dict[str, Any] | None = None, preprocessing: dict[str, Any] | None = None, **model: Any
 ) -> Path:
-    """A small untrained model as engine.training.export writes it. `preprocessing`: what differs; `model`: of ModelConfig."""
+    """A small untrained model as engine.training.train exports it. `preprocessing`: what differs; `model`: of ModelConfig."""
     import torch
 
     from engine.common import LEADS
