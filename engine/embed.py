@@ -62,20 +62,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         check(args)
         run(args)
+        return 0
     except (ConfigError, DataError) as error:
-        return _fail(str(error), 2)
+        message, code = str(error), 2
     except OutputError as error:
-        return _fail(str(error), 1)
+        message, code = str(error), 1
     except OSError as error:
         ours = args.out and str(error.filename or args.out).startswith(str(args.out))
-        reason = f"{f'--out {args.out}' if ours or not error.filename else error.filename}: {error.strerror or error}"
-        return _fail(reason, 2) if error.errno in PERMANENT else _fail(f"{reason}{resumable}", 1)
+        place = f"--out {args.out}" if ours or not error.filename else error.filename
+        code = 2 if error.errno in PERMANENT else 1
+        message = f"{place}: {error.strerror or error}{resumable * (code == 1)}"
     except KeyboardInterrupt:
-        return _fail(f"interrupted{resumable}", 130)
-    return 0
-
-
-def _fail(message: str, code: int) -> int:
+        message, code = f"interrupted{resumable}", 130
     print(f"engine.embed: {' '.join(message.split())}", file=sys.stderr, flush=True)
     return code
 

@@ -39,15 +39,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     try:
         evaluate(args)
+        return 0
     except (MetricError, OutputError) as error:  # the model's outputs cannot be scored, or the results not written
-        return _fail(error, 1)
+        message, code = str(error), 1
     except (ConfigError, DataError) as error:
-        return _fail(error, 2)
+        message, code = str(error), 2
     except OSError as error:
-        return _fail(ConfigError(f"{error.filename or args.data}: {error.strerror or error}"), 2)
-    except KeyboardInterrupt as error:
-        return _fail(error, 130)
-    return 0
+        message, code = f"{error.filename or args.data}: {error.strerror or error}", 2
+    except KeyboardInterrupt:
+        message, code = "interrupted", 130
+    print(f"engine.evaluate: {' '.join(message.split())}", file=sys.stderr)
+    return code
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -65,11 +67,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
     add("--anonymous", action="store_true", help="public s3:// data, without credentials")
     return parser.parse_args(arguments)
-
-
-def _fail(error: BaseException, code: int) -> int:
-    print(f"engine.evaluate: {' '.join(str(error).split()) or 'interrupted'}", file=sys.stderr)
-    return code
 
 
 def evaluate(args: argparse.Namespace) -> None:

@@ -19,7 +19,7 @@ from engine.evaluation import plots
 from engine.evaluation.metrics import Array, outputs_of
 from engine.evaluation.plots import Line, LineStyle
 from engine.evaluation.results import DiagnosisResult, IdentificationResult, calibration
-from engine.evaluation.run_report import Section, flat, render
+from engine.evaluation.run_report import ReportSection, flat, render
 
 CLASSES_SHOWN = 11  # with curves of their own, the most frequent
 OTHER_PAIRS = 200_000  # pairs of different patients in the histogram
@@ -35,7 +35,9 @@ def build(result: DiagnosisResult | IdentificationResult) -> str:
     kind, counts, sections = diagnosis(result) if isinstance(result, DiagnosisResult) else identification(result)
     facts, name = result.facts, str(result.facts.get("model", "model"))
     heading = [counts, *(f"{key} {facts[key]}" for key in ("role", "leads") if key in facts)]
-    return render(f"{name}: evaluation", kind, name, heading, [*sections, Section("The evaluation", table=list(flat(facts)))])
+    return render(
+        f"{name}: evaluation", kind, name, heading, [*sections, ReportSection("The evaluation", table=list(flat(facts)))]
+    )
 
 
 def shown(value: float, percent: bool = False) -> str:
@@ -48,7 +50,7 @@ def interval(ends: list[float], percent: bool = False) -> str:
     return f"{shown(ends[0], percent)} to {shown(ends[1], percent)}" if math.isfinite(ends[0]) else "no interval"
 
 
-def diagnosis(result: DiagnosisResult) -> tuple[str, str, list[Section]]:
+def diagnosis(result: DiagnosisResult) -> tuple[str, str, list[ReportSection]]:
     half, labels = result.half, np.asarray(result.labels_NK, bool)
     note = (
         "One sample is a half of 5 s, as in the paper; a class is predicted where its probability is above 0.5. Small: 95 % "
@@ -60,13 +62,13 @@ def diagnosis(result: DiagnosisResult) -> tuple[str, str, list[Section]]:
         label = name if of["positives"] else f"{name} (no positives)"
         rows.append((label, f"{of['positives']:,}", f"{of['predicted']:,}", *(shown(of[key]) for key in COLUMNS)))
     sections = [
-        Section(tiles=list(scores(half)), note=note, remarks=result.remarks),
-        Section("By record: mean probability over its halves", tiles=list(scores(result.record))),
-        Section("ROC and precision-recall curves", charts=list(threshold_charts(labels, result.scores_NK)), columns=4),
-        Section(
+        ReportSection(tiles=list(scores(half)), note=note, remarks=result.remarks),
+        ReportSection("By record: mean probability over its halves", tiles=list(scores(result.record))),
+        ReportSection("ROC and precision-recall curves", charts=list(threshold_charts(labels, result.scores_NK)), columns=4),
+        ReportSection(
             "Calibration and confusions", charts=[plots.calibration_chart(*calibration(labels, result.scores_NK)), confusions]
         ),
-        Section("Classes", grid=rows),
+        ReportSection("Classes", grid=rows),
     ]
     return "Diagnosis", f"{half['n']:,} halves of 5 s of {result.record['n']:,} records", sections
 
@@ -85,7 +87,7 @@ def threshold_charts(labels: Array, scores: Array) -> Iterator[str]:
             yield plots.roc_and_pr(CLASSES[k], labels[:, k], scores[:, k])
 
 
-def identification(result: IdentificationResult) -> tuple[str, str, list[Section]]:
+def identification(result: IdentificationResult) -> tuple[str, str, list[ReportSection]]:
     found = result.scores
     tiles = [
         ("Accuracy", shown(found["accuracy"], True), interval(result.interval, True)),
@@ -109,8 +111,8 @@ def identification(result: IdentificationResult) -> tuple[str, str, list[Section
     charts = [plots.line_chart("Patient among the most similar", lines, style), similarity]
     counts = f"{found['n_probes']:,} probes against {found['n_gallery']:,} in the gallery"
     sections = [
-        Section(tiles=tiles, note=note, remarks=result.remarks),
-        Section("Patients recognised", charts=charts),
+        ReportSection(tiles=tiles, note=note, remarks=result.remarks),
+        ReportSection("Patients recognised", charts=charts),
     ]
     return "Patient identification", counts, sections
 

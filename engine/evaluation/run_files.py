@@ -59,8 +59,8 @@ class StepLog:
         logged = np.array([row.get(key) is not None for row in self.rows], bool)
         return self.steps[logged], self.column(key)[logged]
 
-    def finite(self, key: str) -> np.ndarray:
-        values = self.column(key)
+    def finite(self, key: str, rows: slice = slice(None)) -> np.ndarray:
+        values = self.column(key)[rows]
         return np.asarray(values[np.isfinite(values)])
 
     def last(self, key: str) -> float:
@@ -68,12 +68,12 @@ class StepLog:
 
     def median(self, key: str) -> float:
         """Without the first row, which includes the warm-up, if there are others."""
-        values = self.column(key)[min(1, len(self.rows) - 1) :]
-        return float(np.median(values[np.isfinite(values)])) if np.isfinite(values).any() else math.nan
+        values = self.finite(key, slice(min(1, len(self.rows) - 1), None))
+        return float(np.median(values)) if len(values) else math.nan
 
     def recent(self, key: str) -> float:
-        values = self.column(key)[-RECENT:]
-        return float(np.mean(values[np.isfinite(values)])) if np.isfinite(values).any() else math.nan
+        values = self.finite(key, slice(-RECENT, None))
+        return float(values.mean()) if len(values) else math.nan
 
     def at(self, key: str, step: float | None) -> float:
         return float(np.append(self.column(key)[self.steps == step], math.nan)[0])

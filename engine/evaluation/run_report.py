@@ -31,7 +31,7 @@ SAMPLES_SHOWN, FS_HZ = 4, 500.0
 
 
 @dataclass(frozen=True)
-class Section:
+class ReportSection:
     """Of a page; report.html draws what there is, in this order."""
 
     title: str = ""
@@ -45,7 +45,7 @@ class Section:
     remarks: Sequence[str] = ()
 
 
-def render(title: str, kind: str, name: str, facts: Sequence[str], sections: Sequence[Section]) -> str:
+def render(title: str, kind: str, name: str, facts: Sequence[str], sections: Sequence[ReportSection]) -> str:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string((files("engine.evaluation") / "report.html").read_text())
     shown = [
@@ -128,16 +128,19 @@ SIMILARITIES = {
 def build(run: Path) -> str:
     files = RunFiles(run)
     best, absent = best_step(files), list[str]()
-    sections = [Section(tiles=list(summary(files, best))), Section(remarks=[*files.remarks, *warnings(files, best)])]
+    sections = [
+        ReportSection(tiles=list(summary(files, best))),
+        ReportSection(remarks=[*files.remarks, *warnings(files, best)]),
+    ]
     for title, charts in SECTIONS.items():
         drawn = [draw(chart, files, best, absent) for chart in charts]
         note = validation_note(files) if title == "Loss" else ""
-        sections.append(Section(title, charts=list(filter(None, drawn)), note=note))
-    sections.append(Section("Similarities", charts=list(diagnostic_charts(files.diagnostics))))
-    sections.append(Section("Inputs", charts=list(sample_charts(files.diagnostics.get("samples_mv"))), columns=2))
+        sections.append(ReportSection(title, charts=list(filter(None, drawn)), note=note))
+    sections.append(ReportSection("Similarities", charts=list(diagnostic_charts(files.diagnostics))))
+    sections.append(ReportSection("Inputs", charts=list(sample_charts(files.diagnostics.get("samples_mv"))), columns=2))
     table = [(key, value) for key, value in flat(files.facts) if not key.startswith(("config.", "chance.", "validation"))]
     missing = f"Not logged in this run: {', '.join(absent)}." if absent else ""
-    sections.append(Section("The run", table=table, config=files.config, note=missing))
+    sections.append(ReportSection("The run", table=table, config=files.config, note=missing))
     return render(f"{files.name}: report", kind_of(files), files.name, list(progress(files)), sections)
 
 
