@@ -88,8 +88,8 @@ class PipelineConfig(Section):
     source: Literal["tar", "zarr"] | None = None
     check: Literal["first", "always", "never"] = "first"
     on_corrupt: Literal["stop", "skip"] = "stop"
-    threads: int | None = None  # reading threads; None: 1 on a CPU, 2 with a GPU
-    read_ahead: int = 2
+    threads: int | None = Field(default=None, ge=1)  # reading threads; None: 1 on a CPU, 2 with a GPU
+    read_ahead: int = Field(default=2, ge=1)
     cache_dir: str | None = None
     cache_bytes: int = 100 * 2**30
 

@@ -2,7 +2,8 @@
 
     ranks = start(timeout_s=600)              # ranks.rank, ranks.world, ranks.device
     on_first_rank(ranks, work)                # work() on rank 0; its result or its error on every rank
-    stop, save = any_rank(ranks, stop, save)  # flags that any rank has set
+    any_rank = AnyRank(ranks)
+    stop, save = any_rank(stop, save)         # in each step: flags that any rank set one step before
 
 A single process opens no port. DeepSpeed uses the process group that is there.
 """
@@ -131,10 +132,24 @@ def on_first_rank(ranks: Ranks, work: Callable[[], T]) -> T:
     return result
 
 
-def any_rank(ranks: Ranks, *flags: bool) -> list[bool]:
-    """Flags that any rank has set, known to all ranks; exchanged on the CPU, so nothing waits for the device."""
-    if ranks.control is None:
-        return list(flags)
-    flags_F = torch.tensor(flags, dtype=torch.int32)
-    dist.all_reduce(flags_F, dist.ReduceOp.MAX, ranks.control)
-    return [bool(flag) for flag in flags_F]
+class AnyRank:
+    """Flags that any rank has set, known to all ranks one step late: the exchange overlaps with that step."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.group = ranks.control
+        self.pending: tuple[Any, torch.Tensor] | None = None
+
+    def __call__(self, *flags: bool) -> list[bool]:
+        if self.group is None:
+            return list(flags)
+        before, flags_F = self.finish(), torch.tensor(flags, dtype=torch.int32)
+        self.pending = dist.all_reduce(flags_F, dist.ReduceOp.MAX, self.group, async_op=True), flags_F
+        return before or [False] * len(flags)
+
+    def finish(self) -> list[bool]:
+        """Also called before the process group is closed."""
+        if self.pending is None:
+            return []
+        (work, flags_F), self.pending = self.pending, None
+        work.wait()
+        return [bool(flag) for flag in flags_F]

@@ -29,7 +29,7 @@ from engine.data.state import State
 from engine.evaluation.run_files import DIAGNOSTICS, write_diagnostics
 from engine.objectives.contrastive import sum_over_ranks
 from engine.training import checkpoint
-from engine.training.distributed import Ranks, any_rank
+from engine.training.distributed import AnyRank, Ranks
 from engine.training.loggers import RunLogger
 from engine.training.optimizer import GuardedAdamW, lr_at
 from engine.training.task import TrainingTask
@@ -81,6 +81,7 @@ class Loop:
     def train(self) -> bool:
         """True when all steps are done; False if the run was asked to stop."""
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        any_rank = AnyRank(self.ranks)
         self.engine.train()
         batches, batch = iter(self.loader), None
         try:
@@ -90,7 +91,7 @@ class Loop:
                 batch = self._next_batch(batches)
                 losses = self._step(batch)
                 self._after_step(losses, batch)
-                stop, save = any_rank(self.ranks, self.terminated, self.ranks.first and self._save_is_due())
+                stop, save = any_rank(self.terminated, self.ranks.first and self._save_is_due())
                 if stop or save:
                     self._save()
                 if stop:
@@ -100,6 +101,7 @@ class Loop:
                 self._diagnose(batch)
             return True
         finally:
+            any_rank.finish()
             batches.close()  # type: ignore[attr-defined]
             for number, handler in before.items():
                 signal.signal(number, handler)
