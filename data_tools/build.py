@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import starmap
 from pathlib import Path
@@ -32,7 +32,7 @@ from data_tools import cluster, dataset, splits, zarr_writer
 from data_tools.cli import keep_freed_memory
 from data_tools.dataset import COLUMNS, CROP_SHAPE, META, STORE, Dataset, as_csv, fingerprint, waveform
 from data_tools.errors import DataError, DatasetError, ReadError, StorageError
-from data_tools.plan import Reject, ShardPlan, make_plan
+from data_tools.plan import PlannedCrops, Reject, ShardPlan, make_plan
 from data_tools.prepare import SPEC, SPEC_HASH, Crop, prepare_crop
 from data_tools.record import EcgRecord, class_row
 from data_tools.sources.base import Source, located, read_safely, record_stem
@@ -58,16 +58,6 @@ class ShardOptions:
     cluster: str | None = None
     pseudonym_key: bytes | None = None
     quiet: bool = False
-
-
-@dataclass(frozen=True)
-class ShardTask:
-    index: int
-    out: Folder
-    sources: tuple[Source, ...]
-    crops: list[tuple[int, str, str, int]]  # archive, key, label, crop of the record
-    content: str
-    pseudonym_key: bytes | None
 
 
 def shard(sources: list[Source], options: ShardOptions) -> Dataset:
@@ -133,8 +123,9 @@ def _same(finished: Dataset, recipe: dict[str, Any]) -> Dataset:
 def _build(plan: ShardPlan, contents: list[str], out: Folder, options: ShardOptions) -> list[pa.Table]:
     """Make the shards that are missing; -> all parts, in shard order."""
     missing = [i for i, content in enumerate(contents) if not _is_done(out, i, content)]
-    tasks = (ShardTask(i, out, plan.sources, plan.shard(i).crops, contents[i], options.pseudonym_key) for i in missing)
-    made = cluster.run(build_shard, tasks, options.workers, options.cluster)
+    tasks = ((i, plan.shard(i).crops, contents[i]) for i in missing)
+    build = partial(build_shard, out, plan.sources, options.pseudonym_key)
+    made = cluster.run(build, tasks, options.workers, options.cluster)
     done = plan.shards - len(missing)
     for _ in tqdm(made, total=plan.shards, initial=done, unit=" shards", desc="shards", disable=options.quiet):
         pass
@@ -166,18 +157,19 @@ def _is_done(out: Folder, index: int, content: str) -> bool:
         return False
 
 
-def build_shard(task: ShardTask) -> None:
+def build_shard(out: Folder, sources: tuple[Source, ...], key: bytes | None, task: tuple[int, PlannedCrops, str]) -> None:
     """Read, prepare and write the crops of one shard, then publish tar, index and part in this order."""
     keep_freed_memory()
-    name, key = shard_name(task.index), task.pseudonym_key
-    temporary = task.out.workdir() / "tmp" / f"{name}.{os.getpid()}.{threading.get_ident()}"
+    number, crops, content = task
+    name = shard_name(number)
+    temporary = out.workdir() / "tmp" / f"{name}.{os.getpid()}.{threading.get_ident()}"
     rows: list[dict[str, Any]] = []
     rejects: list[Reject] = []
-    out = np.empty(CROP_SHAPE, "<i2")
+    samples = np.empty(CROP_SHAPE, "<i2")
     try:
-        with write_errors(task.out.url, f"shards/{name}"), open(temporary, "wb", buffering=1 << 20) as file:
+        with write_errors(out.url, f"shards/{name}"), open(temporary, "wb", buffering=1 << 20) as file:
             tar = TarWriter(file)
-            for path, label, part, record in _records(task):
+            for path, label, part, record in _records(sources, crops):
                 source, _, plain = label.partition("/")
                 shown = pseudonym(key, "r", source, plain)
                 try:
@@ -185,26 +177,26 @@ def build_shard(task: ShardTask) -> None:
                         raise record
                     if part == 0:
                         rejects += [(source, shown, reason, detail) for reason, detail in record.warnings]
-                    crop = prepare_crop(record, part, out)
+                    crop = prepare_crop(record, part, samples)
                     row = row_of(source, shown, record, crop, key)
                 except ReadError as error:
                     rejects.append((source, shown, error.reason, located(path, error.detail)))
                     continue
                 rejects += [(source, shown, *flag) for flag in _flags(crop)]
-                row["crc32c"], row["waveform"] = waveform(out)
+                row["crc32c"], row["waveform"] = waveform(samples)
                 text = json.dumps(row | {"crc32c": f"{row['crc32c']:08x}", "waveform": f"{row['waveform']:016x}"})
-                row["offset"] = tar.add(f"{source}-{shown}-{part:03d}", out.data.cast("B"), text.encode())
+                row["offset"] = tar.add(f"{source}-{shown}-{part:03d}", samples.data.cast("B"), text.encode())
                 rows.append(row)
             addresses = tar.close().encode()
-        task.out.publish(temporary, f"shards/{name}")
+        out.publish(temporary, f"shards/{name}")
     finally:
         temporary.unlink(missing_ok=True)
     if key:
         rejects = [(source, record, reason, "") for source, record, reason, _ in rejects]
-    facts = {"content": task.content, "name": name, "crops": len(rows), "bytes": tar.size, "sha256": tar.sha256.hexdigest()}
-    task.out.write(index_name(name), addresses)
+    facts = {"content": content, "name": name, "crops": len(rows), "bytes": tar.size, "sha256": tar.sha256.hexdigest()}
+    out.write(index_name(name), addresses)
     facts |= {"index": hashlib.sha256(addresses).hexdigest(), "rejects": rejects}
-    task.out.write(part_name(name), _part(task.index, rows, facts))
+    out.write(part_name(name), _part(number, rows, facts))
 
 
 def _part(index: int, rows: list[dict[str, Any]], facts: dict[str, Any]) -> bytes:
@@ -253,13 +245,13 @@ def _flags(crop: Crop) -> Iterator[tuple[str, str]]:
     yield from ((flag, at) for flag in crop.flags if not flag.startswith("flat:"))
 
 
-def _records(task: ShardTask) -> Iterator[tuple[str, str, int, EcgRecord | ReadError]]:
+def _records(sources: tuple[Source, ...], crops: PlannedCrops) -> Iterator[tuple[str, str, int, EcgRecord | ReadError]]:
     """(key, label, crop, record) in shard order; remote records are requested ahead, many at once."""
-    read = lru_cache(RECORDS_HELD)(lambda archive, key: read_safely(task.sources[archive].read, key))
-    remote = any(source.root.remote for source in task.sources)
-    pairs = [crop[:2] for crop in task.crops]
+    read = lru_cache(RECORDS_HELD)(lambda archive, key: read_safely(sources[archive].read, key))
+    remote = any(source.root.remote for source in sources)
+    pairs = [crop[:2] for crop in crops]
     records = prefetch(lambda pair: read(*pair), pairs) if remote else starmap(read, pairs)
-    for (_, key, label, part), record in zip(task.crops, records, strict=True):
+    for (_, key, label, part), record in zip(crops, records, strict=True):
         yield key, label, part, record
 
 

@@ -1,7 +1,7 @@
-"""Many tasks, on this process, on N processes, or on a Dask cluster: the same call, results as they finish.
+"""Run many tasks in this process, in N processes, or on a Dask cluster; results come as they finish.
 
 A task's result depends on its argument alone, so order, retries and the number of workers change nothing.
-Only a window of tasks is ever submitted: eleven million records do not queue up in memory.
+Only a window of tasks is submitted at a time: eleven million records do not queue up in memory.
 """
 
 import logging
@@ -20,7 +20,7 @@ from data_tools.errors import StorageError
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
-ATTEMPTS = 5  # of a task that fails on a Dask worker: another may have a place to write
+ATTEMPTS = 5  # of a task that fails on a Dask worker: another may have more disk space
 CONNECT_S, WORKERS_S = 10, 60
 
 
@@ -41,13 +41,13 @@ def _on_processes(function: Callable[[Task], Result], tasks: Iterable[Task], wor
     spawn = multiprocessing.get_context("spawn")
     try:
         executor = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker)
-    except OSError as error:  # no semaphore can be made
+    except OSError as error:  # no semaphores
         raise StorageError(f"/dev/shm: {error.strerror}: let this user write there, or use --workers 1") from None
     with executor as pool:
 
         def submit(count: int) -> set[Future[Result]]:
             taken = list(islice(queue, count))
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # workers begin so: they would print tracebacks
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: a worker would print a traceback
             try:
                 return {pool.submit(function, task) for task in taken}
             finally:
@@ -67,8 +67,8 @@ def _on_processes(function: Callable[[Task], Result], tasks: Iterable[Task], wor
 
 
 def _start_worker() -> None:
-    """Each worker is one core's worth: numpy's and pyarrow's own threads would fight over the cores. Ctrl-C ends it without
-    a traceback, and so does its parent's death: it must not go on writing where the next run writes."""
+    """One thread per worker: those of numpy and pyarrow would compete for the cores. Ctrl-C ends a worker without a traceback,
+    and so does its parent's death: it must not go on writing where the next run writes."""
     import pyarrow
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -26,6 +26,7 @@ from data_tools.storage import links_in, prefetch
 from data_tools.tar import MAX_NAME
 
 Reject = tuple[str, str, str, str]  # source, record, reason, detail
+PlannedCrops = list[tuple[int, str, str, int]]  # archive, key, label, crop of the record
 SCAN_CHUNK = 2048
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 SCANNED = pa.schema(
@@ -43,7 +44,7 @@ SCANNED = pa.schema(
 
 
 class PlannedShard(NamedTuple):
-    crops: list[tuple[int, str, str, int]]  # archive, key, label, crop of the record
+    crops: PlannedCrops
     identity: str  # two shards with the same identity have the same bytes, wherever the archive is stored
     content: str  # the same, and the files have not been touched since
 
