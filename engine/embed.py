@@ -43,7 +43,7 @@ from data_tools.cli import keep_freed_memory
 from data_tools.dataset import META, Dataset
 from data_tools.sources import DataError, Prepared, ReadError, open_sources, prepared
 from engine.common import LEADS, ConfigError, OutputError, describe_leads, leads_in_order, writable, write_whole, writing
-from engine.data.missing_leads import unseen
+from engine.data.augmenter import none_measured
 from engine.data.npz import ArrayError, load_npz, npz_names, open_npy
 from engine.data.preprocess import Input, SignalError, crops
 from engine.evaluation.embedding import CropSource, DatasetSource, ParquetParts, RecordSource, schema, tables
@@ -220,7 +220,7 @@ def dataset_source(args: argparse.Namespace, dataset: Dataset, model_input: Inpu
     """Without crops in which none of the model's leads was measured; a record that has no others cannot be read."""
     if dataset.root.remote and args.per == "record":
         raise ConfigError(f"--per record of {dataset.root.url}: remote crops are read shard by shard: use crop or half")
-    blank = unseen(dataset, model_input.seen)[rows]
+    blank = none_measured(dataset, model_input.seen)[rows]
     if blank.all():
         raise ConfigError(f"--data {dataset.root.url}: {no_leads(model_input)}: choose other --leads")
     if blank.any():

@@ -1,9 +1,11 @@
-"""int16 microvolts -> float32 millivolts in views -> augmentations, a whole batch at a time, on any torch device.
+"""int16 microvolts -> float32 millivolts in two views -> augmentations, on any torch device.
 
     crops_BLT int16 [B, 12, 5000] -> x_BSLT float32 [B, S, L, 2500]
 
-The reference for the other backends and the fast path on a CPU. `Augmenter` holds what does not change from batch to batch;
-everything that is drawn comes in as parameters (augment_draws), so the same batch can be made again anywhere.
+The reference for the other backends, and the fast path on a CPU. `Augmenter` holds what stays the same from batch to batch;
+everything random comes in as parameters (augment_draws), so the same batch can be made again anywhere.
+
+A lead that a record lacks is zeros in its crops, and must stay zeros whatever is added: `measured_leads` tells which.
 """
 
 import ctypes
@@ -12,36 +14,73 @@ import operator
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Literal, cast
+from functools import cached_property, lru_cache
+from typing import Any, Literal, cast
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
-from data_tools.cli import keep_freed_memory
-from engine.common import ALL
+from data_tools.dataset import Dataset
+from engine.common import ALL, LEADS
 from engine.data import counter
 from engine.data.augment import AUTHORS_NOISE, WAVES, AugmentConfig, Axis, Ops, augment, axis, formula, torch_ops
 from engine.data.augment_draws import Params, draws, white, white_bank
 from engine.data.counter import RandomStream
-from engine.data.missing_leads import Measured
 from engine.data.order import Places
 
 FS_HZ, CROP, HALF = 500.0, 5000, 2500
 MV_PER_UV = 1e-3
-CHUNK, WAVES_CHUNK = 16, 64  # crops, 4 MB of float32 and 1: measured 4 to 32, 4 to 64
+WAVES_CHUNK = 64  # crops: 1 MB of float32, measured 4 to 64
 Views = Literal["halves", "window"]
-MakeCrop = Callable[[int, torch.Tensor, torch.Tensor], None]  # position in the batch, halves_SLT int16, out_SLT
+Tensors = dict[str, torch.Tensor]
+MeasuredLeads = Callable[[Places], np.ndarray]  # bool [B, 12]
+Write = Callable[[Sequence[int], Sequence[int]], None]  # (places in a buffer of crops, positions in the batch)
+
+
+@lru_cache(maxsize=4)  # each validation asks again
+def missing_leads(dataset: Dataset) -> np.ndarray:
+    """uint16 [crops]: a bit for each lead that was not measured, I being 1."""
+    found = [np.zeros(0, np.uint16)]
+    for part in dataset.parts(["missing_leads"]):
+        missing, bits = part["missing_leads"], np.zeros(len(part), np.uint16)
+        lead = pc.index_in(missing.flatten(), pa.array(LEADS)).fill_null(len(LEADS)).to_numpy()
+        np.bitwise_or.at(bits, missing.value_parent_indices().to_numpy(), (1 << lead).astype(np.uint16))
+        found.append(bits)
+    return np.concatenate(found)
+
+
+def none_measured(dataset: Dataset, leads: Sequence[int]) -> np.ndarray:
+    """bool [crops]: none of these leads was measured."""
+    these = sum(1 << lead for lead in leads)
+    none: np.ndarray = missing_leads(dataset) & these == these
+    return none
+
+
+def measured_leads(datasets: Sequence[Dataset]) -> MeasuredLeads | None:
+    """A function of a batch's crops; None if no record lacks a lead."""
+    bits = [missing_leads(dataset) for dataset in datasets]
+
+    def of(places: Places) -> np.ndarray:
+        missing = np.zeros(len(places), np.uint16)
+        for d, each in enumerate(bits):
+            mine = places.dataset == d
+            missing[mine] = each[places.row[mine]]
+        measured: np.ndarray = missing[:, None] >> np.array(ALL) & 1 == 0
+        return measured
+
+    return of if any(each.any() for each in bits) else None
 
 
 def crop_key(places: Places) -> np.ndarray:
-    """What names a crop to the counter-based generator: its dataset and its row."""
+    """A crop's key for the counter-based generator: its dataset and its row."""
     key: np.ndarray = places.dataset.astype(np.int64) << 40 | places.row
     return key
 
 
-def parameters(config: AugmentConfig, views: Views, seed: int, places: Places, measured: Measured | None = None) -> Params:
-    """All that is random about a batch, and what none of it may touch."""
+def parameters(config: AugmentConfig, views: Views, seed: int, places: Places, measured: MeasuredLeads | None = None) -> Params:
+    """All that is random about a batch."""
     crop = crop_key(places)
     p = draws(config, seed, places.epoch, crop, measured_BL=measured(places) if measured else None)
     if views == "window":
@@ -49,9 +88,20 @@ def parameters(config: AugmentConfig, views: Views, seed: int, places: Places, m
     return p
 
 
-def alone() -> None:
-    """torch's operations in this thread open no team of OpenMP threads: beside a training step they would take its cores."""
-    torch.get_num_threads()  # torch writes the process's number into a thread at its first operation
+def views(crops_BLT: np.ndarray, config: AugmentConfig) -> torch.Tensor:
+    """Both halves of crops without any augmentation, float32 millivolts [B, 2, L, 2500] on the CPU: for validation. Leads that
+    the model does not use are zeros, or left out (config.padded)."""
+    x_BSLT = np.zeros((len(crops_BLT), 2, len(config.output_leads), HALF), np.float32)
+    used = list(config.seen)
+    x_BSLT[:, :, used if config.padded else slice(None)] = (
+        crops_BLT[:, used].reshape(len(crops_BLT), len(used), 2, HALF).swapaxes(1, 2)
+    )
+    return torch.from_numpy(x_BSLT).mul_(MV_PER_UV)
+
+
+def single_threaded() -> None:
+    """Keeps torch from opening OpenMP threads for this thread's operations: they would take the training step's cores."""
+    torch.get_num_threads()  # torch sets the process's number in a thread at its first operation
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).omp_set_num_threads(1)
 
@@ -59,7 +109,7 @@ def alone() -> None:
 @dataclass(frozen=True, eq=False)
 class Augmenter:
     config: AugmentConfig
-    views: Views  # the two adjacent halves (CMSC), or one random window that is augmented twice (SimCLR, 3KG)
+    views: Views  # the two adjacent halves (CMSC), or one random window augmented twice (SimCLR, 3KG)
     seed: int
     device: torch.device
     ops: Ops = field(default_factory=torch_ops)
@@ -74,69 +124,77 @@ class Augmenter:
 
     @property
     def by_crop(self) -> bool:
-        """The halves, all leads, and of noise what they have alike or white noise: a crop is made in a few passes over it."""
+        """Halves of all leads with white noise or noise that all leads share: a crop is made in a few passes over it."""
         c = self.config
-        plain = self.views == "halves" and c.threekg is None and c.output_leads == ALL
-        of_leads = c.refits_limb_leads or c.per_lead or any(kind in AUTHORS_NOISE for kind in c.kinds)
-        return plain and not (c.kinds and of_leads)
+        per_lead = c.refits_limb_leads or c.per_lead or any(kind in AUTHORS_NOISE for kind in c.kinds)
+        return self.views == "halves" and c.threekg is None and c.output_leads == ALL and not (c.kinds and per_lead)
 
-    def to_device(self, p: Params) -> dict[str, torch.Tensor]:
+    @property
+    def chunk(self) -> int:
+        """Crops that are made at a time on a CPU, so that they stay in a core's cache: measured 4 to 32."""
+        return 1 if self.by_crop else 16
+
+    def to_device(self, p: Params) -> Tensors:
         """A few kilobytes a batch, in one asynchronous copy each."""
         return {name: values.to(self.device, non_blocking=True) for name, values in self.pinned(p).items()}
 
-    def pinned(self, p: Params) -> dict[str, torch.Tensor]:
+    def pinned(self, p: Params) -> Tensors:
         tensors = {name: torch.from_numpy(values) for name, values in p.items()}
         return {name: values.pin_memory() for name, values in tensors.items()} if self.device.type == "cuda" else tensors
 
-    def __call__(self, crops_BLT: torch.Tensor, p: dict[str, torch.Tensor]) -> torch.Tensor:
+    def __call__(self, crops_BLT: torch.Tensor, p: Tensors) -> torch.Tensor:
         x = self.split(crops_BLT, p.get("start")).float()
         if "emg_amplitude" in p:
             p = p | {"white": white(self.bank, p["white_start"], HALF)}
         x = cast(torch.Tensor, augment(x.mul_(MV_PER_UV), p, self.config, self.time, self.ops))
         return x if x.shape[1] == 2 else x.repeat(1, 2, 1, 1)  # a window that nothing was done to is still two views
 
-    def into(
-        self,
-        crops_BLT: torch.Tensor,
-        p: dict[str, torch.Tensor],
-        out_BSLT: torch.Tensor,
-        index_B: torch.Tensor | None = None,  # which crops; None: all
-    ) -> torch.Tensor:
-        """The same for a CPU: a few crops at a time, so that what lies between two passes stays in its cache and is not asked
-        of the kernel anew for every batch. Five times faster than a whole batch at once, page faults being most of its cost."""
-        keep_freed_memory()
+    def writer(self, p: Tensors, out_BSLT: torch.Tensor) -> Callable[[torch.Tensor], Write]:
+        """For a CPU: writer(p, out)(crops)(places, positions) makes the same of a few crops, at their positions in `out`. Five
+        times faster than a whole batch at once, most of whose cost is page faults."""
         if self.by_crop:
-            make, halves_BSLT, outs = self.crop_maker(p, len(out_BSLT)), self.split(crops_BLT), out_BSLT.unbind()
-            for position, crop in enumerate(range(len(outs)) if index_B is None else index_B.tolist()):
-                make(position, halves_BSLT[crop], outs[position])
-            return out_BSLT
-        for at in range(0, len(out_BSLT), CHUNK):
-            part = slice(at, at + CHUNK)
-            crops = crops_BLT[part] if index_B is None else crops_BLT.index_select(0, index_B[part])
-            out_BSLT[part] = self(crops, {name: values[part] for name, values in p.items()})
-        return out_BSLT
+            return self._crop_writer(p, out_BSLT)
 
-    def crop_maker(self, p: dict[str, torch.Tensor], crops: int) -> MakeCrop:
-        """Where `by_crop`, the same for one of so many crops, while it is in a core's cache. What its leads have alike is made
-        here, for many crops at once."""
-        keep = p.get("keep", torch.ones(1)).expand(crops, 2, len(ALL), 1)
-        scales, keeps = (keep * MV_PER_UV).unbind(), keep.unbind()
-        alike = [formula(kind) for kind in self.config.kinds if formula(kind) != "emg"]
-        waves = self._waves(p, alike, crops) if alike else ()
+        def of(crops_BLT: torch.Tensor) -> Write:
+            def write(places: Sequence[int], positions: Sequence[int]) -> None:
+                index = torch.tensor(positions)
+                q = {name: values.index_select(0, index) for name, values in p.items()}
+                whole = len(places) == len(crops_BLT)
+                crops = crops_BLT if whole else crops_BLT.index_select(0, torch.tensor(places))
+                out_BSLT.index_copy_(0, index, self(crops, q))
+
+            return write
+
+        return of
+
+    def _crop_writer(self, p: Tensors, out_BSLT: torch.Tensor) -> Callable[[torch.Tensor], Write]:
+        """What the leads of a crop share is computed here, for many crops at once."""
+        keep = p.get("keep", torch.ones(1)).expand(len(out_BSLT), 2, len(ALL), 1)
+        scales, keeps, outs = (keep * MV_PER_UV).unbind(), keep.unbind(), out_BSLT.unbind()
+        shared = [formula(kind) for kind in self.config.kinds if formula(kind) != "emg"]
+        waves = self._waves(p, shared, len(out_BSLT)) if shared else ()
         emg = (p["emg_amplitude"] * keep).unbind() if "emg_amplitude" in p else ()
         bank, starts = (self.bank, p["white_start"].unbind()) if emg else (None, ())
 
-        def make(position: int, halves_SLT: torch.Tensor, out_SLT: torch.Tensor) -> None:
-            torch.mul(halves_SLT, scales[position], out=out_SLT)
-            if waves:
-                out_SLT.addcmul_(keeps[position], waves[position])
-            if emg:
-                out_SLT.addcmul_(emg[position], white(bank, starts[position], HALF))
+        def of(crops_BLT: torch.Tensor) -> Write:
+            halves: Any = self.split(crops_BLT)
+            halves = halves.unbind() if len(halves) == 1 else halves
 
-        return make
+            def write(places: Sequence[int], positions: Sequence[int]) -> None:
+                for place, position in zip(places, positions, strict=True):
+                    out_SLT = outs[position]
+                    torch.mul(halves[place], scales[position], out=out_SLT)
+                    if waves:
+                        out_SLT.addcmul_(keeps[position], waves[position])
+                    if emg:
+                        out_SLT.addcmul_(emg[position], white(bank, starts[position], HALF))
 
-    def _waves(self, p: dict[str, torch.Tensor], kinds: Sequence[str], crops: int) -> tuple[torch.Tensor, ...]:
-        """The sum of these kinds for each crop, [2, 1, 2500]."""
+            return write
+
+        return of
+
+    def _waves(self, p: Tensors, kinds: Sequence[str], crops: int) -> tuple[torch.Tensor, ...]:
+        """The sum of these kinds of noise for each crop, [2, 1, 2500]."""
         waves = torch.empty(crops, 2, 1, HALF)
         for part in (slice(at, at + WAVES_CHUNK) for at in range(0, crops, WAVES_CHUNK)):
             q = {name: values[part] for name, values in p.items()}

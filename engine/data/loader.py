@@ -1,91 +1,76 @@
-"""Batches for training, and the state to go on from: the one face of the pipelines.
+"""Batches for training, and the state to resume from: the front of engine.data.
 
-    order -> gather (threads, read ahead) -> parameters (counter-based) -> views, augmentations on the device -> (batch, state)
+    order -> CropReader (threads, read ahead) -> parameters (counter-based) -> views, augmentations -> (batch, state)
 
     loader = Loader(LoaderConfig(), (Dataset.open("DATASET"),), device=torch.device("cuda"), pretrain=True)
-    for batch, state in loader:               # without end; steps_per_epoch says how long an epoch is
-        ...                                   # state belongs to this batch: save it beside the model that has seen it
+    for batch, state in loader:               # endless; steps_per_epoch says how long an epoch is
+        ...                                   # save this batch's state beside the model that was trained on it
     Loader(..., state=state)                  # the batch after it, bit for bit, after any kill
 
-Backends: `torch` (reference, and the fast path on a CPU), `dali` (GPU), `resident` (the dataset in device memory); `auto` takes
-DALI where there is a GPU and torch where there is none.
+Backends: `torch` (the reference, and fast on a CPU), `dali` (GPU), `resident` (the dataset in device memory, 120,000 bytes a
+crop: no input cost at all); `auto` is DALI on a GPU and torch without one.
 """
 
 import dataclasses
 import json
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count, cycle
+from itertools import count
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from data_tools.cli import keep_freed_memory
-from data_tools.dataset import CROP_SHAPE, Dataset
+from data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset
+from engine.common import ConfigError
 from engine.data import dali
 from engine.data.augment import AugmentConfig
 from engine.data.augment_draws import Params
-from engine.data.augmenter import HALF, Augmenter, MakeCrop, Views, alone, parameters
-from engine.data.meter import StageTimer
-from engine.data.missing_leads import measured
+from engine.data.augmenter import HALF, Augmenter, Tensors, Views, Write, measured_leads, parameters, single_threaded
+from engine.data.device import Resident, Upload
 from engine.data.order import DatasetRows, Order, Places, shards_needed
-from engine.data.prefetch import Filled, made_ahead, read_ahead
-from engine.data.reader import Bad, CropReader, Desk, Hold, Report
-from engine.data.resident import Plan, Resident
+from engine.data.reader import BadCrop, CropReader, Desk, Report, prefetch
 from engine.data.staging import Staging
-from engine.data.state import LoaderError, State, resumed_step
-from engine.data.transfer import Upload
 
-BACKENDS = ("auto", "dali", "torch", "resident")
-PLANNED_CROPS = 1024
-READ_CROPS = 256  # at once, of small batches together: their places in a file lie closer, and a call's own cost is shared
+PLANNED_CROPS = 1024  # at a time: numpy's calls cost the same for few as for many
+READ_CROPS = 256  # small batches are read together on a CPU: their places in a file lie closer, a third less time at 64 crops
 THREADS = {"cpu": 1, "cuda": 2}  # a second one costs a CPU a third more for each crop; it halves the wait for a cold disk
-Make = Callable[["Planned", torch.Tensor], Iterable["Batch"]]  # into a buffer
+State = dict[str, Any]
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class LoaderConfig:
     backend: Literal["auto", "dali", "torch", "resident"] = "auto"
     batch_crops: int = 512  # of all ranks together
-    micro_batch: int | None = None  # crops of a rank that meet those of the others at a time; None: all of its share
+    micro_batch: int | None = Field(default=None, ge=1)  # crops of a rank contrasted at a time; None: all of its share
     seed: int = 0
     views: Views = "halves"
     augment: AugmentConfig = field(default_factory=AugmentConfig)
-    block_shards: int = 0  # 0: every crop of the dataset may meet every other; G: those of G shards, for data far away
+    block_shards: int = 0  # 0: shuffle over the whole dataset; G: over G shards at a time, for remote data and slow disks
     weights: tuple[float, ...] | None = None  # of several datasets; None: by size
     source: Literal["tar", "zarr"] | None = None
     check: Literal["first", "always", "never"] = "first"
     on_corrupt: Literal["stop", "skip"] = "stop"
-    threads: int | None = None  # that read; None: THREADS
-    read_ahead: int = 2  # batches ready beside the one in use, at least: small ones come several at once
+    threads: int | None = Field(default=None, ge=1)  # that read; None: THREADS
+    read_ahead: int = Field(default=2, ge=1)  # batches ready beside the one in use, at least
     cache_dir: str | None = None  # for datasets on s3://
     cache_bytes: int = 100 * 2**30
-
-    def __post_init__(self) -> None:
-        for name, known in (
-            ("backend", BACKENDS),
-            ("views", ("halves", "window")),
-            ("check", ("first", "always", "never")),
-            ("on_corrupt", ("stop", "skip")),
-        ):
-            if getattr(self, name) not in known:
-                raise LoaderError(f"pipeline.{name}={getattr(self, name)!r}: use one of {', '.join(known)}")
-        for name in ("threads", "read_ahead", "micro_batch"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise LoaderError(f"pipeline.{name}={value}: at least 1 is needed")
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
     x_BSLT: torch.Tensor  # float32 millivolts on the device; on a CPU (not dali) in a buffer that later batches use again
     places: Places  # dataset, row and epoch of each crop
-    skipped: tuple[Bad, ...] = ()  # crops left out as unreadable
+    skipped: tuple[BadCrop, ...] = ()  # crops left out as unreadable
 
 
 class Planned(NamedTuple):
@@ -97,22 +82,44 @@ class Planned(NamedTuple):
     def part(self, these: slice) -> "Planned":
         return Planned(self.places[these], {name: values[these] for name, values in self.p.items()})
 
-    @property
-    def dataset(self) -> np.ndarray:
-        return self.places.dataset
 
-    @property
-    def row(self) -> np.ndarray:
-        return self.places.row
+class StageTimer:
+    """Where a loader's time goes: how long each stage was busy since the last `snapshot`, in percent.
 
+    plan        choosing crops and drawing the parameters of their augmentations
+    read        reading and checking crops; with torch on a CPU, where crops become tensors at once, `augment` too
+    read_wait   waiting for the thread that reads ahead
+    augment     making the model's input, of all threads together
+    wait        the training, waiting for its batches
+    gpu_wait    the loader, waiting for a GPU that still reads earlier batches (DALI): not part of `wait`
+    """
 
-def resolve(backend: str, device: torch.device) -> str:
-    """`auto` in full, and why."""
-    if backend != "auto":
-        return backend
-    chosen = "dali" if device.type == "cuda" else "torch"
-    log.info("pipeline.backend=auto: %s, because the device is %s", chosen, device.type)
-    return chosen
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._crops, self._since, self._busy_s = 0, time.perf_counter(), defaultdict[str, float](float)
+
+    @contextmanager
+    def timed(self, stage: str, without: str = "") -> Iterator[None]:
+        """`without`: a stage within it, in the same thread, that is counted by itself."""
+        other, began = self._busy_s.get(without, 0.0), time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(stage, time.perf_counter() - began - (self._busy_s.get(without, 0.0) - other))
+
+    def add(self, stage: str, seconds: float) -> None:
+        self._busy_s[stage] += seconds
+
+    def done(self, crops: int) -> None:
+        self._crops += crops
+
+    def snapshot(self) -> dict[str, float]:
+        seconds, crops = max(time.perf_counter() - self._since, 1e-9), self._crops
+        shares = {f"data_{stage}_pct": 100 * busy / seconds for stage, busy in sorted(self._busy_s.copy().items())}
+        self._begin()
+        return {"crops_per_s": crops / seconds, "data_bytes_per_s": crops * CROP_BYTES / seconds, "data_wait_pct": 0.0} | shares
 
 
 class Loader:
@@ -131,38 +138,40 @@ class Loader:
         **roles: Any,
     ) -> None:
         """`step`: where to begin without a `state`. `spare_bytes`: memory that `resident` leaves free on a GPU. `roles`: which
-        crops take part, as DatasetRows.of has it."""
+        crops take part, as in DatasetRows.of."""
         self.config, self.device, self.rank, self.world, self.spare_bytes = config, device, rank, world, spare_bytes
-        self.backend = resolve(config.backend, device)
+        self.backend: str = config.backend
+        if self.backend == "auto":
+            self.backend = "dali" if device.type == "cuda" else "torch"
+            log.info("pipeline.backend=auto: %s, because the device is %s", self.backend, device.type)
         rows = tuple(DatasetRows.of(dataset, **roles) for dataset in datasets)
         self.order = Order(rows, config.batch_crops, config.seed, config.weights, config.block_shards)
-        self.order.slice(0, rank, world, micro=config.micro_batch)  # says now what cannot be
+        self.order.slice(0, rank, world, micro=config.micro_batch)  # raises now if it cannot be divided
         self.crops = config.batch_crops // world
-        self.together = 1 if any(one.root.remote for one in datasets) else max(1, READ_CROPS // self.crops)  # batches
         self.recipe = self._recipe(datasets, roles)
         self.step = step if state is None else resumed_step(state, self.recipe, config.batch_crops)
         self._blob = None if state is None else state["dali"]
-        self.measured = measured(datasets) if config.augment.changes_zeros else None
+        self.measured = measured_leads(datasets) if config.augment.changes_zeros else None
         self.augmenter = Augmenter(config.augment, config.views, config.seed, device)
-        self.stagings = self._stagings(datasets)
-        staged: dict[int, Hold] = {d: staging.hold for d, staging in self.stagings.items()}
+        self.staging = self._staging(datasets)
         self.threads, pin = config.threads or THREADS.get(device.type, 2), device.type == "cuda"
-        self.meter = StageTimer()
-        self.gather = CropReader(
-            datasets, config.check, config.on_corrupt, self.threads, pin, config.source, staged, rows, self.meter
+        self.reader = CropReader(
+            datasets, config.check, config.on_corrupt, self.threads, pin, config.source, self.staging, rows
         )
+        self.meter = StageTimer()
 
     @property
     def steps_per_epoch(self) -> int:
         return self.order.steps_per_epoch
 
     def close(self) -> None:
-        for staging in self.stagings.values():  # first: a reader may wait for a shard
-            staging.close()
-        self.gather.close()
+        if self.staging:  # first: a reader may wait for a shard
+            self.staging.close()
+        self.reader.close()
 
     def __iter__(self) -> Iterator[tuple[Batch, State]]:
-        batches = {"torch": self._torch, "dali": self._dali, "resident": self._resident}[self.backend]()
+        torch_backend = self._by_cpu if self.device.type == "cpu" else self._by_gpu
+        batches = {"torch": torch_backend, "dali": self._dali, "resident": self._resident}[self.backend]()
         while True:
             with self.meter.timed("wait", without="gpu_wait"):
                 batch, blob = next(batches)
@@ -171,7 +180,7 @@ class Loader:
             yield batch, {"crops_seen": self.step * self.config.batch_crops, "recipe": self.recipe, "dali": blob}
 
     def _planned(self, together: int = 1) -> Iterator[Planned]:
-        """So many batches at a time, planned many at once: the same numpy calls, whose cost is that of being called."""
+        """`together` batches at a time."""
         crops = together * self.crops
         steps = max(1, PLANNED_CROPS // crops) * together
         for first in count(self.step, steps):
@@ -180,190 +189,154 @@ class Loader:
                 planned = Planned(places, self._parameters(places))
             yield from map(planned.part, _slices(len(places), crops))
 
-    def _filled(self, in_use: int = 1) -> Generator[Filled[Planned], None, None]:
-        """Batches whose last `in_use` stand."""
-        groups, depth = 1 - (1 - in_use) // self.together, -(-self.config.read_ahead // self.together)
-        shape = (self.together * self.crops, *CROP_SHAPE)
-        ahead = read_ahead(self._planned(self.together), self.gather, shape, depth, groups, late=True)
-        with closing(ahead):
-            for planned, crops, report in ahead:
-                for these in _slices(len(crops), self.crops):
-                    yield Filled(planned.part(these), crops[these], report.part(these))
-
     def _parameters(self, places: Places) -> Params:
         return parameters(self.config.augment, self.config.views, self.config.seed, places, self.measured)
 
     def _as_read(self, planned: Planned, report: Report) -> Planned:
-        """A crop that came in the place of another has parameters of its own."""
+        """A crop that replaces a bad one has parameters of its own."""
         if not report.skipped:
             return planned
         places = dataclasses.replace(planned.places, row=report.row)
         return Planned(places, self._parameters(places))
 
-    def _torch(self) -> Iterator[tuple[Batch, None]]:
-        if self.device.type == "cpu" and self.augmenter.by_crop:
-            yield from self._by_crop()
-            return
-        filled = self._filled()
-        outs = cycle(self._outs(2 if self.device.type == "cpu" else 0))  # a GPU's allocator keeps its own
-        upload = Upload(self.device) if self.device.type == "cuda" else None
-        try:
-            while True:
-                with self.meter.timed("read_wait"):
-                    if upload:
-                        upload.wait()  # asking for the next batch gives the last one's buffer back
-                    planned, crops, report = next(filled)
-                with self.meter.timed("augment"):
-                    places, drawn = self._as_read(planned, report)
-                    p = self.augmenter.to_device(drawn)
-                    if upload:
-                        x = self.augmenter(upload(torch.from_numpy(crops)), p)
-                    else:
-                        x = self.augmenter.into(torch.from_numpy(crops), p, next(outs))
-                yield Batch(x, places, report.skipped), None
-        finally:
-            filled.close()
-
-    def _by_crop(self) -> Iterator[tuple[Batch, None]]:
-        """Each crop by the thread that reads it, out of its core's cache."""
-
-        def make(planned: Planned, x_BSLT: torch.Tensor) -> Iterable[Batch]:
-            alone()
-            with self.meter.timed("augment"):
-                make_crop = self._crop_maker(planned)
-            took_s: list[float] = []
-            desk = partial(self._desk, planned, x_BSLT, make_crop, took_s)
-            report = self.gather.read(planned.dataset, planned.row, desk, late=True)
-            self.meter.add("augment", sum(took_s))
-            places = dataclasses.replace(planned.places, row=report.row)
-            parts = _slices(len(places), self.crops)
-            return (Batch(x_BSLT[part], places[part], report.part(part).skipped) for part in parts)
-
-        return self._made(make, self.together)
-
-    def _made(
+    def _ahead(
         self, make: Callable[[Planned, torch.Tensor], Iterable[Batch]], together: int = 1
     ) -> Iterator[tuple[Batch, None]]:
-        """Ahead, so many at a time, in a thread beside the training."""
+        """Batches that a thread makes ahead on a CPU, `together` at a time."""
         keep_freed_memory()
-        ahead = made_ahead(self._planned(together), make, self._outs(1 - -self.config.read_ahead // together, together))
-        try:
+        shape = (together * self.crops, 2, len(self.config.augment.output_leads), HALF)
+        outs = [torch.empty(shape) for _ in range(1 - -self.config.read_ahead // together)]
+        with closing(prefetch(self._planned(together), make, outs)) as ahead:
             while True:
                 with self.meter.timed("read_wait"):
                     batches = next(ahead)
                 yield from ((batch, None) for batch in batches)
-        finally:
-            ahead.close()
 
-    def _desk(self, planned: Planned, x_BSLT: torch.Tensor, make: MakeCrop, took_s: list[float]) -> Desk:
-        alone()
-        crop = torch.empty(CROP_SHAPE, dtype=torch.int16)
-        halves_SLT, rows, outs = self.augmenter.split(crop[None])[0], planned.row.tolist(), x_BSLT.unbind()
+    def _by_cpu(self) -> Iterator[tuple[Batch, None]]:
+        """Crops become tensors in the thread that reads them, while they are in its core's cache."""
+        remote = self.staging is not None
 
-        def done(position: int, row: int) -> None:
+        def make(planned: Planned, x_BSLT: torch.Tensor) -> Iterable[Batch]:
+            single_threaded()
+            with self.meter.timed("augment"):
+                writer = self.augmenter.writer(self.augmenter.to_device(planned.p), x_BSLT)
+            with self.meter.timed("read"):
+                desk = partial(self._desk, planned, x_BSLT, writer)
+                report = self.reader.read(planned.places, desk, late=True)
+            places = dataclasses.replace(planned.places, row=report.row)
+            parts = _slices(len(places), self.crops)
+            return (Batch(x_BSLT[part], places[part], report.part(part).skipped) for part in parts)
+
+        return self._ahead(make, 1 if remote else max(1, READ_CROPS // self.crops))
+
+    def _desk(self, planned: Planned, x_BSLT: torch.Tensor, writer: Callable[[torch.Tensor], Write]) -> Desk:
+        single_threaded()
+        crops = torch.empty((self.augmenter.chunk, *CROP_SHAPE), dtype=torch.int16)
+        write, asked = writer(crops), planned.places.row.tolist()
+
+        def make(positions: list[int], rows: list[int]) -> None:
             began = time.perf_counter()
-            if row == rows[position]:
-                make(position, halves_SLT, outs[position])
-            else:  # it came in the place of another, and has parameters of its own
-                at = dataclasses.replace(planned.places[position : position + 1], row=np.array([row]))
-                self._crop_maker(Planned(at, self._parameters(at)))(0, halves_SLT, outs[position])
-            took_s.append(time.perf_counter() - began)
+            if rows == [asked[position] for position in positions]:
+                write(range(len(rows)), positions)
+            else:  # a crop that replaces a bad one comes alone
+                this = slice(positions[0], positions[0] + 1)
+                p = self._parameters(dataclasses.replace(planned.places[this], row=np.array(rows)))
+                self.augmenter.writer(self.augmenter.to_device(p), x_BSLT[this])(crops)([0], [0])
+            self.meter.add("augment", time.perf_counter() - began)
 
-        read = crop.numpy()
-        return Desk(lambda position: read, done)
+        return Desk(crops.numpy(), make)
 
-    def _crop_maker(self, planned: Planned) -> MakeCrop:
-        return self.augmenter.crop_maker(self.augmenter.to_device(planned.p), len(planned.row))
+    def _read(self, in_use: int = 1) -> Generator[tuple[Planned, np.ndarray, Report], None, None]:
+        def fill(planned: Planned, crops: np.ndarray) -> tuple[Planned, np.ndarray, Report]:
+            with self.meter.timed("read"):
+                return planned, crops, self.reader.read(planned.places, crops)
 
-    def _outs(self, count: int, together: int = 1) -> list[torch.Tensor]:
-        shape = (together * self.crops, 2, len(self.config.augment.output_leads), HALF)
-        return [torch.empty(shape) for _ in range(count)]
+        buffers = self.reader.buffers(self.config.read_ahead + in_use, self.crops)
+        return prefetch(self._planned(), fill, buffers, in_use)
+
+    def _by_gpu(self) -> Iterator[tuple[Batch, None]]:
+        upload = Upload(self.device)
+        with closing(self._read()) as read:
+            while True:
+                with self.meter.timed("read_wait"):
+                    upload.wait()  # asking for the next batch gives the last one's buffer back
+                    planned, crops, report = next(read)
+                with self.meter.timed("augment"):
+                    places, p = self._as_read(planned, report)
+                    x = self.augmenter(upload(torch.from_numpy(crops)), self.augmenter.to_device(p))
+                yield Batch(x, places, report.skipped), None
 
     def _resident(self) -> Iterator[tuple[Batch, None]]:
-        resident = Resident(self.order, self.gather, self.augmenter, self.spare_bytes)
+        resident = Resident(self.order, self.reader, self.augmenter, self.spare_bytes)
 
-        def plan(planned: Planned, _: Any = None) -> tuple[Plan, Places, Report]:
+        def plan(planned: Planned, _: Any = None) -> tuple[Tensors, Places, Report]:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # of this thread, or memory would be pinned for another GPU
             with self.meter.timed("plan"):
-                report = resident.report(planned.places)
-                places, drawn = self._as_read(planned, report)
-                return resident.plan(places, drawn), places, report
+                index, report = resident.find(planned.places)
+                places, p = self._as_read(planned, report)
+                return self.augmenter.pinned({"index": index} | p), places, report
 
         def make(planned: Planned, out: torch.Tensor) -> list[Batch]:
-            alone()
+            single_threaded()
             mine, places, report = plan(planned)
             with self.meter.timed("augment"):
-                return [Batch(resident.batch(mine, out), places, report.skipped)]
+                return [Batch(resident.write(mine, out), places, report.skipped)]
 
         if self.device.type == "cpu":
-            yield from self._made(make)
-            return
-        plans = made_ahead(self._planned(), plan, range(self.config.read_ahead + 1))  # which take longer than the batches
-        try:
+            yield from self._ahead(make)
+        with closing(prefetch(self._planned(), plan, range(self.config.read_ahead + 1))) as plans:  # slower than the batches
             while True:
                 with self.meter.timed("read_wait"):
                     mine, places, report = next(plans)
                 with self.meter.timed("augment"):
                     x = resident.batch(mine)
                 yield Batch(x, places, report.skipped), None
-        finally:
-            plans.close()
 
     def _dali(self) -> Iterator[tuple[Batch, str]]:
         """DALI asks ahead; what it was given is kept until its batch comes out."""
-        ahead: dict[int, tuple[Places, tuple[Bad, ...]]] = {}
-        filled = self._filled(in_use=dali.IN_USE)
+        given: dict[int, tuple[Places, tuple[BadCrop, ...]]] = {}
+        read = self._read(in_use=dali.IN_USE)
 
-        def feed() -> Iterator[tuple[int, np.ndarray, Params]]:
+        def feed() -> Generator[tuple[int, np.ndarray, Params], None, None]:
             for step in count(self.step):
                 with self.meter.timed("read_wait"):
-                    planned, crops, report = next(filled)
+                    planned, crops, report = next(read)
                 places, p = self._as_read(planned, report)
-                ahead[step] = places, report.skipped
+                given[step] = places, report.skipped
                 yield step, crops, p
 
         example = self._parameters(self.order.slice(0, self.rank, self.world))
         seed = self.config.seed * 65_537 + self.rank
-        fed = feed()
-        pipeline = dali.Pipeline(
-            self.config.augment, self.config.views, seed, fed, self.crops, example, self.device, self.threads, self._blob
-        )
-        try:
-            while True:
-                with self.meter.timed("gpu_wait"):
-                    pipeline.release()
-                with self.meter.timed("augment", without="read_wait"):
-                    step, x = pipeline.run()
-                places, skipped = ahead.pop(step)
-                self._blob = pipeline.checkpoint()
-                yield Batch(x, places, skipped), self._blob
-        finally:
-            pipeline.close()
-            fed.close()  # type: ignore[attr-defined]
-            filled.close()
-
-    def _stagings(self, datasets: Sequence[Dataset]) -> dict[int, Staging]:
-        in_tar = self.config.source != "zarr"
-        far = [d for d, dataset in enumerate(datasets) if in_tar and dataset.root.remote and dataset.shards]
-        if not far:
-            return {}
-        if not self.config.cache_dir or not self.config.block_shards:
-            raise LoaderError(
-                "a dataset on s3:// needs pipeline.cache_dir, and pipeline.block_shards of 1 or more to be staged"
+        with closing(read), closing(feed()) as fed:
+            pipeline = dali.Pipeline(
+                self.config.augment, self.config.views, seed, fed, self.crops, example, self.device, self.threads, self._blob
             )
-        stagings = {d: self._staging(d, datasets[d]) for d in far}
-        for d, staging in stagings.items():
-            staging.beside = [other for o, other in stagings.items() if o != d]
-        return stagings
+            with closing(pipeline):
+                while True:
+                    with self.meter.timed("gpu_wait"):
+                        pipeline.release()
+                    with self.meter.timed("augment", without="read_wait"):
+                        step, x = pipeline.run()
+                    places, skipped = given.pop(step)
+                    self._blob = pipeline.checkpoint()
+                    yield Batch(x, places, skipped), self._blob
 
-    def _staging(self, number: int, dataset: Dataset) -> Staging:
-        needed = shards_needed(self.order, number, self.step * self.config.batch_crops)
-        together = self.config.block_shards
-        return Staging(dataset, str(self.config.cache_dir), self.config.cache_bytes, max(4, together), needed, together)
+    def _staging(self, datasets: Sequence[Dataset]) -> Staging | None:
+        remote = {d: one for d, one in enumerate(datasets) if self.config.source != "zarr" and one.root.remote and one.shards}
+        if not remote:
+            return None
+        cache_dir, together = self.config.cache_dir, self.config.block_shards
+        if not cache_dir or not together:
+            raise ConfigError(
+                "a dataset on s3:// is read through a cache: set pipeline.cache_dir, and pipeline.block_shards to 1 or more"
+            )
+        needed = shards_needed(self.order, self.step * self.config.batch_crops)
+        order = (key for key in needed if key[0] in remote)
+        return Staging(remote, cache_dir, self.config.cache_bytes, order, together, max(4, together) * len(remote))
 
     def _recipe(self, datasets: Sequence[Dataset], roles: dict[str, Any]) -> dict[str, Any]:
-        """All that the next batch depends on besides `crops_seen`, in words."""
+        """All that the next batch depends on besides `crops_seen`, as JSON."""
         recipe = {
             "datasets": [dataset.fingerprint for dataset in datasets],
             "roles": {name: value for name, value in sorted(roles.items()) if value is not None},
@@ -375,9 +348,29 @@ class Loader:
             "weights": list(self.config.weights) if self.config.weights else None,
             "augment": json.loads(json.dumps(dataclasses.asdict(self.config.augment))),
         }
-        if self.backend == "dali":  # its generator's state is of one version, and of one rank of so many
+        if self.backend == "dali":  # the state of its generator belongs to one version, and to one rank of so many
             recipe |= {"dali_version": dali.version(), "rank": self.rank, "world": self.world}
         return recipe
+
+
+def resumed_step(state: State, recipe: dict[str, Any], batch_crops: int) -> int:
+    """The step to resume at, if `state` is of a run with this recipe."""
+    then, seen, blob = state.get("recipe"), state.get("crops_seen"), state.get("dali", 0)
+    if not isinstance(then, dict):
+        raise ConfigError("cannot resume: the loader's state has no recipe: start a new run")
+    before: Any = then
+    now: Any = recipe
+    path: list[str] = []
+    while isinstance(before, dict) and isinstance(now, dict) and before != now:  # down to what differs
+        path.append(next(key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)))
+        before, now = before.get(path[-1]), now.get(path[-1])
+    if path:
+        raise ConfigError(f"cannot resume: {'.'.join(path)} changed from {str(before)[:200]} to {now}: set it back")
+    if type(seen) is not int or not 0 <= seen < 2**63 or seen % batch_crops:
+        raise ConfigError(f"cannot resume: crops_seen={str(seen)[:40]} is no whole number of batches: start a new run")
+    if blob is not None and not (isinstance(blob, str) and blob):
+        raise ConfigError(f"cannot resume: dali={str(blob)[:40]!r} is no state of DALI's generator: start a new run")
+    return seen // batch_crops
 
 
 def _slices(count: int, size: int) -> Iterator[slice]:

@@ -4,83 +4,70 @@
     order = Order((rows,), batch_crops=512, seed=0)
     order.batch(step)                       # the global batch: the same crops in the same order at every world size
     order.slice(step, rank, world)          # this rank's part of it
-    order.places(crops_seen, 512).row       # to resume is to ask again
+    order.places(crops_seen, 512).row       # resuming means asking again
 
-Nothing is shuffled in memory: a keyed permutation maps a position to a row, so step 10**7 costs what step 0 costs: 0.20 ms
-for 512 crops of 10**7, 0.26 ms in block order.
+Nothing is shuffled in memory: a keyed permutation maps a position to a row, so step 10**7 costs the same as step 0: 0.20 ms
+for 512 of 10**7 crops, 0.26 ms in block order.
 
 One dataset: position p of epoch e is permute(p, N, key(seed, e)). An epoch ends with its last full batch; the rows left over
-differ from epoch to epoch. Several datasets: each is a stream of its own, with epochs of its own and nothing left over;
-`deal` says whose turn a position is, and how many turns that dataset has had before.
+differ from epoch to epoch. Several datasets: each is a stream with epochs of its own and nothing left over; `deal` says which
+dataset a position belongs to.
 
 Block order (block_shards = G > 0) permutes the shards, then the crops within each block of G shards, so that a batch needs
-G shards and not all of them. A batch is then as mixed as its shards are, which are written as a permutation of all crops.
-`quality`, for 10**6 crops in 977 shards and batches of 512:
-
-    block_shards                       0      1      8     32    128
-    correlation of position, row   -.002   .038  -.001  -.001  -.001      by chance: 1 / sqrt(blocks)
-    shards in a batch                399    1.1    8.0   31.8    122
-    95 % row span of a batch        .946   .026   .776   .923   .942
+G shards instead of all. Shards are written as a permutation of all crops, so its batches are mixed too: for 10**6 crops in 977
+shards and batches of 512, the middle 95 % of a batch's rows span 95 % of the dataset without blocks, 94 % with G = 128, 92 %
+with 32, 78 % with 8 and 3 % with 1 (benchmarks/RESULTS.md, "shuffle quality").
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import count as counting
+from itertools import count
 from typing import Any
 
 import numpy as np
 
 from data_tools.dataset import SHARD_CROPS, Dataset
+from engine.common import ConfigError
 from engine.data.counter import MAX_SIZE, RandomStream, bits, permute
-from engine.data.validation_split import sides
+from engine.data.leakage import validation_split
 
-DEAL = 2**30  # places over which given weights come out exactly, rounded to 2**-30
-SAMPLED_BATCHES = 256
+DEAL = 2**30  # positions over which given weights come out exactly, rounded to 2**-30
 LOOK_AHEAD = 4096
 
 
-class OrderError(Exception):
-    """An order that cannot be: one line, with the value seen and what to change."""
+class OrderError(ConfigError):
+    """An impossible order, or nothing selected."""
 
 
 def deal(position: np.ndarray, quotas: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Whose turn each position is, and how many turns that dataset has had before: (int16, int64), in closed form.
+    """The dataset of each position, and how many positions that dataset has had before: (int16, int64), in closed form.
 
-    The quotas are dealt out as evenly as they can be: of any run of places each dataset has its share to within a few, so
-    every batch and every rank's slice is mixed alike. Each stream is gone through in order, or its blocks would be of no use.
+    Quotas are spread as evenly as possible: in any run of positions each dataset has its share to within a few, so every batch
+    and every rank's slice has the same mixture. Each dataset is still read in its own order, as its blocks need.
     """
     cycle, place = np.divmod(position, sum(quotas))
     dataset, turn = np.full(position.shape, len(quotas) - 1, np.int16), np.empty(position.shape, np.int64)
-    open_ = np.ones(position.shape, bool)
+    left = np.ones(position.shape, bool)
     for d, quota in enumerate(quotas[:-1]):  # each against all that come after it
-        rest = sum(quotas[d:])
-        before = _dealt(place, quota, rest)
-        taken = open_ & (_dealt(place + 1, quota, rest) > before)
-        dataset[taken], turn[taken] = d, (cycle * quota + before)[taken]
-        open_ &= ~taken
+        before, after = _dealt(place, quota, rest := sum(quotas[d:])), _dealt(place + 1, quota, rest)
+        mine = left & (after > before)
+        dataset[mine], turn[mine] = d, (cycle * quota + before)[mine]
+        left &= ~mine
         place = place - before
-    turn[open_] = (cycle * quotas[-1] + place)[open_]
+    turn[left] = (cycle * quotas[-1] + place)[left]
     return dataset, turn
 
 
-def turns_before(position: int, quotas: Sequence[int], dataset: int) -> int:
-    """How many turns a dataset has had before a position, whosever turn that is."""
-    cycle, place = divmod(position, sum(quotas))
-    for d in range(dataset):
-        place -= _dealt(place, quotas[d], sum(quotas[d:]))
-    return cycle * quotas[dataset] + int(_dealt(place, quotas[dataset], sum(quotas[dataset:])))
-
-
 def _dealt(places: Any, quota: int, rest: int) -> Any:
-    """How many of the first so many places are one dataset's, which has `quota` of each `rest` (Bresenham)."""
+    """How many of the first so many places go to a dataset with `quota` of each `rest` (Bresenham)."""
     return (places * quota + rest // 2) // rest
 
 
 @dataclass(frozen=True, eq=False)
 class DatasetRows:
-    """The rows of one dataset that take part. In a zarr store a shard is one of its storage objects."""
+    """The rows of one dataset that take part. In a dataset that is only zarr, a shard is one storage object."""
 
     name: str
     numbers: np.ndarray | None  # row numbers, ascending, 4 bytes each; None: all rows
@@ -98,17 +85,17 @@ class DatasetRows:
         hold_out: float = 0.0,
         held: bool = False,
     ) -> "DatasetRows":
-        """Of a role (see Dataset.select); halves=2 leaves out the crops whose second half is empty. `hold_out`: without that
-        share of the patients, or with `held` they alone (engine.data.validation_split)."""
+        """The rows of a role (Dataset.select); halves=2 drops crops whose second half is empty. `hold_out`: without that share
+        of the patients, or only these with `held` (engine.data.leakage.validation_split)."""
         name, crops = dataset.root.url, [int(shard["crops"]) for shard in dataset.shards]
         if not crops:  # zarr alone
             crops = [min(SHARD_CROPS, len(dataset) - start) for start in range(0, len(dataset), SHARD_CROPS)]
         if sum(crops) != len(dataset):
             raise OrderError(f"{name}: its shards hold {sum(crops)} crops and its table {len(dataset)}: run data_tools verify")
         numbers = None if (pretrain, dx, identity) == (None,) * 3 else dataset.select(pretrain, dx, identity)
-        wanted = [] if halves is None else [dataset.column("halves") >= halves]
-        wanted += [sides(dataset, hold_out)[held]] if hold_out else []
-        for keep in wanted:
+        masks = [] if halves is None else [dataset.column("halves") >= halves]
+        masks += [validation_split(dataset, hold_out)[held]] if hold_out else []
+        for keep in masks:
             numbers = np.flatnonzero(keep) if numbers is None else numbers[keep[numbers]]
         if numbers is not None and not len(numbers):
             asked: dict[str, Any] = {"pretrain": pretrain, "dx": dx, "identity": identity, "halves": halves}
@@ -130,11 +117,11 @@ class DatasetRows:
         return int(self.first[-1])
 
     def row(self, index: np.ndarray) -> np.ndarray:
-        """Row numbers of the index-th that take part."""
+        """Row numbers of the index-th rows that take part."""
         return index if self.numbers is None else self.numbers[index].astype(np.int64)
 
     def after(self, row: int) -> int:
-        """The next one that takes part; after the last the first."""
+        """The next row that takes part; after the last, the first."""
         if self.numbers is None:
             return (row + 1) % len(self)
         return int(self.numbers[np.searchsorted(self.numbers, row, side="right") % len(self)])
@@ -145,7 +132,7 @@ class DatasetRows:
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """What lies at consecutive positions. `epoch` is the dataset's own: with (dataset, row) it keys the augmentation."""
+    """Crops at consecutive positions. `epoch` is the dataset's own: with (dataset, row) it is the key of the augmentation."""
 
     dataset: np.ndarray  # int16 [n]
     row: np.ndarray  # int64 [n]
@@ -163,41 +150,40 @@ class Order:
     rows: tuple[DatasetRows, ...]
     batch_crops: int  # of all ranks together
     seed: int = 0
-    weights: tuple[float, ...] | None = None  # None: by size, so that each dataset is gone through equally often
+    weights: tuple[float, ...] | None = None  # None: by size, so that every crop comes equally often
     block_shards: int = 0
 
     def __post_init__(self) -> None:
+        weights, total = self.weights, sum(map(len, self.rows))
         if not self.rows:
             raise OrderError("no dataset: give at least one")
-        for key, least in (("train.batch_crops", 1), ("train.seed", 0), ("pipeline.block_shards", 0)):
-            if (value := getattr(self, key.split(".")[1])) < least:
-                raise OrderError(f"{key}={value}: {least} or more is needed")
-        if self.weights is not None:
-            if len(self.weights) != len(self.rows):
-                raise OrderError(f"pipeline.weights={self.weights}: {len(self.rows)} datasets: give one for each, or none")
-            if not all(0 < weight < math.inf for weight in self.weights):
-                raise OrderError(f"pipeline.weights={self.weights}: each must be positive: leave out what is not wanted")
         for rows in self.rows:
             if not 0 < len(rows) <= MAX_SIZE:
-                raise OrderError(f"{rows.name}: {len(rows)} crops selected, 1 to 2**40 can be ordered: select other rows")
-        if not self.crops_per_epoch:
-            total = sum(map(len, self.rows))
-            raise OrderError(f"train.batch_crops={self.batch_crops}: {total} crops are selected: lower it to {total} or less")
+                raise OrderError(f"{rows.name}: {len(rows)} crops are selected: select 1 to 2**40")
+        if not 1 <= self.batch_crops <= total:
+            raise OrderError(f"train.batch_crops={self.batch_crops}: {total} crops are selected: use 1 to {total}")
+        for key, value in (("train.seed", self.seed), ("pipeline.block_shards", self.block_shards)):
+            if value < 0:
+                raise OrderError(f"{key}={value}: use 0 or more")
+        if weights is not None and (len(weights) != len(self.rows) or not all(0 < weight < math.inf for weight in weights)):
+            raise OrderError(
+                f"pipeline.weights={weights}: give a positive number for each of {len(self.rows)} datasets, or null"
+            )
         if not all(self._quotas):
-            raise OrderError(f"pipeline.weights={self.weights}: one share is below 2**-30: raise it, or leave the dataset out")
+            raise OrderError(f"pipeline.weights={weights}: one share is below 2**-30: raise it, or leave the dataset out")
 
     @property
     def crops_per_epoch(self) -> int:
-        """The same for all ranks; with several datasets, of all their crops together."""
-        return sum(map(len, self.rows)) // self.batch_crops * self.batch_crops
+        """The same for all ranks; of several datasets together."""
+        return self.steps_per_epoch * self.batch_crops
 
     @property
     def steps_per_epoch(self) -> int:
-        return self.crops_per_epoch // self.batch_crops
+        return sum(map(len, self.rows)) // self.batch_crops
 
     @cached_property
     def _quotas(self) -> tuple[int, ...]:
-        """Places of each dataset in one cycle of `deal`: its size, or by largest remainder its share of 2**30."""
+        """Positions of each dataset in one cycle of `deal`: its size, or by largest remainder its share of 2**30."""
         sizes = [len(rows) for rows in self.rows]
         if len(sizes) == 1 or (self.weights is None and sum(sizes) <= DEAL):
             return tuple(sizes)
@@ -211,35 +197,18 @@ class Order:
 
     def places(self, crops_seen: int, count: int) -> Places:
         """The `count` crops that follow the first `crops_seen` of the run."""
-        if crops_seen < 0 or count < 0:
-            raise OrderError(f"crops_seen {crops_seen}, count {count}: neither may be negative")
         return self._at(np.arange(crops_seen, crops_seen + count, dtype=np.int64))
-
-    def _at(self, position: np.ndarray) -> Places:
-        dataset, turn = deal(position, self._quotas)
-        row, epoch = np.empty((2, len(position)), np.int64)
-        for d in range(len(self.rows)):
-            mine = np.flatnonzero(dataset == d)
-            row[mine], epoch[mine] = self.own(d, turn[mine])
-        return Places(dataset, row, epoch)
-
-    def own(self, dataset: int, turn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """A dataset's crops by their turns: (row, epoch)."""
-        epoch, i = np.divmod(turn, self.crops_per_epoch if len(self.rows) == 1 else len(self.rows[dataset]))
-        return self._row(dataset, epoch, i), epoch
 
     def batch(self, step: int) -> Places:
         return self.slice(step, 0, 1)
 
     def slice(self, step: int, rank: int, world: int, steps: int = 1, micro: int | None = None) -> Places:
-        """A rank's share of the global batch; of so many `steps`, one after the other. Parts of `micro` crops that all ranks
-        take at the same time lie side by side in the batch: the same crops meet, whatever the number of ranks."""
+        """A rank's share of the global batch, of `steps` batches in turn. Parts of `micro` crops that all ranks take together
+        are neighbours in the batch, so the same crops are contrasted whatever the number of ranks."""
         if world < 1 or self.batch_crops % world:
             raise OrderError(
                 f"train.batch_crops={self.batch_crops} cannot be shared equally by {world} ranks: make it a multiple of {world}"
             )
-        if step < 0 or not 0 <= rank < world:
-            raise OrderError(f"step {step}, rank {rank} of {world}: steps and ranks count from 0")
         each = self.batch_crops // world
         micro = micro or each
         if each % micro:
@@ -248,20 +217,31 @@ class Order:
         parts = np.arange(each // micro)[:, None] * (micro * world) + np.arange(micro)
         return self._at((first[:, None] + parts.reshape(-1)).reshape(-1))
 
-    def _row(self, dataset: int, epoch: np.ndarray, i: np.ndarray) -> np.ndarray:
+    def _at(self, position: np.ndarray) -> Places:
+        if len(position) and position[0] < 0:
+            raise OrderError(f"position {position[0]}: positions count from 0")
+        dataset, turn = deal(position, self._quotas)
+        row, epoch = np.empty((2, len(position)), np.int64)
+        for d, rows in enumerate(self.rows):
+            mine = np.flatnonzero(dataset == d)
+            epoch[mine], i = np.divmod(turn[mine], self.crops_per_epoch if len(self.rows) == 1 else len(rows))
+            row[mine] = rows.row(self._index(d, epoch[mine], i))
+        return Places(dataset, row, epoch)
+
+    def _index(self, dataset: int, epoch: np.ndarray, i: np.ndarray) -> np.ndarray:
         rows = self.rows[dataset]
         if not 0 < self.block_shards < len(rows.first) - 1:  # all in one block
-            return rows.row(permute(i, len(rows), bits(self.seed, RandomStream.ORDER, dataset, epoch)))
+            return permute(i, len(rows), bits(self.seed, RandomStream.ORDER, dataset, epoch))
         index = np.empty_like(i)
         for e in np.unique(epoch).tolist():
             now = epoch == e
             index[now] = _index_in_blocks(_layout(rows, self.seed, dataset, e, self.block_shards), i[now])
-        return rows.row(index)
+        return index
 
 
 @dataclass(frozen=True, eq=False)
 class _Layout:
-    """The shards of one epoch in their order, those left out that have no row to give."""
+    """The non-empty shards of one epoch in their order."""
 
     index: np.ndarray  # [shards] of the first row of each, among the rows that take part
     before: np.ndarray  # [shards + 1] rows of the shards before it in this epoch
@@ -271,7 +251,7 @@ class _Layout:
 
 @lru_cache(maxsize=64)
 def _layout(rows: DatasetRows, seed: int, dataset: int, epoch: int, block_shards: int) -> _Layout:
-    """The only work that grows with the shards, done once an epoch: 1 to 5 ms for 10,000."""
+    """The only work that grows with the shards, once an epoch: 1 to 5 ms for 10,000."""
     crops = np.diff(rows.first)
     filled = np.flatnonzero(crops)
     shard = filled[permute(np.arange(len(filled)), len(filled), bits(seed, RandomStream.SHARD_ORDER, dataset, epoch))]
@@ -289,47 +269,19 @@ def _index_in_blocks(layout: _Layout, i: np.ndarray) -> np.ndarray:
     return np.asarray(layout.index[k] + j - layout.before[k])
 
 
-def quality(order: Order, epoch: int = 0) -> dict[str, float]:
-    """How well an epoch is shuffled, from 256 of its batches: the correlation of position and row (0 is best), the shards
-    that a batch comes from, and the middle 95 % of a batch's rows as a share of all rows (.95 is best)."""
-    steps = np.unique(np.linspace(0, order.steps_per_epoch - 1, SAMPLED_BATCHES).astype(np.int64))
-    row_offset = np.cumsum([0, *(rows.shard_first[-1] for rows in order.rows)])
-    rows, positions, shards = [], [], []
-    for start in (epoch * order.crops_per_epoch + steps * order.batch_crops).tolist():
-        places = order.places(start, order.batch_crops)
-        rows.append(places.row + row_offset[places.dataset])
-        positions.append(np.arange(start, start + order.batch_crops))
-        shards.append(len(np.unique(_shards(order, places)[0])))
-    row, position = np.concatenate(rows), np.concatenate(positions)
-    low, high = np.percentile(np.array(rows), (2.5, 97.5), axis=1)
-    return {
-        "correlation": float(np.corrcoef(position, row)[0, 1]) if row.min() < row.max() else 0.0,
-        "shards_per_batch": float(np.mean(shards)),
-        "row_span_95": float(np.mean(high - low) / row_offset[-1]),
-    }
-
-
-def shards_needed(order: Order, dataset: int, crops_seen: int) -> Iterator[int]:
-    """A dataset's shards in the order in which they are first needed from here on, each once an epoch of it; no end."""
-    first = turns_before(crops_seen, order._quotas, dataset)
-    now, named = -1, set[int]()
-    for start in counting(first, LOOK_AHEAD):
-        row, epoch = order.own(dataset, np.arange(start, start + LOOK_AHEAD, dtype=np.int64))
-        shard = order.rows[dataset].shard(row)
-        _, new = np.unique(epoch * len(order.rows[dataset].first) + shard, return_index=True)
-        for k in np.sort(new).tolist():
-            if epoch[k] != now:
-                now, named = int(epoch[k]), set()
-            if shard[k] not in named:
-                named.add(int(shard[k]))
-                yield int(shard[k])
-
-
-def _shards(order: Order, places: Places) -> tuple[np.ndarray, np.ndarray]:
-    """The shard of each place, numbered through all datasets, and the number of the first shard of each dataset."""
-    offsets = np.cumsum([0, *(len(rows.first) - 1 for rows in order.rows)])
-    shard = np.empty(len(places), np.int64)
-    for d, rows in enumerate(order.rows):
-        mine = places.dataset == d
-        shard[mine] = rows.shard(places.row[mine]) + offsets[d]
-    return shard, offsets
+def shards_needed(order: Order, crops_seen: int) -> Iterator[tuple[int, int]]:
+    """(dataset, shard) in the order in which they are first needed from here on, each once an epoch of its dataset; endless."""
+    epochs: dict[int, tuple[int, set[int]]] = {}
+    for start in count(crops_seen, LOOK_AHEAD):
+        places = order.places(start, LOOK_AHEAD)
+        shard = np.empty(LOOK_AHEAD, np.int64)
+        for d, rows in enumerate(order.rows):
+            mine = places.dataset == d
+            shard[mine] = rows.shard(places.row[mine])
+        needed = dict.fromkeys(zip(places.dataset.tolist(), places.epoch.tolist(), shard.tolist(), strict=True))
+        for d, epoch, number in needed:
+            if epochs.get(d, (-1,))[0] != epoch:
+                epochs[d] = epoch, set()
+            if number not in epochs[d][1]:
+                epochs[d][1].add(number)
+                yield d, number

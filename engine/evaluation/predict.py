@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from data_tools.dataset import CROP_SHAPE, Dataset
-from engine.data.prefetch import read_ahead
-from engine.data.reader import CropReader
+from engine.data.device import Upload, download
+from engine.data.reader import CropReader, read_ahead
 from engine.data.staging import Staging
-from engine.data.transfer import Upload, download
 
 CACHE_SHARDS = 8  # of a remote dataset on this disk
 
@@ -73,16 +72,15 @@ def dataset_batches(
 ) -> Iterator[CropBatch]:
     """Crops by their rows, which are `crops` of each batch; shards of a remote dataset pass through a temporary cache.
     `on_corrupt`: "skip" leaves out crops that cannot be read."""
-    halves, staged = dataset.column("halves"), {}
+    halves, staging = dataset.column("halves"), None
     with ExitStack() as stack:
         if dataset.root.remote and batches:
             cache = stack.enter_context(TemporaryDirectory(prefix="omnilead-", ignore_cleanup_errors=True))
             shards = dataset.addresses[0][np.concatenate(batches)]
-            order = shards[np.flatnonzero(np.diff(shards, prepend=-1))].tolist()
+            order = [(0, shard) for shard in shards[np.flatnonzero(np.diff(shards, prepend=-1))].tolist()]
             largest = max(int(shard["bytes"]) for shard in dataset.shards)
-            staging = stack.enter_context(closing(Staging(dataset, cache, CACHE_SHARDS * largest, order=order)))
-            staged = {0: staging.hold}
-        gather = CropReader([dataset], on_corrupt=on_corrupt, threads=threads, pin=pin, staged=staged)
+            staging = stack.enter_context(closing(Staging({0: dataset}, cache, CACHE_SHARDS * largest, order)))
+        gather = CropReader([dataset], on_corrupt=on_corrupt, threads=threads, pin=pin, staging=staging)
         stack.callback(gather.close)
         requests = (RowsToRead(np.zeros(len(rows), np.int64), rows) for rows in batches)
         shape = (max(map(len, batches), default=0), *CROP_SHAPE)

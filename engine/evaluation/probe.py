@@ -21,7 +21,7 @@ from scipy.special import expit
 
 from data_tools.dataset import Dataset
 from engine.common import ConfigError
-from engine.data.validation_split import patient_ids
+from engine.data.leakage import patient_ids
 from engine.evaluation.metrics import METRICS, Array, identification, outputs_of, summary
 from engine.evaluation.results import by_record
 

@@ -23,10 +23,9 @@ from tqdm import tqdm
 
 from data_tools.dataset import CLASSES, Dataset
 from engine.common import ConfigError, describe_leads
-from engine.data.leakage import other_splits
-from engine.data.missing_leads import unseen
+from engine.data.augmenter import none_measured
+from engine.data.leakage import conflicting_splits, patient_ids
 from engine.data.preprocess import Input
-from engine.data.validation_split import patient_ids
 from engine.evaluation.metrics import METRICS, Array, Diagnosis, MetricError, bootstrap, identification, outputs_of
 from engine.evaluation.predict import dataset_batches, predict
 from engine.model.inference import TrainedModel
@@ -235,14 +234,14 @@ def _input(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> tuple
         notes.append("The data were not preprocessed like those that the model was trained on: compare dataset.json.")
     if dataset.meta.get("plan") == "paper-split":
         notes.append("The split is the authors' leaking one (--plan paper-split): for comparison only.")
-    if others := other_splits(model.history.get("splits"), dataset):
+    if others := conflicting_splits(model.history.get("splits"), dataset):
         differ = ", ".join(f"{name} {before}, here {now}" for name, before, now in others[0])
         notes.append(f"Possible leakage: the model was trained on these sources with another split ({differ}).")
     return model_input, notes
 
 
 def _blank_crops(dataset: Dataset, model_input: Input, rows: Array) -> Iterator[str]:
-    if blank := int(unseen(dataset, model_input.seen)[rows].sum()):
+    if blank := int(none_measured(dataset, model_input.seen)[rows].sum()):
         leads = describe_leads(model_input.seen)
         yield f"In {blank:,} of {len(rows):,} crops none of {leads} was recorded: the model saw zeros."
 

@@ -25,9 +25,9 @@ from data_tools.dataset import CLASSES, Dataset
 from engine.common import ConfigError, describe_leads
 from engine.config import Config, FinetuneConfig, load
 from engine.data.augmenter import HALF
-from engine.data.leakage import torn
+from engine.data.leakage import find_leak
 from engine.data.loader import Batch
-from engine.data.validation_split import patient_ids
+from engine.data.leakage import patient_ids
 from engine.evaluation import metrics
 from engine.evaluation.run_files import VALID
 from engine.model import inference
@@ -56,7 +56,7 @@ class FinetuneTask(TrainingTask):
         self.best = best_metric(config.train.best, figures)
         role, column = ("dx", "dx_role") if self.diagnosis else ("identity", "id_role")
         self.roles = {role: "train"}
-        if leak := torn(datasets, column):
+        if leak := find_leak(datasets, column):
             raise ConfigError(f"data.datasets: {leak}: build them with one --plan and --seed, or leave one out")
         for dataset in datasets:
             if not count_crops(dataset, self.roles):

@@ -23,9 +23,8 @@ from data_tools.dataset import DataError, Dataset
 from engine.config import RunConfig, micro_batch, zero_stage
 from engine.data.counter import bits
 from engine.data.leakage import split_of
-from engine.data.loader import Batch, Loader
+from engine.data.loader import Batch, Loader, State
 from engine.data.order import Places
-from engine.data.state import State
 from engine.evaluation.run_files import DIAGNOSTICS, write_diagnostics
 from engine.objectives.contrastive import sum_over_ranks
 from engine.training import checkpoint

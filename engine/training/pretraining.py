@@ -13,8 +13,8 @@ from data_tools.dataset import Dataset
 from engine.common import ConfigError
 from engine.config import Config, candidates, micro_batch
 from engine.data.augmenter import HALF
+from engine.data.leakage import patient_ids
 from engine.data.loader import Batch
-from engine.data.validation_split import patient_ids
 from engine.evaluation.run_files import VALID
 from engine.model.config import flops_per_crop, kept_per_crop, masked_share
 from engine.model.pretrainer import Pretrainer

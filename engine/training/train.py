@@ -26,11 +26,7 @@ from data_tools.cli import is_memory, say, show
 from data_tools.dataset import META, DataError, Dataset
 from engine.common import ConfigError, Parser, describe_leads
 from engine.config import RunConfig, build, check, deepspeed_json, flatten, load, micro_batch, schema, zero_stage
-from engine.data.dali import DaliError
 from engine.data.loader import Loader
-from engine.data.order import OrderError
-from engine.data.resident import ResidentError
-from engine.data.state import LoaderError
 from engine.evaluation.run_report import write_report
 from engine.model import folder
 from engine.training import checkpoint, distributed
@@ -48,7 +44,7 @@ CHANGEABLE = re.compile(
     r"validate_every|valid_batches|probe_patients|save_every_steps|save_every_minutes|keep|peak_tflops|timeout_s|max_nonfinite|"
     r"deepspeed|compile|micro_batch|zero_stage|track|deterministic)"
 )
-BAD_INPUT = (ConfigError, LoaderError, OrderError, DataError, CheckpointError, DaliError, ResidentError)
+BAD_INPUT = (ConfigError, DataError, CheckpointError)
 LESS_MEMORY = "lower train.micro_batch or pipeline.read_ahead, avoid pipeline.backend=resident, or free memory"
 NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 MAKE_DEMO = (

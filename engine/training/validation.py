@@ -18,10 +18,10 @@ from torch import Tensor
 from data_tools.dataset import Dataset
 from engine.config import Config, RunConfig, candidates
 from engine.data.augmenter import crop_key
+from engine.data.leakage import patient_ids
 from engine.data.loader import Batch, Loader
 from engine.data.order import DatasetRows, OrderError
 from engine.data.preprocess import Input
-from engine.data.validation_split import patient_ids
 from engine.evaluation.metrics import identification
 from engine.evaluation.predict import CropBatch, predict
 from engine.model.draws import row_keys

@@ -271,9 +271,9 @@ def test_training_over_a_bad_network(
     path = {"tar": "0000[01].tar$", "zarr": "/c/[01]/0/0$"}[source]
     s3.faults = [Fault(how, "GET", path, 1 if how == "lie" else 3)]
     s3.faults += [Fault(how, "HEAD", path, 1)] if how in ("500", "404") and source == "zarr" else []
-    staging = Staging(dataset, str(tmp_path / "cache"), 2**30, order=range(len(dataset.shards)))
+    staging = Staging({0: dataset}, str(tmp_path / "cache"), 2**30, [(0, shard) for shard in range(len(dataset.shards))])
     out = np.empty((len(rows), *CROP_SHAPE), np.int16)
-    with closing(staging), closing(CropReader([dataset], source=source, staged={0: staging.hold})) as gather:
+    with closing(staging), closing(CropReader([dataset], source=source, staging=staging)) as gather:
         gather.read(np.zeros(len(rows), int), rows, out)
     assert [fault for fault in s3.faults if fault.times] == []
     assert all(np.array_equal(crop, local.read(row)) for crop, row in zip(out, rows.tolist(), strict=True))
@@ -281,8 +281,8 @@ def test_training_over_a_bad_network(
         return
     s3.faults = [Fault(how, "GET", path, float("inf"))]
     monkeypatch.setattr(storage, "RETRIES", 2)
-    staging = Staging(dataset, str(tmp_path / "empty"), 2**30)
-    gather = CropReader([dataset], source=source, staged={0: staging.hold})
+    staging = Staging({0: dataset}, str(tmp_path / "empty"), 2**30)
+    gather = CropReader([dataset], source=source, staging=staging)
     with closing(staging), closing(gather), pytest.raises(DataError, match=rf"^{BUCKET}/made/[^\n]*$"):
         gather.read(np.zeros(1, int), rows[:1], out[:1])
 

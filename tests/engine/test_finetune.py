@@ -21,7 +21,7 @@ from data_tools.splits import RoleSources
 from engine import evaluate
 from engine.common import ConfigError
 from engine.config import CONFIGS, FinetuneConfig, build
-from engine.data.leakage import split_of, torn
+from engine.data.leakage import find_leak, split_of
 from engine.evaluation.run_files import DIAGNOSTICS, read_diagnostics
 from engine.model.classifier import Classifier, HeadConfig
 from engine.model.encoder import Encoder
@@ -200,8 +200,8 @@ def other(dataset: Dataset, archive: Path, tmp_path_factory: pytest.TempPathFact
 
 
 def test_datasets_whose_roles_contradict_each_other(dataset: Dataset, other: Dataset, base: Path, tmp_path: Path) -> None:
-    assert [torn([dataset, dataset], role) for role in ("dx_role", "id_role", "pretrain")] == [None] * 3
-    assert "is trained on" in str(torn([dataset, other], "pretrain"))
+    assert [find_leak([dataset, dataset], role) for role in ("dx_role", "id_role", "pretrain")] == [None] * 3
+    assert "is trained on" in str(find_leak([dataset, other], "pretrain"))
     a, b = dataset.table().to_pydict(), other.table().to_pydict()
     for task, role in (("diagnosis", "dx_role"), ("identification", "id_role")):
         urls = [dataset.root.url, other.root.url]

@@ -11,12 +11,12 @@ import google_crc32c
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from engine.data.prefetch import Filled
 
 from data_tools import zarr_writer
 from data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, Dataset, fingerprint
 from data_tools.storage import folder
 from data_tools.tar import TarWriter
-from engine.data.prefetch import Filled
 from engine.data.reader import CropReader, Report
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import google_crc32c
 import numpy as np
 import pytest
+from engine.data.prefetch import read_ahead
 from shards_made import batches, flip, make_dataset, read, take_all, tar_path
 
 from data_tools import zarr_writer
 from data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset, DatasetError
-from engine.data.prefetch import read_ahead
 from engine.data.reader import CropReader
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine.data.meter import StageTimer
+from engine.data.resident import Resident, ResidentError
 from loading import BACKENDS, CPU, NOISY, loader, same, some
 
 from data_tools.dataset import Dataset
@@ -22,8 +24,6 @@ from engine.data.augment import AugmentConfig, ThreeKG
 from engine.data.augmenter import alone, parameters
 from engine.data.dali import DaliError, InFlight
 from engine.data.loader import Loader, LoaderConfig, LoaderError
-from engine.data.meter import StageTimer
-from engine.data.resident import Resident, ResidentError
 from tests.forks import started
 from tests.waiting import until
 

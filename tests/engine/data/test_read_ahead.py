@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from engine.data.prefetch import read_ahead
 from shards_made import Batch, batches
 
 from data_tools.dataset import CROP_SHAPE, Dataset
 from engine.data import reader as module
-from engine.data.prefetch import read_ahead
 from engine.data.reader import CropReader
 from tests.waiting import until
 

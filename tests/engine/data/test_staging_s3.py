@@ -9,13 +9,13 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
+from engine.data.prefetch import read_ahead
 from shards_made import make_dataset, take_all
 from staged import cached, named, room, through
 
 from data_tools import storage
 from data_tools.dataset import CROP_SHAPE, Dataset, DatasetError
 from engine.data.order import DatasetRows, Order, shards_needed
-from engine.data.prefetch import read_ahead
 from engine.data.reader import CropReader
 from engine.data.staging import Staging
 from tests.waiting import until

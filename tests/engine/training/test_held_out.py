@@ -17,7 +17,7 @@ from engine.common import ConfigError
 from engine.config import build
 from engine.data.loader import Loader
 from engine.data.order import DatasetRows, Order
-from engine.data.validation_split import patient_ids, sides
+from engine.data.leakage import patient_ids, validation_split
 from engine.training.distributed import Ranks
 from engine.training.pretraining import PretrainTask
 from engine.training.validation import training_roles
@@ -47,13 +47,13 @@ def many(patients: int, first: int = 0) -> Any:
 @pytest.mark.parametrize("share", [0.02, 0.3])
 def test_the_share_of_patients_is_held_out_whole(share: float) -> None:
     data = many(30_000)
-    trained, held = sides(data, share)
+    trained, held = validation_split(data, share)
     assert (trained ^ held).all()
     known = np.array([p is not None for p in data.table(["patient"])["patient"].to_pylist()])
     assert (held[::2] == held[1::2])[known[::2]].all() and (held[::2] != held[1::2])[~known[::2]].any()
     for units in (held[::2][known[::2]], held[~known]):
         assert abs(units.mean() - share) < 4 * np.sqrt(share * (1 - share) / len(units))
-    assert not (held & ~sides(data, share + 0.1)[1]).any()  # a larger share keeps who was held out
+    assert not (held & ~validation_split(data, share + 0.1)[1]).any()  # a larger share keeps who was held out
 
 
 def test_a_patient_and_a_record_of_one_name_are_two() -> None:
@@ -63,7 +63,7 @@ def test_a_patient_and_a_record_of_one_name_are_two() -> None:
 
 
 def test_more_data_moves_nobody() -> None:
-    before, after = sides(many(500), 0.3)[1], sides(many(900), 0.3)[1]
+    before, after = validation_split(many(500), 0.3)[1], validation_split(many(900), 0.3)[1]
     assert (after[: len(before)] == before).all()
 
 
@@ -71,14 +71,14 @@ def test_a_copy_of_what_is_held_out_is_not_trained_on() -> None:
     """However far away it lies."""
     names = [f"p{i}" for i in range(3000)]
     data: Any = Named(source=["s"] * 3000, patient=names, record=names, waveform=np.arange(3000, dtype=np.uint64) % 1500)
-    trained, held = sides(data, 0.3)
+    trained, held = validation_split(data, 0.3)
     assert held.any() and trained.any()
     assert (trained == ~(held | np.roll(held, 1500))).all()
 
 
 def test_nobody_held_out_and_everybody() -> None:
-    assert [side.tolist() for side in sides(many(3), 1e-9)] == [[True] * 6, [False] * 6]
-    assert [side.tolist() for side in sides(many(3), 1.0)] == [[False] * 6, [True] * 6]
+    assert [side.tolist() for side in validation_split(many(3), 1e-9)] == [[True] * 6, [False] * 6]
+    assert [side.tolist() for side in validation_split(many(3), 1.0)] == [[False] * 6, [True] * 6]
 
 
 def test_a_patient_has_one_number_wherever_the_records_lie() -> None:
