@@ -135,7 +135,7 @@ def ours(
     one_thread()
     noise, rlm = STAGES[stage]
     augment = AugmentConfig(rlm=rlm, noise=noise)  # type: ignore[arg-type]
-    config = LoaderConfig(backend=backend, batch_crops=batch, augment=augment, threads=threads)  # type: ignore[arg-type]
+    config = LoaderConfig(backend=backend, batch_crops=batch, augment=augment, threads=threads)
     opened = Dataset.open(str(dataset))
     loader = Loader(config, (opened,), torch.device(device))
     yield from pumped(iter(loader), batch, len(opened), seconds, first)

@@ -11,6 +11,7 @@ Shapes: B crops, S views, L leads, T samples, K components.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -207,6 +208,7 @@ def _about(axis: int, angle: np.ndarray) -> np.ndarray:
     return matrix
 
 
+@lru_cache(maxsize=1)  # every loader of a run has the same
 def white_bank(seed: int, size: int = WHITE_BANK) -> np.ndarray:
     """Standard normal float32, to cut white noise from. At full size: 0.2 s, once."""
     return counter.normal(seed, RandomStream.WHITE, np.arange(size)).astype(np.float32)

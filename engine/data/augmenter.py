@@ -32,7 +32,7 @@ from engine.data.order import Places
 
 FS_HZ, CROP, HALF = 500.0, 5000, 2500
 MV_PER_UV = 1e-3
-WAVES_CHUNK = 64  # crops: 1 MB of float32, measured 4 to 64
+CHUNK, WAVES_CHUNK = 16, 64  # crops made at a time on a CPU: 4 MB of float32, and 1; measured 4 to 32, 4 to 64
 Views = Literal["halves", "window"]
 Tensors = dict[str, torch.Tensor]
 MeasuredLeads = Callable[[Places], np.ndarray]  # bool [B, 12]
@@ -128,11 +128,6 @@ class Augmenter:
         c = self.config
         per_lead = c.refits_limb_leads or c.per_lead or any(kind in AUTHORS_NOISE for kind in c.kinds)
         return self.views == "halves" and c.threekg is None and c.output_leads == ALL and not (c.kinds and per_lead)
-
-    @property
-    def chunk(self) -> int:
-        """Crops that are made at a time on a CPU, so that they stay in a core's cache: measured 4 to 32."""
-        return 1 if self.by_crop else 16
 
     def to_device(self, p: Params) -> Tensors:
         """A few kilobytes a batch, in one asynchronous copy each."""

@@ -16,25 +16,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine.common import ConfigError
 from engine.data.augment import AugmentConfig, augment, axis, dali_ops
 from engine.data.augment_draws import Params
 from engine.data.augmenter import FS_HZ, HALF, MV_PER_UV, Views
 
 PREFETCH = 2
 IN_USE = PREFETCH + 1  # batches that DALI may still read after they were given to it: it takes no copy of them
-NO_STATE = "cannot go on: the state of DALI's generator is damaged: restore the checkpoint's files, or begin a new run"
+NO_STATE = "cannot resume: the state of DALI's generator is damaged: restore the checkpoint's files, or start a new run"
 ON_HOST = "start"  # where a slice begins is read by the host
-
-
-class DaliError(Exception):
-    """DALI is not there, or not the one that a state was made with."""
 
 
 def version() -> str:
     try:
         from nvidia import dali
     except ImportError:
-        raise DaliError(
+        raise ConfigError(
             "pipeline.backend=dali, which auto takes on a GPU, needs the extra cu13 or cu12: pip install 'omnilead[cu13]', "
             "or set pipeline.backend=torch"
         ) from None
@@ -93,7 +90,7 @@ class Pipeline:
             except (RuntimeError, ValueError) as error:
                 if blob is None or "alloc" in str(error):  # of memory
                     raise
-                raise DaliError(NO_STATE) from None
+                raise ConfigError(NO_STATE) from None
 
     def _next(self) -> list[np.ndarray]:
         position, crops, p = next(self.feed)
@@ -128,7 +125,7 @@ def _decoded(blob: str) -> str:
     try:
         return base64.b64decode(blob, validate=True).decode("latin-1")
     except ValueError:
-        raise DaliError(NO_STATE) from None
+        raise ConfigError(NO_STATE) from None
 
 
 def _fed(name: str, values: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ import torch
 
 from data_tools.dataset import CROP_BYTES, CROP_SHAPE
 from engine.common import ConfigError
-from engine.data.augmenter import Augmenter, Tensors
+from engine.data.augmenter import CHUNK, Augmenter, Tensors
 from engine.data.order import Order, Places
 from engine.data.reader import BadCrop, CropReader, Report
 
@@ -67,9 +67,9 @@ class Resident:
 
     def write(self, p: Tensors, out: torch.Tensor) -> torch.Tensor:
         """The same on a CPU, a few crops at a time."""
-        write, index, chunk = self.augmenter.writer(p, out)(self.crops), p["index"].tolist(), self.augmenter.chunk
-        for at in range(0, len(index), chunk):
-            write(index[at : at + chunk], range(at, min(at + chunk, len(index))))
+        write, index = self.augmenter.writer(p, out)(self.crops), p["index"].tolist()
+        for at in range(0, len(index), CHUNK):
+            write(index[at : at + CHUNK], range(at, min(at + CHUNK, len(index))))
         return out
 
 

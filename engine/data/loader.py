@@ -34,7 +34,7 @@ from engine.common import ConfigError
 from engine.data import dali
 from engine.data.augment import AugmentConfig
 from engine.data.augment_draws import Params
-from engine.data.augmenter import HALF, Augmenter, Tensors, Views, Write, measured_leads, parameters, single_threaded
+from engine.data.augmenter import CHUNK, HALF, Augmenter, Tensors, Views, Write, measured_leads, parameters, single_threaded
 from engine.data.device import Resident, Upload
 from engine.data.order import DatasetRows, Order, Places, shards_needed
 from engine.data.reader import BadCrop, CropReader, Desk, Report, prefetch
@@ -231,7 +231,7 @@ class Loader:
 
     def _desk(self, planned: Planned, x_BSLT: torch.Tensor, writer: Callable[[torch.Tensor], Write]) -> Desk:
         single_threaded()
-        crops = torch.empty((self.augmenter.chunk, *CROP_SHAPE), dtype=torch.int16)
+        crops = torch.empty((1 if self.augmenter.by_crop else CHUNK, *CROP_SHAPE), dtype=torch.int16)
         write, asked = writer(crops), planned.places.row.tolist()
 
         def make(positions: list[int], rows: list[int]) -> None:
@@ -267,7 +267,8 @@ class Loader:
                 yield Batch(x, places, report.skipped), None
 
     def _resident(self) -> Iterator[tuple[Batch, None]]:
-        resident = Resident(self.order, self.reader, self.augmenter, self.spare_bytes)
+        with self.meter.timed("read"):
+            resident = Resident(self.order, self.reader, self.augmenter, self.spare_bytes)
 
         def plan(planned: Planned, _: Any = None) -> tuple[Tensors, Places, Report]:
             if self.device.type == "cuda":

@@ -30,7 +30,6 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import google_crc32c
 import numpy as np
-import torch
 
 from data_tools.dataset import CROP_BYTES, CROP_SHAPE, ChunkError, Dataset, DatasetError
 from engine.data.order import DatasetRows
@@ -174,9 +173,14 @@ class CropReader:
         self._file.cache_clear()
 
     def buffers(self, count: int, crops: int) -> list[np.ndarray]:
-        """To read to; pinned on a GPU machine if `pin`."""
-        pin = self.pin and torch.cuda.is_available()
-        return [torch.empty((crops, *CROP_SHAPE), dtype=torch.int16, pin_memory=pin).numpy() for _ in range(count)]
+        """To read to; pinned where `pin` and there is a GPU."""
+        shape = (crops, *CROP_SHAPE)
+        if self.pin:
+            import torch
+
+            if torch.cuda.is_available():
+                return [torch.empty(shape, dtype=torch.int16, pin_memory=True).numpy() for _ in range(count)]
+        return [np.empty(shape, np.int16) for _ in range(count)]
 
     def read(self, places: CropList, out: Out, late: bool = False) -> Report:
         """Crops [n] -> `out`, int16 [n, 12, 5000] in microvolts, or the desk of each thread. Raises if a crop is bad and may
@@ -255,7 +259,8 @@ class CropReader:
     def _read_share(self, reads: list[_Read], out: Out, paths: Paths) -> list[BadCrop]:
         bad: list[BadCrop] = []
         desk = None if isinstance(out, np.ndarray) else out()
-        crops, positions, rows = out if desk is None else list(desk.crops), list[int](), list[int]()
+        crops: Any = list(desk.crops) if desk else out
+        positions, rows = list[int](), list[int]()
         opened, file, crc32c = None, None, google_crc32c.value
         for read in reads:
             d, shard, offset, position, row, crc = read

@@ -45,7 +45,6 @@ def stagings() -> Iterator[list[Staging]]:
 @pytest.fixture
 def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "PART_BYTES", 100_000)
-    monkeypatch.setattr(staging, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(storage, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(staging, "POLL_S", 0.01)
 

@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import google_crc32c
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from engine.data.prefetch import Filled
 
 from data_tools import zarr_writer
 from data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, Dataset, fingerprint
@@ -62,9 +62,9 @@ def batches(*rows: list[int]) -> list[Batch]:
     return [Batch(np.zeros(len(r), np.int16), np.array(r)) for r in rows]
 
 
-def read(gather: CropReader, rows: list[int]) -> tuple[np.ndarray, Report]:
+def read(reader: CropReader, rows: Any, datasets: Any = None) -> tuple[np.ndarray, Report]:
     out = np.full((len(rows), *CROP_SHAPE), 7, np.int16)
-    return out, gather.read(np.zeros(len(rows), np.int16), np.array(rows), out)
+    return out, reader.read(Batch(np.zeros(len(rows), np.int16) if datasets is None else datasets, np.array(rows)), out)
 
 
 def flip(path: Path, at: int) -> None:
@@ -80,7 +80,7 @@ def tar_path(dataset: Dataset, row: int) -> tuple[Path, int]:
     return Path(dataset.root.url, "shards", dataset.shards[shard[row]]["name"]), int(offset[row])
 
 
-def take_all(ahead: Iterable[Filled[Batch]], yielded: list[list[int]], dataset: Dataset) -> None:
+def take_all(ahead: Iterable[tuple[Batch, np.ndarray, Report]], yielded: list[list[int]], dataset: Dataset) -> None:
     for request, crops, _ in ahead:
         yielded.append(request.row.tolist())
         assert all(np.array_equal(crop, dataset.read(row)) for crop, row in zip(crops, request.row, strict=True))

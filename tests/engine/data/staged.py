@@ -2,12 +2,15 @@
 
 import fcntl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from data_tools.dataset import Dataset
 from data_tools.storage import Folder
+from engine.data.staging import Staging
 
 CROPS = 2
 
@@ -35,6 +38,25 @@ class Root:
 def through(dataset: Dataset, how: Callable[[Root, str, int, int], bytes] | None = None) -> tuple[Dataset, Root]:
     root = Root(dataset.root, how) if how else Root(dataset.root)
     return Dataset(root, dataset.meta), root
+
+
+def stage(dataset: Dataset, cache: Path, max_bytes: int, order: Iterable[int] = (), **options: Any) -> Staging:
+    return Staging({0: dataset}, cache, max_bytes, ((0, shard) for shard in order), **options)
+
+
+@contextmanager
+def held(staging: Staging, *shards: int) -> Iterator[list[str]]:
+    """Their paths; what is wrong with one is raised."""
+    with staging.hold([(0, shard) for shard in shards]) as paths:
+        for path in paths.values():
+            if isinstance(path, Exception):
+                raise path
+        yield [str(path) for path in paths.values()]
+
+
+def path_of(staging: Staging, shard: int) -> str:
+    with held(staging, shard) as (path,):
+        return path
 
 
 def room(dataset: Dataset, shards: int) -> int:

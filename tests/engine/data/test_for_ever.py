@@ -6,8 +6,8 @@ import pytest
 
 from engine.data.augment import AugmentConfig, ThreeKG
 from engine.data.augmenter import parameters
-from engine.data.order import Places
 from engine.data.leakage import uniforms
+from engine.data.order import Places
 
 PLACES = Places(np.array([0, 0, 1]), np.array([5, 10**6, 7]), np.array([0, 3, 40]))
 SUMS: dict[str, tuple[AugmentConfig, dict[str, float]]] = {

@@ -9,14 +9,13 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
-from engine.data.prefetch import read_ahead
-from shards_made import make_dataset, take_all
-from staged import cached, named, room, through
+from shards_made import make_dataset, read, take_all
+from staged import cached, named, path_of, room, stage, through
 
 from data_tools import storage
 from data_tools.dataset import CROP_SHAPE, Dataset, DatasetError
 from engine.data.order import DatasetRows, Order, shards_needed
-from engine.data.reader import CropReader
+from engine.data.reader import CropReader, read_ahead
 from engine.data.staging import Staging
 from tests.waiting import until
 
@@ -50,9 +49,9 @@ def test_training_from_a_bucket(bucket: str, ten: Dataset, tmp_path: Path, stagi
     """Two epochs in block order, with room for a block and two shards: right bytes, each shard fetched once an epoch."""
     dataset, root = through(Dataset.open(bucket))
     order = Order((DatasetRows.of(dataset),), batch_crops=2, block_shards=2)
-    staging = Staging(dataset, tmp_path, room(ten, 4), ahead=2, order=shards_needed(order, 0, 0), together=2)
+    staging = Staging({0: dataset}, tmp_path, room(ten, 4), shards_needed(order, 0), ahead=2, together=2)
     stagings.append(staging)
-    with closing(CropReader([dataset], staged={0: staging.hold})) as gather:
+    with closing(CropReader([dataset], staging=staging)) as gather:
         yielded: list[list[int]] = []
         take_all(read_ahead((order.batch(step) for step in range(20)), gather, (2, *CROP_SHAPE)), yielded, ten)
     assert sorted(row for rows in yielded for row in rows) == sorted(list(range(20)) * 2)
@@ -61,7 +60,7 @@ def test_training_from_a_bucket(bucket: str, ten: Dataset, tmp_path: Path, stagi
 
 
 def test_remote_shards_are_not_read_crop_by_crop(bucket: str) -> None:
-    with pytest.raises(DatasetError, match=r"/ten is far away: its shards are read through a cache"):
+    with pytest.raises(DatasetError, match=r"/ten is remote: its shards are read through a cache"):
         CropReader([Dataset.open(bucket)])
 
 
@@ -70,16 +69,16 @@ def test_the_zarr_twin_is_read_from_a_bucket_by_ranges(bucket: str, tmp_path: Pa
     fs, away = fsspec.filesystem("s3", skip_instance_cache=True), bucket.replace("/ten", "/twin")
     fs.put(twin.root.url, away, recursive=True)
     dataset, root = through(Dataset.open(away))
-    rows, out = np.array([11, 0, 5, 0]), np.empty((4, *CROP_SHAPE), np.int16)
-    with closing(CropReader([dataset], source="zarr", threads=2)) as gather:
-        gather.read(np.zeros(4, int), rows, out)
+    rows = [11, 0, 5, 0]
+    with closing(CropReader([dataset], source="zarr", threads=2)) as reader:
+        out, _ = read(reader, rows)
     assert all(np.array_equal(crop, twin.read(row)) for crop, row in zip(out, rows, strict=True))
     assert not any(name.startswith("shards/") for name, _ in root.reads)
     (block,) = (path for path in fs.find(f"{away}/store.zarr") if "/c/" in path)
     data = bytearray(fs.cat_file(block))
     fs.pipe_file(block, bytes(data[: len(data) // 2]))
     with pytest.raises(DatasetError, match=rf"^{away}/store\.zarr/[^\n]*index fails its crc32c[^\n]*$"):
-        CropReader([Dataset.open(away)], source="zarr").read(np.zeros(1, int), np.array([3]), out[:1])
+        read(CropReader([Dataset.open(away)], source="zarr"), [3])
 
 
 def test_a_damaged_object_is_refused(bucket: str, ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
@@ -90,15 +89,14 @@ def test_a_damaged_object_is_refused(bucket: str, ten: Dataset, tmp_path: Path, 
     fs.pipe_file(f"{bucket}/shards/00005.tar", bytes(fs.cat_file(f"{bucket}/shards/00005.tar"))[:-50_000])
     fs.rm(f"{bucket}/shards/00007.tar")
     dataset, root = through(Dataset.open(bucket))
-    stagings.append(Staging(dataset, tmp_path, room(ten, 10)))
-    for shard, why in ((3, "its bytes fail their sha256, twice"), (5, "bytes came"), (7, "no such file")):
+    stagings.append(stage(dataset, tmp_path, room(ten, 10)))
+    for shard, why in ((3, "its bytes fail their sha256, twice"), (5, "ends 50000 bytes too early"), (7, "no such file")):
         with pytest.raises(DatasetError, match=rf"^{bucket}/shards/0000{shard}\.tar: [^\n]*{why}[^\n]*$"):
-            stagings[0].path(shard)
+            path_of(stagings[0], shard)
     assert root.shards().count(3) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
-    gather, out = CropReader([dataset], on_corrupt="skip", staged={0: stagings[0].hold}), np.empty((3, *CROP_SHAPE), np.int16)
-    report = gather.read(np.zeros(3, int), np.array([6, 1, 14]), out)
-    assert report.row.tolist() == [8, 1, 16] and gather.skipped == 4
+    out, report = read(CropReader([dataset], on_corrupt="skip", staging=stagings[0]), [6, 1, 14])
+    assert report.row.tolist() == [8, 1, 16] and len(report.skipped) == 4
     assert all(np.array_equal(crop, ten.read(row)) for crop, row in zip(out, report.row, strict=True))
     with pytest.raises(DatasetError, match=r"00003\.tar: .*sha256, twice.*crop 6 at byte \d+"):
-        CropReader([dataset], staged={0: stagings[0].hold}).read(np.zeros(1, int), np.array([6]), out[:1])
+        read(CropReader([dataset], staging=stagings[0]), [6])

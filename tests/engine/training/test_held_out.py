@@ -15,9 +15,9 @@ from data_tools.dataset import Dataset
 from data_tools.sources import open_sources
 from engine.common import ConfigError
 from engine.config import build
+from engine.data.leakage import patient_ids, validation_split
 from engine.data.loader import Loader
 from engine.data.order import DatasetRows, Order
-from engine.data.leakage import patient_ids, validation_split
 from engine.training.distributed import Ranks
 from engine.training.pretraining import PretrainTask
 from engine.training.validation import training_roles

@@ -8,7 +8,7 @@ import torch
 from loading import BACKENDS, CPU, loader, some
 
 from data_tools.dataset import LEADS, Dataset
-from engine.data import missing_leads
+from engine.data import augmenter
 from engine.data.augment import AugmentConfig, ThreeKG
 from engine.data.loader import Loader, LoaderConfig
 
@@ -23,13 +23,13 @@ ADDING = {
 
 def test_the_table_says_which_leads_a_crop_lacks(dataset: Dataset, small: Dataset) -> None:
     named = dataset.table(["missing_leads"])["missing_leads"].to_pylist()
-    bits = missing_leads.lacking(dataset)
+    bits = augmenter.missing_leads(dataset)
     assert [[lead for i, lead in enumerate(LEADS) if bit >> i & 1] for bit in bits.tolist()] == named
-    assert any(named) and not missing_leads.lacking(small).any()
+    assert any(named) and not augmenter.missing_leads(small).any()
     row = next(row for row, leads in enumerate(named) if leads)
     lacks = [LEADS.index(lead) for lead in named[row]]
-    assert missing_leads.unseen(dataset, lacks)[row] and not missing_leads.unseen(dataset, range(12))[row]
-    assert missing_leads.measured([small]) is None
+    assert augmenter.none_measured(dataset, lacks)[row] and not augmenter.none_measured(dataset, range(12))[row]
+    assert augmenter.measured_leads([small]) is None
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -37,7 +37,7 @@ def test_the_table_says_which_leads_a_crop_lacks(dataset: Dataset, small: Datase
 def test_what_was_not_measured_stays_zero(augment: AugmentConfig, backend: str, dataset: Dataset) -> None:
     """Over an epoch; the crops that lack nothing are as they would be without the others."""
     source = loader(dataset, backend, augment=augment)
-    bits, steps = missing_leads.lacking(dataset), source.steps_per_epoch
+    bits, steps = augmenter.missing_leads(dataset), source.steps_per_epoch
     blind = loader(dataset, backend, augment=augment)
     blind.measured = None
     met = 0
@@ -55,7 +55,7 @@ def test_what_was_not_measured_stays_zero(augment: AugmentConfig, backend: str, 
 def test_each_dataset_lacks_its_own(backend: str, small: Dataset, ten: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(3)
     bits = {one.root.url: rng.integers(0, 2**12, len(one)).astype(np.uint16) for one in (small, ten)}
-    monkeypatch.setattr(missing_leads, "lacking", lambda one: bits[one.root.url])
+    monkeypatch.setattr(augmenter, "missing_leads", lambda one: bits[one.root.url])
     config: dict[str, Any] = {"backend": backend, "batch_crops": 8, "augment": AugmentConfig(rlm=0, noise="wander")}
     if backend == "dali":
         pytest.importorskip("nvidia.dali", reason="the extra cu13 or cu12 is not installed")
@@ -69,7 +69,7 @@ def test_each_dataset_lacks_its_own(backend: str, small: Dataset, ten: Dataset, 
 
 def test_the_lead_that_is_kept_was_measured(small: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        missing_leads, "lacking", lambda one: np.full(len(one), 0b111111110111, np.uint16)
+        augmenter, "missing_leads", lambda one: np.full(len(one), 0b111111110111, np.uint16)
     )  # aVR alone is there
     augment = AugmentConfig(rlm=0.9, rlm_keep_one=True)
     for batch, _ in some(loader(small, augment=augment), 4):

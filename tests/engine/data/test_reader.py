@@ -1,0 +1,444 @@
+"""Reading crops: the right bytes in the right places, or an error that names the file and the crop, and never a wrong byte."""
+
+import errno
+import gc
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import psutil
+import pytest
+from shards_made import Batch, batches, flip, make_dataset, read, take_all, tar_path
+
+from data_tools import zarr_writer
+from data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset, DatasetError
+from engine.data import reader as module
+from engine.data.reader import BadCrop, CropReader, Report, read_ahead
+from tests.waiting import until
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("source", ["tar", "zarr"])
+def test_reads_what_the_dataset_reads(dataset: Dataset, source: Any, threads: int) -> None:
+    rows = [*np.random.default_rng(3).integers(0, len(dataset), 60).tolist(), 5, 6, 7, 5, 0, len(dataset) - 1]
+    reader = CropReader([dataset], threads=threads, source=source)
+    for _ in range(2):  # checked, then unchecked
+        out, report = read(reader, rows)
+        assert all(np.array_equal(crop, dataset.read(row)) for crop, row in zip(out, rows, strict=True))
+        assert report.row.tolist() == rows and report.skipped == ()
+
+
+def test_mixes_datasets_and_formats(dataset: Dataset, small: Dataset) -> None:
+    only_zarr = Dataset(dataset.root, dataset.meta | {"formats": ["zarr"]})
+    index, rows = np.array([1, 0, 2, 1, 0, 2, 2]), [19, 3, 8, 0, 40, 9, 100]
+    out, _ = read(CropReader([dataset, small, only_zarr]), rows, index)
+    for crop, d, row in zip(out, index, rows, strict=True):
+        assert np.array_equal(crop, [dataset, small, dataset][d].read(row))
+
+
+def test_refuses_buffers_rows_and_formats_that_do_not_fit(small: Dataset) -> None:
+    reader, one = CropReader([small]), Batch(np.zeros(1, int), np.zeros(1, int))
+    for out in (np.empty((2, *CROP_SHAPE), np.int16), np.empty((1, *CROP_SHAPE), np.float32)):
+        with pytest.raises(ValueError, match="cannot hold 1 crops"):
+            reader.read(one, out)
+    for row in (-1, 20):
+        with pytest.raises(IndexError):
+            read(reader, [row])
+    with pytest.raises(DatasetError, match="holds tar, not zarr"):
+        CropReader([small], source="zarr")
+
+
+def test_refuses_a_table_of_another_dataset(small: Dataset, tmp_path: Path) -> None:
+    other = make_dataset(tmp_path / "other", shards=6)
+    with pytest.raises(DatasetError, match=r"24 rows, dataset\.json says 20"):
+        CropReader([Dataset(other.root, other.meta | {"crops": 20})])
+    with pytest.raises(DatasetError, match="names shards that"):
+        CropReader([Dataset(other.root, other.meta | {"shards": small.shards})])
+    Path(other.root.url, "samples.parquet").replace(Path(small.root.url, "samples.parquet"))
+    with pytest.raises(DatasetError, match=r"^[^\n]*/small/samples\.parquet: fails its sha256[^\n]*$"):
+        CropReader([Dataset.open(small.root.url)])
+
+
+# Checks
+
+
+@pytest.mark.parametrize("source", ["tar", "zarr"])
+def test_check_modes(twin: Dataset, source: Any) -> None:
+    """A byte flipped after the first reading: `always` sees it. zarr's own crc32c sees it in any mode."""
+    readers = {check: CropReader([twin], check=check, source=source) for check in ("first", "always", "never")}  # type: ignore[arg-type]
+    for reader in readers.values():
+        read(reader, [9])
+    good = twin.read(9).copy()
+    if source == "tar":
+        path, offset = tar_path(twin, 9)
+        flip(path, offset + 777)
+        assert [np.sum(read(readers[check], [9])[0] != good) for check in ("first", "never")] == [1, 1]
+    else:
+        flip(Path(twin.root.url, OBJECT), 120_000 + 50)
+    for check in ("always",) if source == "tar" else readers:
+        with pytest.raises(DatasetError, match="crop 9"):
+            read(readers[check], [9])
+    with pytest.raises(DatasetError, match="crop 9"):
+        read(CropReader([twin], source=source), [3, 9])  # another process: its first reading
+
+
+def test_first_checks_each_crop_once_and_bad_ones_again(small: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked, real = [], google_crc32c.value
+    monkeypatch.setattr(google_crc32c, "value", lambda data: checked.append(1) or real(data))
+    reader = CropReader([small])
+    for rows, due in (([3, 4, 5], 3), ([5, 4, 3], 0), ([5, 6, 11], 2), ([0, 8, 16, 19], 4), ([0, 8, 16, 19], 0)):
+        checked.clear()
+        read(reader, rows)
+        assert len(checked) == due
+    path, offset = tar_path(small, 7)
+    flip(path, offset)
+    for _ in range(2):
+        with pytest.raises(DatasetError, match="crop 7"):
+            read(reader, [6, 7])
+    flip(path, offset)
+    assert np.array_equal(read(reader, [7])[0][0], small.read(7))
+
+
+# Damage
+
+
+def damage_tar(dataset: Dataset, kind: str) -> str:
+    """-> what the error must name. Row 9 is the second crop of the third shard."""
+    path, offset = tar_path(dataset, 9)
+    if kind == "flipped":
+        flip(path, offset + CROP_BYTES - 1)
+    elif kind in ("truncated", "emptied"):
+        os.truncate(path, offset + 1000 if kind == "truncated" else 0)
+    elif kind == "swapped":
+        swap(path, tar_path(dataset, 0)[0])
+    else:
+        path.unlink()
+        if kind == "a folder":
+            path.mkdir()
+    return re.escape(f"{path}: crop 9 at byte {offset}: ")
+
+
+def swap(path: Path, other: Path) -> None:
+    aside = path.with_suffix(".aside")
+    path.rename(aside), other.rename(path), aside.rename(other)
+
+
+@pytest.mark.parametrize("kind", ["flipped", "truncated", "emptied", "missing", "swapped", "a folder"])
+def test_damaged_tar_is_named_and_not_handed_out(small: Dataset, kind: str) -> None:
+    text = damage_tar(small, kind)
+    for threads in (1, 2):
+        yielded: list[list[int]] = []
+        reader = CropReader([small], threads=threads)
+        ahead = read_ahead(batches([17, 18], [12, 13, 9, 14], [16]), reader, (4, *CROP_SHAPE))
+        with pytest.raises(DatasetError, match=f"^{text}[^\n]*restore the file$"):
+            take_all(ahead, yielded, small)
+        assert yielded == [[17, 18]]
+
+
+def test_a_short_read_is_noticed_unchecked(small: Dataset) -> None:
+    """Or the rest of the crop would be what was in the buffer before."""
+    damage_tar(small, "truncated")
+    with pytest.raises(DatasetError, match=r"crop 9 at byte \d+: the file ends 119000 bytes too early"):
+        read(CropReader([small], check="never"), [8, 9])
+
+
+OBJECT = "store.zarr/c/2/0/0"
+INDEX_BYTES = 4 * 16 + 4
+
+
+def damage_zarr(dataset: Dataset, kind: str) -> None:
+    path = Path(dataset.root.url, OBJECT)
+    index = path.stat().st_size - INDEX_BYTES
+    simple: dict[str, Callable[[], object]] = {
+        "flipped": lambda: flip(path, 120_000 + 50),
+        "flipped index": lambda: flip(path, index + 16),
+        "truncated": lambda: os.truncate(path, 150_000),
+        "emptied": lambda: os.truncate(path, 0),
+        "missing": path.unlink,
+        "swapped": lambda: swap(path, path.parents[2] / "1/0/0"),
+    }
+    simple.get(kind, lambda: rewrite(path, index, kind))()
+
+
+def rewrite(path: Path, index: int, kind: str) -> None:
+    """What no accident does: every crc32c holds, and something is wrong all the same."""
+    data = bytearray(path.read_bytes())
+    start, length = (int.from_bytes(data[index + at : index + at + 8], "little") for at in (16, 24))
+    header = {"raw size": 4, "packed size": 12}
+    if kind in header:
+        at = start + header[kind]
+        data[at : at + 4] = (int.from_bytes(data[at : at + 4], "little") + 8).to_bytes(4, "little")
+    elif kind == "no Blosc":
+        data[start + 2] = 0x04  # flags: shuffled bits of nothing that it knows
+        data[start + 16 : start + 500] = bytes(484)
+    entry = {"nowhere": (2**63, length), "endless": (start, 2**62), "tiny": (start, 3), "absent": (2**64 - 1, 2**64 - 1)}
+    if kind in entry:
+        data[index + 16 : index + 32] = b"".join(value.to_bytes(8, "little") for value in entry[kind])
+    for low, high in ((start, start + length), (index, len(data))):
+        data[high - 4 : high] = google_crc32c.value(bytes(data[low : high - 4])).to_bytes(4, "little")
+    path.write_bytes(data)
+
+
+ZARR_DAMAGE = ["flipped", "flipped index", "truncated", "emptied", "missing", "swapped"]
+ZARR_DAMAGE += ["raw size", "packed size", "no Blosc", "nowhere", "endless", "tiny", "absent"]
+
+
+@pytest.mark.parametrize("kind", ZARR_DAMAGE)
+def test_damaged_zarr_is_named_and_not_handed_out(twin: Dataset, kind: str) -> None:
+    """Unchecked too, by zarr's own checks; absent chunks are zeros for zarr, so `never` would train on silence."""
+    unchecked = CropReader([twin], source="zarr", check="never")
+    read(unchecked, [0])
+    damage_zarr(twin, kind)
+    yielded: list[list[int]] = []
+    reader = CropReader([twin], source="zarr")
+    ahead = read_ahead(batches([17, 18], [12, 13, 9, 14], [16]), reader, (4, *CROP_SHAPE))
+    with pytest.raises(DatasetError, match=rf"{OBJECT}: crop 9: [^\n]*restore the file$"):
+        take_all(ahead, yielded, twin)
+    assert yielded == [[17, 18]]
+    if kind != "swapped":
+        with pytest.raises(DatasetError, match="crop 9"):
+            read(unchecked, [9])
+
+
+class EveryOther:
+    """Random bytes, every other crop of them zeros."""
+
+    def __init__(self, seed: int) -> None:
+        self.drawn = 0
+
+    def bytes(self, count: int) -> bytes:
+        self.drawn += 1
+        return b"\x01" * count if self.drawn % 2 else bytes(count)
+
+
+def test_zeros_that_zarr_does_not_write_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zarr_writer, "SHARD_CROPS", 4)
+    monkeypatch.setattr(np.random, "default_rng", EveryOther)
+    quiet = make_dataset(tmp_path / "quiet", shards=2, crops=4, zarr=True)
+    out, _ = read(CropReader([quiet], source="zarr"), [0, 1, 6, 7])
+    assert out[::2].any() and not out[1::2].any()
+    assert all(np.array_equal(crop, quiet.store[row]) for crop, row in zip(out, [0, 1, 6, 7], strict=True))
+
+
+ZARR_JSON = {
+    "endian": ('"little"', '"big"'),
+    "data_type is 'uint16'": ('"int16"', '"uint16"'),
+    "name is 'zstd' and not 'blosc'": ('"blosc"', '"zstd"'),
+    "index_location": ('"end"', '"start"'),
+    "crc32c": ('"crc32c"', '"crc32"'),
+    "JSON": ("{", "["),
+    "shape is 21 and not 20": ("20,", "21,"),
+}
+
+
+def test_another_layout_of_zarr_is_refused(twin: Dataset) -> None:
+    path = Path(twin.root.url, "store.zarr/zarr.json")
+    text = path.read_text()
+    for named, (old, new) in ZARR_JSON.items():
+        path.write_text(text.replace(old, new))
+        with pytest.raises(DatasetError, match=rf"zarr\.json: [^\n]*{named}"):
+            CropReader([Dataset.open(twin.root.url)], source="zarr")
+
+
+# Skipping
+
+
+@pytest.mark.parametrize("source", ["tar", "zarr"])
+def test_skip_counts_logs_and_takes_the_next(twin: Dataset, source: Any, caplog: pytest.LogCaptureFixture) -> None:
+    for row, at in ((9, 120_000), (10, 240_000)):
+        path, offset = tar_path(twin, row) if source == "tar" else (Path(twin.root.url, OBJECT), at + 50)
+        flip(path, offset)
+    rows = [3, 9, 10, 11, 9, 19]
+    readers = [CropReader([twin], on_corrupt="skip", threads=t, source=source) for t in (1, 2)]
+    with caplog.at_level(logging.WARNING):
+        out, report = read(readers[0], rows)
+        read(readers[0], rows)
+    assert report.row.tolist() == [3, 11, 11, 11, 11, 19]
+    assert all(np.array_equal(crop, twin.read(row)) for crop, row in zip(out, report.row, strict=True))
+    assert [(bad.dataset, bad.row) for bad in report.skipped] == [(0, 9), (0, 10), (0, 10), (0, 9), (0, 10)]
+    assert readers[0].skipped == 2 and len(caplog.records) == 2
+    assert [read(readers[1], [row])[1].row[0] for row in rows] == report.row.tolist()
+
+
+def test_skip_goes_round_and_ends(small: Dataset) -> None:
+    damaged = Path(small.root.url, "shards", "00004.tar")
+    damaged.unlink()
+    out, report = read(CropReader([small], on_corrupt="skip"), [18])
+    assert report.row.tolist() == [0] and np.array_equal(out[0], small.read(0))
+    for path in damaged.parent.iterdir():
+        path.unlink()
+    with pytest.raises(DatasetError, match="none of its 20 crops"):
+        read(CropReader([small], on_corrupt="skip"), [18])
+
+
+def test_a_full_machine_is_no_reason_to_skip(small: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = CropReader([small], on_corrupt="skip")
+
+    def no_more(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(module.os, "open", no_more)
+    with pytest.raises(OSError, match="Too many"):
+        read(reader, [3])
+    assert reader.skipped == 0
+
+
+@pytest.mark.parametrize("position", [0, 3, 4, 7])
+def test_a_bad_crop_is_reported_by_its_own_batch(position: int) -> None:
+    """Of two that were read together; first and last of each."""
+    rows, bad = np.arange(8), BadCrop(position, 0, position, "it is bad")
+    for number, these in enumerate((slice(0, 4), slice(4, 8))):
+        mine = Report(rows, (bad,)).part(these)
+        assert mine.row.tolist() == rows[these].tolist()
+        assert [one.position for one in mine.skipped] == [position % 4] * (position // 4 == number)
+        if position // 4 == number:
+            with pytest.raises(DatasetError, match="it is bad"):
+                Report(rows, (), bad).part(these)
+        else:
+            assert Report(rows, (), bad).part(these).skipped == ()
+
+
+def test_descriptors_and_memory_are_bounded(tmp_path: Path) -> None:
+    many = make_dataset(tmp_path / "many", shards=1000, crops=1, distinct=7)
+    expected, rng = [many.read(row) for row in range(7)], np.random.default_rng(0)
+    reader, before, most = CropReader([many], threads=2), len(os.listdir("/proc/self/fd")), 0
+    out, none = np.zeros((64, *CROP_SHAPE), np.int16), np.zeros(64, np.int16)
+    for _ in range(30):
+        rows = rng.integers(0, 1000, 64)
+        reader.read(Batch(none, rows), out)
+        most = max(most, len(os.listdir("/proc/self/fd")) - before)
+        assert all(np.array_equal(crop, expected[row % 7]) for crop, row in zip(out[::9], rows[::9], strict=True))
+    assert 100 < most <= module.MAX_DESCRIPTORS
+    size = []
+    for i in range(5_000):
+        reader.read(Batch(none[:2], rng.integers(0, 1000, 2)), out[:2])
+        if i in (1000, 4999):
+            gc.collect()
+            size.append(psutil.Process().memory_info().rss)
+    assert size[1] - size[0] < 4 * 2**20
+    reader.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+# Reading ahead
+
+
+class Noted:
+    """Requests that remember how many were asked for."""
+
+    def __init__(self, requests: list[Batch], fail_at: int = -1) -> None:
+        self.requests, self.asked, self.fail_at = requests, 0, fail_at
+
+    def __iter__(self) -> Iterator[Batch]:
+        for i, request in enumerate(self.requests):
+            if i == self.fail_at:
+                raise RuntimeError("no more requests")
+            self.asked += 1
+            yield request
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+@pytest.mark.parametrize("depth, in_use", [(0, 1), (2, 1), (2, 3)])
+def test_read_ahead_order_depth_and_buffers(small: Dataset, depth: int, in_use: int) -> None:
+    rows = [[i % 20, (3 * i) % 20, (7 * i) % 20] for i in range(12)] + [[4]]
+    noted, buffers, seen = Noted(batches(*rows)), set(), []
+    ahead = read_ahead(noted, CropReader([small]), (3, *CROP_SHAPE), depth, in_use)
+    for i, (request, crops, report) in enumerate(ahead):
+        assert request.row.tolist() == rows[i] == report.row.tolist()
+        if i < 2:  # long enough for every other buffer to be filled: this one must not change meanwhile
+            expected = depth + max(in_use, i + 1)
+            until(lambda expected=expected: noted.asked >= expected)
+            time.sleep(0.1)
+            assert noted.asked == expected
+        assert crops.shape == (len(rows[i]), *CROP_SHAPE)
+        seen.append((rows[i], crops))
+        for those, still in seen[-in_use:]:
+            assert all(np.array_equal(crop, small.read(row)) for crop, row in zip(still, those, strict=True))
+        buffers.add(crops.ctypes.data)
+    assert i == len(rows) - 1 and len(buffers) <= depth + in_use and not threads()
+
+
+def test_closed_early_it_stops_and_leaves_the_rest_unread(small: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second batch is being read when the generator is closed."""
+    reader, noted, closed = CropReader([small]), Noted(batches(*([[1, 2]] * 10))), threading.Event()
+    real = reader.read
+
+    def gated(*batch: Any) -> Any:
+        assert noted.asked == 1 or closed.wait()
+        return real(*batch)
+
+    monkeypatch.setattr(reader, "read", gated)
+    ahead = read_ahead(noted, reader, (2, *CROP_SHAPE), depth=6)
+    next(ahead)
+    (thread,) = threads()
+    join = thread.join
+    monkeypatch.setattr(thread, "join", lambda timeout: closed.set() or join())
+    ahead.close()
+    assert noted.asked <= 3 and not threads()
+    ahead = read_ahead(Noted(batches(*([[1, 2]] * 10))), CropReader([small]), (2, *CROP_SHAPE))
+    next(ahead)
+    del ahead
+    gc.collect()
+    assert not threads()
+
+
+def test_errors_are_raised_in_turn_and_free_the_buffers(small: Dataset) -> None:
+    for noted, error in (
+        (Noted(batches([1], [2], [3]), fail_at=2), RuntimeError),
+        (Noted(batches([1], [2], [99], [3])), IndexError),
+        (Noted(batches([1], [2], [3, 4, 5], [3])), ValueError),
+    ):
+        ahead = read_ahead(noted, CropReader([small]), (2, *CROP_SHAPE), depth=3)
+        assert [next(ahead)[0].row[0] for _ in range(2)] == [1, 2]
+        with pytest.raises(error):
+            next(ahead)
+        assert not threads() and list(ahead) == []
+    gc.collect()
+    gc.disable()  # nothing but reference counts
+    try:
+        size, full = psutil.Process().memory_info().rss, list(range(20)) * 3
+        for _ in range(20):
+            with pytest.raises(IndexError):
+                list(read_ahead(batches(full, [99]), CropReader([small]), (64, *CROP_SHAPE), depth=0))
+        assert psutil.Process().memory_info().rss - size < 60 * 2**20
+    finally:
+        gc.enable()
+
+
+PROGRAM = """
+import sys, threading
+from contextlib import contextmanager
+import numpy as np
+from data_tools.dataset import Dataset
+from engine.data.reader import CropReader, read_ahead
+class Request: dataset, row = np.zeros(2, int), np.array([1, 2])
+class Stuck:
+    datasets = {0: None}
+    @contextmanager
+    def hold(self, shards):
+        threading.Event().wait()
+        yield {}
+stuck = sys.argv[2] == "stuck"
+reader = CropReader([Dataset.open(sys.argv[1])], staging=Stuck() if stuck else None)
+ahead = read_ahead([Request] * 50, reader, (2, 12, 5000))
+threading.Thread(target=next, args=(ahead,), daemon=True).start() if stuck else next(ahead)
+"""
+
+
+@pytest.mark.parametrize("shards", ["stuck", "there"])
+def test_a_program_ends_though_its_batches_were_forgotten(small: Dataset, shards: str) -> None:
+    """Nor does it crash, which it would do now and then if a daemon thread were in C++ by then."""
+    arguments = [sys.executable, "-c", PROGRAM, small.root.url, shards]
+    assert subprocess.run(arguments, cwd=Path(module.__file__).parents[2], check=False).returncode == 0
