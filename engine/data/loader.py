@@ -21,7 +21,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 class LoaderConfig:
     backend: Literal["auto", "dali", "torch", "resident"] = "auto"
     batch_crops: int = 512  # of all ranks together
-    micro_batch: int | None = Field(default=None, ge=1)  # crops of a rank contrasted at a time; None: all of its share
+    micro_batch: Annotated[int | None, Field(ge=1)] = None  # crops of a rank contrasted at a time; None: all of its share
     seed: int = 0
     views: Views = "halves"
     augment: AugmentConfig = field(default_factory=AugmentConfig)
@@ -60,8 +60,8 @@ class LoaderConfig:
     source: Literal["tar", "zarr"] | None = None
     check: Literal["first", "always", "never"] = "first"
     on_corrupt: Literal["stop", "skip"] = "stop"
-    threads: int | None = Field(default=None, ge=1)  # that read; None: THREADS
-    read_ahead: int = Field(default=2, ge=1)  # batches ready beside the one in use, at least
+    threads: Annotated[int | None, Field(ge=1)] = None  # that read; None: THREADS
+    read_ahead: Annotated[int, Field(ge=1)] = 2  # batches ready beside the one in use, at least
     cache_dir: str | None = None  # for datasets on s3://
     cache_bytes: int = 100 * 2**30
 

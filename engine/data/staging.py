@@ -204,17 +204,18 @@ class Staging:
                     part = root.read_range(f"shards/{self._shards[key]['name']}", start, min(PART_BYTES, size - start))
                     if self._closing:
                         return
-                    if len(part) < min(PART_BYTES, size - start):
-                        raise DatasetError(f"{self._name(key)}: ends {size - start - len(part)} bytes too early: restore it")
+                    if missing := min(PART_BYTES, size - start) - len(part):  # cut on the way, or the file is too short
+                        break
                     sha256.update(part)
                     os.pwrite(lock, part, start)
-                if sha256.hexdigest() == self._shards[key]["sha256"]:
+                if not missing and sha256.hexdigest() == self._shards[key]["sha256"]:
                     os.fsync(lock)
                     with self._alone():  # a listing meanwhile might see neither name, or both
                         os.rename(partial, self._file(key))
                     self._verified.add(key)
                     return
-            raise DatasetError(f"{self._name(key)}: its bytes fail their sha256, twice: restore it")
+            what = f"byte {start}: {missing} bytes are missing" if missing else "its bytes fail their sha256"
+            raise DatasetError(f"{self._name(key)}: {what}, twice: restore it")
         except FileNotFoundError:
             raise DatasetError(f"{self._name(key)}: no such file: restore it") from None
         finally:

@@ -29,6 +29,7 @@ from data_tools.storage import folder
 from data_tools.synth import synthesise
 from data_tools.verify import verify
 from engine.data import staging as engine_staging
+from engine.data.order import Places
 from engine.data.reader import CropReader
 from engine.data.staging import Staging
 from tests.forks import started
@@ -274,7 +275,7 @@ def test_training_over_a_bad_network(
     staging = Staging({0: dataset}, str(tmp_path / "cache"), 2**30, [(0, shard) for shard in range(len(dataset.shards))])
     out = np.empty((len(rows), *CROP_SHAPE), np.int16)
     with closing(staging), closing(CropReader([dataset], source=source, staging=staging)) as gather:
-        gather.read(np.zeros(len(rows), int), rows, out)
+        gather.read(Places(rows * 0, rows, rows), out)
     assert [fault for fault in s3.faults if fault.times] == []
     assert all(np.array_equal(crop, local.read(row)) for crop, row in zip(out, rows.tolist(), strict=True))
     if how not in ("404", "lie"):  # those that never end take their time
@@ -284,7 +285,7 @@ def test_training_over_a_bad_network(
     staging = Staging({0: dataset}, str(tmp_path / "empty"), 2**30)
     gather = CropReader([dataset], source=source, staging=staging)
     with closing(staging), closing(gather), pytest.raises(DataError, match=rf"^{BUCKET}/made/[^\n]*$"):
-        gather.read(np.zeros(1, int), rows[:1], out[:1])
+        gather.read(Places(rows[:1] * 0, rows[:1], rows[:1]), out[:1])
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "HR0000[0-9].mat$"), ("PUT", "00001.tar$"), ("PUT", "/c/0/0/0$")])

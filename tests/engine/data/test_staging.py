@@ -168,7 +168,7 @@ def test_a_place_that_fails_stops_the_run_and_a_file_that_is_too_short_may_be_sk
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
     with closing(CropReader([dataset], on_corrupt="skip", staging=stagings[0])) as reader:
         if cut:
-            assert read(reader, [2])[1].row.tolist() == [4] and root.shards().count(1) == 1  # it is not fetched for each crop
+            assert read(reader, [2])[1].row.tolist() == [4] and root.shards().count(1) == 2  # not for each crop
         else:
             with pytest.raises(StagingError):
                 read(reader, [2])
