@@ -25,9 +25,8 @@ from data_tools.dataset import CLASSES, Dataset
 from engine.common import ConfigError, describe_leads
 from engine.config import Config, FinetuneConfig, load
 from engine.data.augmenter import HALF
-from engine.data.leakage import find_leak
+from engine.data.leakage import find_leak, patient_ids
 from engine.data.loader import Batch
-from engine.data.leakage import patient_ids
 from engine.evaluation import metrics
 from engine.evaluation.run_files import VALID
 from engine.model import inference

@@ -28,7 +28,6 @@ from data_tools.sources import open_sources, physionet2021, ptbxl
 from data_tools.storage import folder
 from data_tools.synth import synthesise
 from data_tools.verify import verify
-from engine.data import staging as engine_staging
 from engine.data.order import Places
 from engine.data.reader import CropReader
 from engine.data.staging import Staging
@@ -263,7 +262,6 @@ def test_training_over_a_bad_network(
     s3: Server, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Literal["tar", "zarr"], how: str
 ) -> None:
     """Of either twin, every crop as it is on a disk, or one line."""
-    monkeypatch.setattr(engine_staging, "FIRST_WAIT_S", 0.01)
     local = build(str(small), str(tmp_path / "made"), format="both")
     build(str(small), f"{BUCKET}/made", format="both")
     if how == "stall":
