@@ -21,7 +21,7 @@ from engine.config import (
     schema,
     zero_stage,
 )
-from engine.data.loader import LoaderConfig, LoaderError
+from engine.data.loader import LoaderConfig
 from engine.model.pretrainer import Pretrainer
 
 PRETRAIN, FINETUNE = (sorted((CONFIGS / kind).glob("*.yaml")) for kind in ("pretrain", "finetune"))
