@@ -57,10 +57,10 @@ def gather(archives: list[tuple[str, str]], number: int) -> dict[str, Any]:
 
 def result(cell: dict[str, Any], place: Path) -> dict[str, Any]:
     """The score's spread, and the means of all metrics over the same evaluations."""
-    found = [json.loads(path.read_text()) for path in evaluations(cell, place)]
-    metrics = {name: over([one["metrics"][name] for one in found]) for name in METRICS[cell["task"]]}
+    evaluated = [json.loads(path.read_text()) for path in evaluations(cell, place)]
+    metrics = {name: over([one["metrics"][name] for one in evaluated]) for name in METRICS[cell["task"]]}
     score = spread(cell["scores"]) | over(cell["scores"]) | {"each": cell["scores"]}
-    return {"score": score, "metrics": metrics, "n": found[0]["n"]}
+    return {"score": score, "metrics": metrics, "n": evaluated[0]["n"]}
 
 
 def over(seeds: list[float]) -> dict[str, float | None]:
@@ -74,13 +74,13 @@ def evaluations(cell: dict[str, Any], place: Path) -> list[Path]:
     row = table.rows[cell["row"]]
     model = f"{'random' if row.random else row.pretrain}-{12 if table.padded else cell['leads']}"
     leads = cell["column"].removesuffix("-lead")
-    found = sorted((place / "scores" / model).glob(f"{TASKS[cell['task']]}-{leads}-seed[0-9].json"))
-    return found[: len(cell["scores"])]  # there may be more than this table asked for
+    files = sorted((place / "scores" / model).glob(f"{TASKS[cell['task']]}-{leads}-seed[0-9].json"))
+    return files[: len(cell["scores"])]  # there may be more than this table asked for
 
 
 def settings_of(place: Path) -> dict[str, Any]:
-    found = sorted(path for path in (place / "settings").glob("*.json") if path.stem != "data")
-    return {path.stem: json.loads(path.read_text()) for path in found}
+    files = sorted(path for path in (place / "settings").glob("*.json") if path.stem != "data")
+    return {path.stem: json.loads(path.read_text()) for path in files}
 
 
 if __name__ == "__main__":

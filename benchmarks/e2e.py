@@ -33,7 +33,6 @@ from benchmarks.measure import Benchmark, CaseError, describe, interval, make_da
 MODEL = {"cpu": "small", "cuda": "paper"}
 BATCH = {"cpu": 64, "cuda": 256}  # on a CPU the model's own
 STEPS = {"cpu": 2, "cuda": 20}
-MINUTES_BETWEEN_CHECKPOINTS = 30
 SOURCES = {
     "tar": (),
     "torch": ("pipeline.backend=torch",),
@@ -91,10 +90,10 @@ def loop_turns(run: LoopRun, rank: int = 0) -> dict[str, Any]:
     from engine.training.loop import Loop
 
     torch.set_num_threads(run.threads)
-    found: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
 
     def train(loop: Loop) -> bool:
-        found.update(measure_sides(loop, run, original))
+        measured.update(measure_sides(loop, run, original))
         return False  # not at its end: nothing is exported
 
     original, Loop.train = Loop.train, train  # type: ignore[method-assign]
@@ -102,9 +101,9 @@ def loop_turns(run: LoopRun, rank: int = 0) -> dict[str, Any]:
         pretrain(run, f"{run.run}.{rank}.txt", "train.steps=1000000", "train.log_every=1000000")
     finally:
         Loop.train = original  # type: ignore[method-assign]
-    if not found:
+    if not measured:
         raise CaseError("pretrain did not reach its loop")
-    return found
+    return measured
 
 
 def pretrain(run: LoopRun, log: str, *settings: str) -> None:
@@ -189,9 +188,9 @@ def bare_step(run: LoopRun) -> Callable[[], None]:
     return step.ours(step.StepRun(step.OURS, precision(), run.batch, run.model, **how))
 
 
-def figures(found: dict[str, Any], run: LoopRun) -> dict[str, Any]:
+def figures(measured: dict[str, Any], run: LoopRun) -> dict[str, Any]:
     """Percentages are of turns side by side."""
-    rows, crops = found["rows"], run.steps * run.batch
+    rows, crops = measured["rows"], run.steps * run.batch
     clock = "cpu_s" if run.device == "cpu" else "wall_s"
 
     def above(side: str, other: str) -> dict[str, float]:
@@ -204,9 +203,8 @@ def figures(found: dict[str, Any], run: LoopRun) -> dict[str, Any]:
         "loop_pct": above("held", "bare"),
         "loader_pct": above("loaded", "held"),
         "stall_pct": spread(100 * row["waited_s"] / row["wall_s"] for row in rows["loaded"]),
-        "checkpoint_s": found["checkpoint_s"],
-        "checkpoint_pct": 100 * found["checkpoint_s"] / (60 * MINUTES_BETWEEN_CHECKPOINTS),
-        "backend": found["backend"],
+        "checkpoint_s": measured["checkpoint_s"],
+        "backend": measured["backend"],
         "repeats": run.turns,
     }
 

@@ -63,8 +63,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     run = replace(base, batch=options.batch or BATCH[base.device])
     machine = call_fresh(this_machine, run)
     say(f"{run.batch} crops, stage by stage")
-    given = step.describe(run) | {"crops": run.batch, "precision": run.precision, "compiled": run.compiled}
-    return {"input": given, "machine": machine, "results": compare(call_fresh(measured, run), machine)}
+    facts = step.describe(run) | {"crops": run.batch, "precision": run.precision, "compiled": run.compiled}
+    return {"input": facts, "machine": machine, "results": compare(call_fresh(measured, run), machine)}
 
 
 def measured(run: StepRun) -> dict[str, dict[str, Any]]:
@@ -78,7 +78,7 @@ def measured(run: StepRun) -> dict[str, dict[str, Any]]:
             p.grad = gradient
         optimize()
 
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for stage in recorded_stages(model, run):
         torch.compiler.reset()  # stages share code, and a second shape of it would be compiled for any shape, which is slower
         flops, bytes_ = count(stage, model, run)
@@ -86,20 +86,20 @@ def measured(run: StepRun) -> dict[str, dict[str, Any]]:
         if run.compiled != "eager":
             function = torch.compile(function, dynamic=False, options=INDUCTOR_OPTIONS)
         ms = times_ms(partial(both_ways, function, stage.arguments, run), run.device)
-        found[stage.name] = {"flops": flops * stage.times, "bytes": bytes_ * stage.times, "within": bool(stage.within)}
-        found[stage.name]["times_ms"] = [each * stage.times for each in ms]
+        results[stage.name] = {"flops": flops * stage.times, "bytes": bytes_ * stage.times, "within": bool(stage.within)}
+        results[stage.name]["times_ms"] = [each * stage.times for each in ms]
         model.zero_grad()
     weights = sum(p.numel() for p in model.parameters())
-    found[OPTIMIZER] = {"flops": 0, "bytes": weights * OPTIMIZER_BYTES[run.precision], "within": False}
-    found[OPTIMIZER]["times_ms"] = times_ms(update, run.device)
+    results[OPTIMIZER] = {"flops": 0, "bytes": weights * OPTIMIZER_BYTES[run.precision], "within": False}
+    results[OPTIMIZER]["times_ms"] = times_ms(update, run.device)
     torch.compiler.reset()
-    found[WHOLE] = {"times_ms": times_ms(step.ours(run), run.device)}
-    return found
+    results[WHOLE] = {"times_ms": times_ms(step.ours(run), run.device)}
+    return results
 
 
 def recorded_stages(model: Pretrainer, run: StepRun) -> list[Stage]:
     """With the inputs that one real step gives them."""
-    found: dict[str, Stage] = {}
+    recorded: dict[str, Stage] = {}
     originals = []
 
     def recording(path: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,7 +107,7 @@ def recorded_stages(model: Pretrainer, run: StepRun) -> list[Stage]:
 
         def record(*arguments: Any) -> Any:
             kept = tree_map_only(Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), arguments)
-            found[path] = Stage(name, function, kept, run.config.layers if ".layers." in path else 1, within)
+            recorded[path] = Stage(name, function, kept, run.config.layers if ".layers." in path else 1, within)
             return function(*arguments)
 
         return record
@@ -120,11 +120,11 @@ def recorded_stages(model: Pretrainer, run: StepRun) -> list[Stage]:
         setattr(owner, name, recording(path, getattr(owner, name)))
     x_BSLT = torch.randn(run.batch, 2, run.config.leads, step.SAMPLES, device=run.device)
     keys_BS = torch.from_numpy(row_keys(1, 0, np.arange(run.batch))).to(run.device)
-    both_ways(lambda *given: model(*given)["loss"], (x_BSLT, keys_BS, torch.tensor(1.9, device=run.device)), run)
+    both_ways(lambda *batch: model(*batch)["loss"], (x_BSLT, keys_BS, torch.tensor(1.9, device=run.device)), run)
     for owner, name, function in originals:
         setattr(owner, name, function)
     model.zero_grad()
-    return [found[path] for path in STAGES]
+    return [recorded[path] for path in STAGES]
 
 
 def both_ways(function: Callable[..., Any], arguments: tuple[Any, ...], run: StepRun) -> list[Tensor]:
@@ -133,8 +133,8 @@ def both_ways(function: Callable[..., Any], arguments: tuple[Any, ...], run: Ste
         x.grad = None
     with torch.autocast(run.device, torch.bfloat16, enabled=run.precision == "autocast"):
         out = leaves(function(*arguments))
-    if found := [y for y in out if y.requires_grad]:
-        torch.autograd.backward(found, [torch.ones_like(y) for y in found])
+    if differentiable := [y for y in out if y.requires_grad]:
+        torch.autograd.backward(differentiable, [torch.ones_like(y) for y in differentiable])
     return out
 
 
@@ -155,7 +155,7 @@ def count(stage: Stage, model: nn.Module, run: StepRun) -> tuple[int, int]:
 
 def times_ms(once: Callable[[], Any], device: str) -> list[float]:
     once()
-    found = []
+    times = []
     for _ in range(REPEATS[device]):
         if device == "cuda":
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -164,12 +164,12 @@ def times_ms(once: Callable[[], Any], device: str) -> list[float]:
             once()
             ended.record()
             ended.synchronize()
-            found.append(began.elapsed_time(ended))
+            times.append(began.elapsed_time(ended))
         else:
             since = time.process_time()
             once()
-            found.append((time.process_time() - since) * 1e3)
-    return found
+            times.append((time.process_time() - since) * 1e3)
+    return times
 
 
 def this_machine(run: StepRun) -> dict[str, Any]:
@@ -186,11 +186,11 @@ def this_machine(run: StepRun) -> dict[str, Any]:
     return {"name": name, "source": "measured: product and copy"} | rates
 
 
-def compare(found: dict[str, dict[str, Any]], machine: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def compare(stages: dict[str, dict[str, Any]], machine: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Predicted and measured of each stage, largest gap first; then the sum and the whole step."""
     results: dict[str, dict[str, Any]] = {}
-    whole = found.pop(WHOLE)
-    for name, stage in found.items():
+    whole = stages.pop(WHOLE)
+    for name, stage in stages.items():
         ms = spread(stage["times_ms"])
         by_product, by_bytes = stage["flops"] / machine["tflops"] / 1e9, stage["bytes"] / machine["gb_per_s"] / 1e6
         predicted = max(by_product, by_bytes)

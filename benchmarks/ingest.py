@@ -46,7 +46,6 @@ def cases(archive: Path, work: Path) -> dict[str, Case]:
         "ingest: re-creation of fairseq-signals' preprocessing": (ingest_like_fairseq, (archive, work, 300)),
         "plan: headers on disk": (plan, (archive,)),
         "verify": (check, (work / "dataset",)),
-        "synth: signals and files": (synthesise, (work, 512)),
     }
 
 
@@ -110,13 +109,6 @@ def check(dataset: Path) -> float:
     opened = Dataset.open(str(dataset))
     assert verify(opened) == []
     return sum(entry["bytes"] for entry in opened.shards) / 1e9
-
-
-def synthesise(work: Path, records: int) -> float:
-    out = work / f"synth-{os.getpid()}"
-    counts = synth.synthesise(out, records // 2, 1, 5, progress=False)
-    shutil.rmtree(out)
-    return float(sum(counts.values()))
 
 
 def plan(archive: Path) -> float:

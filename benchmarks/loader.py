@@ -67,11 +67,11 @@ def prepare(work: Path, options: argparse.Namespace) -> Benchmark:
 
 
 def cases(dataset: Path, segments: Path, seconds: float) -> dict[str, Case]:
-    found: dict[str, Case] = {}
+    every: dict[str, Case] = {}
 
     def add(stage: str, backend: str, batch: int = 256, threads: int = 1, first: bool = False) -> None:
         name = f"{stage}: {BACKENDS[backend]}, batch {batch}" + f", {threads} threads" * (threads > 1) + FIRST * first
-        found[name] = (ours, (dataset, backend, stage, batch, threads, seconds, "cpu", first))
+        every[name] = (ours, (dataset, backend, stage, batch, threads, seconds, "cpu", first))
 
     for stage in STAGES:
         for backend in BACKENDS if stage != "authors_physio3+RLM" else ("torch", "resident"):
@@ -84,12 +84,12 @@ def cases(dataset: Path, segments: Path, seconds: float) -> dict[str, Case]:
         name = f"{stage}: re-creation of fairseq-signals' loader"
         for workers, first in ((0, False), (0, True), (2, False)):
             arguments = (fairseq_like, segments, stage, 64, workers, seconds, first)
-            found[f"{name}, {workers} workers" + FIRST * first] = (peer, arguments)
+            every[f"{name}, {workers} workers" + FIRST * first] = (peer, arguments)
     for workers in (0, 2):
         name = f"RLM: webdataset and DataLoader, {workers} workers"
-        found[name] = (peer, (webdataset_loader, dataset, "RLM", 256, workers, seconds))
-    found["RLM: fn.readers.webdataset, torch"] = (peer, (dali_reader, dataset, "RLM", 256, 2, seconds))
-    return found
+        every[name] = (peer, (webdataset_loader, dataset, "RLM", 256, workers, seconds))
+    every["RLM: fn.readers.webdataset, torch"] = (peer, (dali_reader, dataset, "RLM", 256, 2, seconds))
+    return every
 
 
 def gpu_cases(dataset: Path, seconds: float, threads: int) -> dict[str, Case]:

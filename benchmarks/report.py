@@ -129,7 +129,7 @@ class Bar(NamedTuple):
     bar: float
     device: str = ""  # "": both
     at_most: bool = False
-    asks: Callable[[Part], bool] = lambda given: True  # of the part's input
+    asks: Callable[[Part], bool] = lambda input: True  # of the part's input
 
     def met(self, value: float) -> bool:
         return value <= self.bar if self.at_most else value >= self.bar
@@ -155,12 +155,12 @@ def times_step(name: str, results: dict[str, Result]) -> float:
     return per_cpu(results[name]) / per_cpu(peers[crops]) if crops == min(peers, default=0) else nan
 
 
-def paper(given: Part) -> bool:
-    return bool(given["model"] == "paper")
+def paper(input: Part) -> bool:
+    return bool(input["model"] == "paper")
 
 
-def huge(given: Part) -> bool:
-    return int(given["crops"]) >= TEN_MILLION
+def huge(input: Part) -> bool:
+    return int(input["crops"]) >= TEN_MILLION
 
 
 OURS, TO_GPU = r": (torch|resident), batch \d+(, first epoch)?$", r" to cuda, batch (256|1024)$"  # the first: with one thread
@@ -179,7 +179,7 @@ BARS = {
                 "crops a second to a GPU from tar, lead masking, batches of 256 and 1024, 4 threads",
                 f"^RLM: (torch|dali){TO_GPU}",
             ),
-            *(median("per_s"), 27_000, "cuda", False, lambda given: int(given.get("threads", TEN_MILLION)) <= 4),
+            *(median("per_s"), 27_000, "cuda", False, lambda input: int(input.get("threads", TEN_MILLION)) <= 4),
         ),
         Bar("crops a second on a GPU, resident, lead masking", f"^RLM: resident{TO_GPU}", median("per_s"), 500_000, "cuda"),
     ),
@@ -188,7 +188,7 @@ BARS = {
         Bar(f"the paper's model in fp32, {STEP}", "^omnilead: fp32, .*crops$", times_step, 1.1, "cpu", asks=paper),
         Bar(
             *("crops a second through the paper's model on an H200", "^omnilead: ", median("per_s"), 2700, "cuda", False),
-            lambda given: paper(given) and "H200" in given["device"],
+            lambda input: paper(input) and "H200" in input["device"],
         ),
     ),
     "e2e": (
@@ -217,10 +217,10 @@ def judged(part: Part) -> Iterator[tuple[str, float, Bar]]:
     for bar in BARS.get(part["benchmark"], ()):
         if bar.device in ("", device_of(part)):
             cases = [name for name in results if re.search(bar.cases, name)] if bar.asks(part["input"]) else []
-            found = {name: value for name in cases if (value := bar.figure(name, results)) == value}
+            values = {name: value for name in cases if (value := bar.figure(name, results)) == value}
             highest = bar.at_most != (part["benchmark"] in BEST)
-            counts = (max if highest else min)(found, key=lambda name: found[name], default="")
-            yield counts, found.get(counts, nan), bar
+            counts = (max if highest else min)(values, key=lambda name: values[name], default="")
+            yield counts, values.get(counts, nan), bar
 
 
 def bars_table(parts: Sequence[Part]) -> str:
@@ -282,8 +282,8 @@ def pictures(parts: Parts) -> Iterator[tuple[str, Callable[[], Figure]]]:
             unit = f"{'CPU-ms' if part['input']['device'] == 'cpu' else 'ms'} of a step; yellow: predicted"
             shown = {n: stages[n]["ms"] for n in order}
             yield f"{name}_time", partial(bar_chart, shown, f"a step by its stages, {title}", unit, predicted)
-    found = {label: parts[place, "cpu"]["results"].get(case) for label, (place, case) in WAY.items() if (place, "cpu") in parts}
-    if len(rates := {label: r["per_cpu_s"] for label, r in found.items() if r}) > 2:
+    way = {label: parts[place, "cpu"]["results"].get(case) for label, (place, case) in WAY.items() if (place, "cpu") in parts}
+    if len(rates := {label: r["per_cpu_s"] for label, r in way.items() if r}) > 2:
         machines = dict.fromkeys(machine(parts[place, "cpu"]) for place, _ in WAY.values() if (place, "cpu") in parts)
         title = f"From archive to weights: each stage by itself\n{' and '.join(machines)}"
         yield "way", partial(bar_chart, rates, title, "crops (first two: records) of 10 s a CPU-second")

@@ -112,8 +112,8 @@ def measured(
         return part | {"results": results, "left_out": left_out}
 
     cases = {name: case for name, case in cases.items() if name not in done}
-    found = run_cases(cases, options.repeats, options.device == "cuda", lambda *found: keep(with_results(*found)))
-    return with_results(*found) | (prepared.extra() if found[0] else {})
+    outcome = run_cases(cases, options.repeats, options.device == "cuda", lambda *outcome: keep(with_results(*outcome)))
+    return with_results(*outcome) | (prepared.extra() if outcome[0] else {})
 
 
 def suite(options: argparse.Namespace, began: float) -> int:
@@ -271,10 +271,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         if name in ("step", "explain"):
             ways = ("eager", "layers", "step")
             command.add_argument("--compiled", choices=ways, help="by torch.compile (default: eager on a CPU, layers on a GPU)")
-    found = parser.parse_args(arguments)
-    if found.benchmark != "suite":  # which leaves it to each
-        found.repeats = found.repeats or (5 if found.device == "cuda" else REPEATS.get(found.benchmark, 3))
-    return found
+    parsed = parser.parse_args(arguments)
+    if parsed.benchmark != "suite":  # which leaves it to each
+        parsed.repeats = parsed.repeats or (5 if parsed.device == "cuda" else REPEATS.get(parsed.benchmark, 3))
+    return parsed
 
 
 def at_least(least: int) -> Callable[[str], int]:

@@ -41,15 +41,15 @@ def extra(dataset: Dataset, loop: e2e.LoopRun) -> dict[str, Any]:
     from engine.data.order import DatasetRows, Order
 
     say("shuffle quality")
-    rows, found = DatasetRows.of(dataset, pretrain=True), dict[str, Any]()
+    rows, worlds = DatasetRows.of(dataset, pretrain=True), dict[str, Any]()
     quality = {f"block_shards {n}": shuffle_quality(Order((rows,), 512, block_shards=n)) for n in (0, 1, 8, 32, 128)}
     for world in (1, 2):
         say(f"{world} rank{'s' if world > 1 else ''}")
         try:
-            found[str(world)] = ranks(loop, world)
+            worlds[str(world)] = ranks(loop, world)
         except CaseError as error:
             say(f"{world} ranks: left out: {error}")
-    return {"ranks": found, "shuffle_quality": quality}
+    return {"ranks": worlds, "shuffle_quality": quality}
 
 
 def zeros(root: Path, crops: int) -> Dataset:
@@ -134,12 +134,12 @@ def ranks(run: e2e.LoopRun, world: int) -> dict[str, Any]:
     each = [replace(run, environment=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(world)]
     with ThreadPoolExecutor(world) as pool:
         try:
-            found = list(pool.map(call_fresh, [e2e.loop_turns] * world, each, range(world)))
+            measured = list(pool.map(call_fresh, [e2e.loop_turns] * world, each, range(world)))
         except BaseException:  # the others would wait for the one that failed
             for rank in multiprocessing.active_children():
                 kill(rank.pid)
             raise
-    turns = list(zip(*(one["rows"]["loaded"] for one in found), strict=True))
+    turns = list(zip(*(one["rows"]["loaded"] for one in measured), strict=True))
     crops = world * run.steps * run.batch
     return {
         "per_s": spread(crops / max(row["wall_s"] for row in turn) for turn in turns),

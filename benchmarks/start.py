@@ -72,8 +72,8 @@ def children_s() -> float:
 
 def tree_s(pid: int) -> float:
     """CPU-seconds so far of a process and all that it has started, also of those that have ended."""
-    found = 0.0
+    seconds = 0.0
     for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
         with contextlib.suppress(psutil.Error):  # it has just ended
-            found += sum(process.cpu_times()[:4])
-    return found
+            seconds += sum(process.cpu_times()[:4])
+    return seconds

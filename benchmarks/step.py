@@ -115,16 +115,16 @@ def prepare(work: Path, options: argparse.Namespace) -> Benchmark:
 def runs(base: StepRun, batches: Sequence[int]) -> list[StepRun]:
     """All that are compared, what is worth most first."""
     recreation = replace(base, side=RECREATION, compiled="eager")
-    found = [replace(base, side=PRODUCT, compiled="eager", precision=precision) for precision in ("bf16", "fp32")]
+    chosen = [replace(base, side=PRODUCT, compiled="eager", precision=precision) for precision in ("bf16", "fp32")]
     for batch in batches:
-        found += [replace(base, batch=batch), replace(recreation, precision="autocast", batch=batch)]
+        chosen += [replace(base, batch=batch), replace(recreation, precision="autocast", batch=batch)]
     for batch in batches:
-        found.append(replace(recreation, precision="fp32", batch=batch))
-        found += [replace(base, precision=precision, batch=batch) for precision in ("fp32", "autocast")]
+        chosen.append(replace(recreation, precision="fp32", batch=batch))
+        chosen += [replace(base, precision=precision, batch=batch) for precision in ("fp32", "autocast")]
     if base.device == "cuda":
         usual = replace(base, batch=batches[0])
-        found += [replace(usual, **{key: each}) for key, kinds in VARIANTS.items() for each in kinds]  # type: ignore[arg-type]
-    return list(dict.fromkeys(found))
+        chosen += [replace(usual, **{key: each}) for key, kinds in VARIANTS.items() for each in kinds]  # type: ignore[arg-type]
+    return list(dict.fromkeys(chosen))
 
 
 def step(run: StepRun) -> Generator[float, bool, None]:

@@ -68,17 +68,17 @@ def step(part: Part) -> Iterator[str]:
 
 
 def cost(part: Part) -> Iterator[str]:
-    given, roof = part["input"], part["machine"]
+    facts, roof = part["input"], part["machine"]
     whole = part["results"]["the whole step"]["ms"]["median"]
     rows = []
     for name, r in part["results"].items():
         predicted, gap, gflop, gb = (f"{r[key]:.4g}" for key in ("predicted_ms", "gap_ms", "gflop", "gb"))
         share = f"{100 * r['ms']['median'] / whole:.1f} %"
         rows.append([name, f"{r['ms']['median']:.4g}", predicted, gap, share, r["bound"], gflop, gb])
-    unit = "CPU-ms" if given["device"] == "cpu" else "ms"
+    unit = "CPU-ms" if facts["device"] == "cpu" else "ms"
     yield markdown(f"| | {unit} | predicted | gap | share | bound by | GFLOP | GB |", rows)
     yield (
-        f"{given['crops']} crops, {given['precision']}, the {given['model']} model; predicted for {roof['name']}, "
+        f"{facts['crops']} crops, {facts['precision']}, the {facts['model']} model; predicted for {roof['name']}, "
         f"{roof['tflops']:.3g} TFLOP/s and {roof['gb_per_s']:.3g} GB/s ({roof['source']})."
     )
 
@@ -141,33 +141,23 @@ def cluster(step: Part | None) -> Iterator[str]:
     """
     rate, basis = 2700.0, "the bar for one H200; nothing was measured on a GPU"
     if step and step["input"].get("model") == "paper":
-        found = [float(r["per_s"]["median"]) for name, r in step["results"].items() if name.startswith("omnilead")]
-        rate, basis = (max(found), f"measured on one {step['input']['device']}") if found else (rate, basis)
-    yield "### Many GPUs, by formula: what a step sends, and what is left of the speed (estimated)"
+        rates = [float(r["per_s"]["median"]) for name, r in step["results"].items() if name.startswith("omnilead")]
+        rate, basis = (max(rates), f"measured on one {step['input']['device']}") if rates else (rate, basis)
+    yield "### Many GPUs, by formula: what a step sends, what is left of the speed, and how long trainings take (estimated)"
     rows = []
-    for crops in (64, 512):
-        for gpus in (8, 16, 64, 256, 1024):
-            *ms, sent_mb, efficiency = cluster_step(gpus, crops, rate)
-            spent = [f"{each:.1f} ms" for each in ms]
-            rows.append(
-                [
-                    f"{gpus:,}",
-                    f"{crops}",
-                    f"{1e3 * crops / rate:.0f} ms",
-                    f"{sent_mb:,.0f} MB",
-                    *spent,
-                    f"{100 * efficiency:.0f} %",
-                ]
-            )
+    for gpus, crops in ((1, 512), (8, 64), (8, 512), (16, 512), (64, 64), (64, 512), (256, 512), (1024, 64), (1024, 512)):
+        *ms, sent_mb, efficiency = cluster_step(gpus, crops, rate)
+        cells = [
+            f"{gpus:,}",
+            f"{crops}",
+            f"{1e3 * crops / rate:.0f} ms",
+            f"{sent_mb:,.0f} MB",
+            *(f"{each:.1f} ms" for each in ms),
+        ]
+        minutes = [total / (gpus * rate * efficiency) / 60 for total in (200 * 85_000, 10_000_000)]
+        rows.append([*cells, f"{100 * efficiency:.0f} %", *(f"{each:.3g} min" for each in minutes)])
     head = "| GPUs | crops a GPU | compute | a GPU sends | gradients | weights | CMSC's candidates | its scores | efficiency |"
-    yield markdown(head, rows)
-    yield "### How long a training takes (estimated)"
-    rows = []
-    for what, crops in (("200 epochs of 85,000 crops: the paper's run", 200 * 85_000), ("10 M ECGs, once", 10_000_000)):
-        for gpus, batch in ((1, 512), (8, 64), (8, 512), (64, 64), (64, 512)):
-            hours = crops / (gpus * rate * cluster_step(gpus, batch, rate)[-1]) / 3600
-            rows.append([what, f"{gpus}", f"{gpus * batch:,}", f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.2g} min"])
-    yield markdown("| | GPUs | crops a step | time |", rows)
+    yield markdown(f"{head} the paper's run: 200 epochs of 85,000 crops | 10 M ECGs, once |", rows)
     yield (
         f"From {rate:,.0f} crops/s a GPU ({basis}), bf16, the paper's 90.9 M parameters, ZeRO-1; assumed: "
         f"{NVLINK_GB_PER_S:.0f} GB/s a GPU within a node of {NODE}, {NETWORK_GB_PER_S:.0f} GB/s a GPU between nodes, "
@@ -187,15 +177,15 @@ def cluster_step(gpus: int, crops: int, rate: float) -> tuple[float, ...]:
 
 def downstream(part: Part) -> Iterator[str]:
     """A row an archive, task, set of leads and metric; a column each for random and for pre-trained weights."""
-    found: dict[tuple[str, str, str], dict[str, Result]] = {}
+    results: dict[tuple[str, str, str], dict[str, Result]] = {}
     for name, result in part["results"].items():
         archive, _, rest = name.partition(": ")
         method, task, column = rest.split(", ")
-        found.setdefault((archive, task, column), {})[method] = result
-    methods = list(dict.fromkeys(method for cells in found.values() for method in cells))
+        results.setdefault((archive, task, column), {})[method] = result
+    methods = list(dict.fromkeys(method for cells in results.values() for method in cells))
     shown = {"Dx": (("CinC score", "challenge"), ("AUROC", "auroc")), "Id": (("accuracy", "accuracy"),)}
     rows = []
-    for (archive, task, column), cells in found.items():
+    for (archive, task, column), cells in results.items():
         for label, metric in shown[task]:
             n = next(iter(cells.values()))["n"]
             what = f"{archive}: {'diagnosis' if task == 'Dx' else 'identification'}, {column}, {label} (n = {n:,})"
@@ -203,9 +193,9 @@ def downstream(part: Part) -> Iterator[str]:
     yield markdown(f"| | {' | '.join(methods)} |", rows)
 
 
-def over_seeds(found: dict[str, Any]) -> str:
+def over_seeds(values: dict[str, Any]) -> str:
     """The mean, and half of the interval if there are several seeds."""
-    return f"{found['mean']:.3f}" + (f" ± {found['interval']:.3f}" if found["interval"] is not None else "")
+    return f"{values['mean']:.3f}" + (f" ± {values['interval']:.3f}" if values["interval"] is not None else "")
 
 
 TABLES: dict[str, tuple[str, Callable[[Part], Iterator[str]]]] = {
@@ -268,7 +258,7 @@ def repeated(part: Part) -> tuple[int, int]:
 
 def note(part: Part) -> str:
     """Where, when, on what and how a table was measured."""
-    hardware, given, on_gpu, name = part["hardware"], part["input"], device_of(part) == "cuda", part["benchmark"]
+    hardware, facts, on_gpu, name = part["hardware"], part["input"], device_of(part) == "cuda", part["benchmark"]
     fewest, repeats = repeated(part)  # fewer where time ran out
     file = f"[{part['file']}](results/{part['file']})"
     where = f"{machine(part)}, {hardware['cpu']}" if on_gpu else hardware["cpu"]
@@ -276,9 +266,9 @@ def note(part: Part) -> str:
     when = "uncommitted changes, " * bool(part["git"]["dirty"]) + part["date"][:10]
     if name == "downstream":
         how = f"up to {repeats} seeds of fine-tuning, ± half of the 95 % interval" if repeats > 1 else "one seed of fine-tuning"
-        return f"{where}, {when}; {given['archive']}; {how}; {file}."
-    amount = next((f"{given[unit]:,} {unit} ({given['archive']}) in the page cache" for unit in UNITS if unit in given), "")
-    what = given["archive"] if name in ("step", "cost") else amount + f", {given.get('threads')} threads" * ("threads" in given)
+        return f"{where}, {when}; {facts['archive']}; {how}; {file}."
+    amount = next((f"{facts[unit]:,} {unit} ({facts['archive']}) in the page cache" for unit in UNITS if unit in facts), "")
+    what = facts["archive"] if name in ("step", "cost") else amount + f", {facts.get('threads')} threads" * ("threads" in facts)
     many = f"{fewest} to {repeats} runs" if fewest < repeats else f"{repeats} runs"
     many += ", each in a fresh process" * (name in FRESH and not on_gpu)
     versions = ", ".join(f"{package} {version}" for package, version in part["versions"].items())

@@ -1,10 +1,9 @@
 """Benchmarks of whole commands, on small data: the loop, ranks, embeddings, the start, loaders."""
 
-import dataclasses
+import importlib.metadata
 import importlib.util
 import json
 import multiprocessing
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -47,7 +46,7 @@ def test_overhead_is_of_turns_side_by_side(dataset: Dataset, tiny: str, tmp_path
     result = e2e.figures(found, loop_run(dataset, tiny, tmp_path, batch=32, steps=4))
     assert result["overhead_pct"] == pytest.approx({"median": 10, "low": 10, "high": 10})  # whatever the machine's drift
     assert result["loader_pct"]["median"] == pytest.approx(100 * (1.1 / 1.05 - 1))
-    assert result["stall_pct"]["median"] == pytest.approx(2.0) and result["checkpoint_pct"] == pytest.approx(1.0)
+    assert result["stall_pct"]["median"] == pytest.approx(2.0)
     assert result["per_cpu_s"]["high"] == pytest.approx(128 / 1.1) and result["bare_per_s"]["high"] == pytest.approx(64)
 
 
@@ -93,12 +92,8 @@ def test_embeddings_beside_the_encoder_alone(tiny: str, tmp_path: Path) -> None:
     assert len(pq.read_table(tmp_path / "out.parquet")) == part["input"]["crops"] > 0
     (result,) = part["results"].values()
     assert result["share_pct"]["median"] > 0 and result["repeats"] == 3
-
-
-def test_random_weights_are_the_same_each_time(tiny: str, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        embed.untrained(tmp_path / name, tiny)
-    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b"))
+    embed.untrained(tmp_path / "again", tiny)  # the same weights each time
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("model", "again"))
     assert first == second
 
 
@@ -136,8 +131,8 @@ def test_the_clock_of_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_deepspeed_needs_no_script_beside_the_interpreter() -> None:
     """`pip install --target` leaves none."""
     assert {command[0] for command in start.COMMANDS.values()} == {sys.executable}
-    answer = subprocess.run([*start.COMMANDS[start.DEEPSPEED][:-2], "--help"], capture_output=True, text=True, check=False)
-    assert answer.returncode == 0 and "--num_gpus" in answer.stdout
+    module = start.COMMANDS[start.DEEPSPEED][2].replace(".", "/") + ".py"
+    assert Path(str(importlib.metadata.distribution("deepspeed").locate_file(module))).is_file()
 
 
 def test_crops_a_second(dataset: Dataset) -> None:
@@ -181,8 +176,3 @@ def test_the_loaders_cases(monkeypatch: pytest.MonkeyPatch, dataset: Dataset, tm
     assert not any("dali" in name for name in loader.gpu_cases(Path("dataset"), 1, 2))
     names = set(loader.cases(Path("dataset"), Path("segments"), 1))
     assert {"RLM: torch, batch 256", "physio4+RLM: resident, batch 256", "crop: dali on the CPU, batch 256"} <= names
-
-
-def test_what_a_run_shares() -> None:
-    options = run.parse(["e2e", "--model", "small", "--steps", "3"])
-    assert dataclasses.asdict(e2e.loop_run(options, Path("d"), Path("r")))["turns"] == 60

@@ -1,7 +1,6 @@
 """A step by its stages: each with the inputs of a real step, and the operations and bytes that it must do."""
 
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -61,21 +60,3 @@ def test_each_stage_is_compiled_for_its_own_shape(tiny: str, monkeypatch: pytest
     monkeypatch.setattr(step, "ours", lambda run: lambda: None)
     explain.measured(step.StepRun(step.OURS, "fp32", batch=2, model=tiny, threads=1, compiled="step"))
     assert Counter(done) == {"reset": len(explain.STAGES) + 1, "compile": len(explain.STAGES)}
-
-
-def test_a_gpus_clock_runs_while_the_device_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not while the host launches: the device is kept busy until all is in its queue."""
-    order: list[str] = []
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            self.record, self.synchronize = lambda: order.append("event"), lambda: order.append("wait")
-
-        def elapsed_time(self, other: Any) -> float:
-            return 2.0
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append("sleep"))
-    repeats = explain.REPEATS["cuda"]
-    assert explain.times_ms(lambda: order.append("work"), "cuda") == [2.0] * repeats
-    assert order == ["work", *["sleep", "event", "work", "event", "wait"] * repeats]
