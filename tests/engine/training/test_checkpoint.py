@@ -64,7 +64,7 @@ def forge(path: Path) -> None:
 
 
 def test_killed_at_any_time_it_resumes_and_ends_as_if_nothing_had_happened(dataset: Dataset, tmp_path: Path) -> None:
-    how = {"train__steps": 20, "train__save_every_steps": 1, "train__keep": 2}
+    how = {"train__steps": 28, "train__save_every_steps": 1, "train__keep": 2}
     assert pretrain(tmp_path, dataset.root.url, "whole", **how).ok
     arguments, chance, killed = settings(tmp_path, dataset.root.url, "killed", **how), random.Random(3), 0
     for _ in range(KILLS):
