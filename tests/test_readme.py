@@ -1,5 +1,6 @@
 """What the READMEs tell a newcomer to type is what the commands take, and their Python runs."""
 
+import argparse
 import re
 import shlex
 from collections.abc import Callable
@@ -40,9 +41,13 @@ def test_commands_are_accepted(where: str, command: str) -> None:
 def test_settings_are_accepted(command: str) -> None:
     words = shlex.split(command)
     first = next(i for i, word in enumerate(words) if word.startswith("engine/"))
-    door = {"engine/pretrain.py": pretrain.main, "engine/finetune.py": finetune.main}[words[first]].__self__
-    args = door.parse(words[first + 1 :])
-    load(ROOT / (args.config or door.default), args.set, door.kind)
+    program = {"engine/pretrain.py": pretrain.main, "engine/finetune.py": finetune.main}[words[first]]
+    _, _, kind, _, default = program.args
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", default=default)
+    parser.add_argument("--set", action="append", default=[])
+    args = parser.parse_args(words[first + 1 :])
+    load(ROOT / args.config, args.set, kind)
 
 
 @pytest.mark.parametrize("command", USES)
