@@ -1,11 +1,12 @@
-"""Arrays from .npy and .npz files of unknown origin: no pickle, and no more memory than the file has bytes to fill it with.
+"""Arrays from untrusted .npy and .npz files: no pickle, and no more memory than the file can fill.
 
-numpy believes a header and allocates what it says; here it is held against the size of the file first.
+numpy allocates whatever a header says; here the header is checked against the size of the file first.
 """
 
 import math
 import zipfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,39 +20,43 @@ class ArrayError(ValueError):
     """One line without the file's name."""
 
 
+@contextmanager
+def _array_errors() -> Iterator[None]:
+    """A damaged file raises errors of many kinds in numpy's parsers."""
+    try:
+        yield
+    except Exception as error:
+        text = " ".join(f"cannot be read as numbers: {str(error) or type(error).__name__}".split())
+        raise ArrayError(text[:300]) from None
+
+
+@_array_errors()
 def open_npy(path: Path) -> np.ndarray:
     """Mapped, not read."""
-    try:
-        with open(path, "rb") as file:
-            _check_header(file, path.stat().st_size)
-        mapped: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
-        return mapped
-    except Exception as error:  # of many kinds, whatever a damaged header makes of numpy's parsers
-        raise _refused(error) from None
+    with open(path, "rb") as file:
+        _check_header(file, path.stat().st_size)
+    mapped: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+    return mapped
 
 
+@_array_errors()
 def npz_names(path: Path) -> list[str]:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return [name.removesuffix(".npy") for name in archive.namelist()]
-    except Exception as error:
-        raise _refused(error) from None
+    with zipfile.ZipFile(path) as archive:
+        return [name.removesuffix(".npy") for name in archive.namelist()]
 
 
+@_array_errors()
 def load_npz(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
     """All arrays, or those named."""
     found = {}
-    try:
-        with zipfile.ZipFile(path) as archive:
-            for info in archive.infolist():
-                name = info.filename.removesuffix(".npy")
-                if names is None or name in names:
-                    with archive.open(info) as file:
-                        _check_header(file, min(info.file_size, MAX_BYTES))
-                    with archive.open(info) as file:
-                        found[name] = np.lib.format.read_array(file, allow_pickle=False)
-    except Exception as error:
-        raise _refused(error) from None
+    with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            name = info.filename.removesuffix(".npy")
+            if names is None or name in names:
+                with archive.open(info) as file:
+                    _check_header(file, min(info.file_size, MAX_BYTES))
+                with archive.open(info) as file:
+                    found[name] = np.lib.format.read_array(file, allow_pickle=False)
     return found
 
 
@@ -62,7 +67,3 @@ def _check_header(file: Any, size: int) -> None:
     shape, _, kind = HEADERS[version](file)
     if min(shape, default=0) < 0 or math.prod(shape) * kind.itemsize > size:
         raise ValueError(f"its header says {list(shape)} of {kind}, and there is room for {size} bytes")
-
-
-def _refused(error: Exception) -> ArrayError:
-    return ArrayError(" ".join(f"cannot be read as numbers: {str(error) or type(error).__name__}".split())[:300])
