@@ -257,7 +257,7 @@ def test_crops_without_a_lead_that_the_model_looks_at(
     starts = pq.read_table(tmp_path / "2").select(["record", "start_s"]).to_pylist()
     assert starts == [{"record": "y", "start_s": start} for start in (0.0, 20.0)]
     assert record in embedded(dataset.root.url, leads=f"I,{lead}")["record"].to_pylist()
-    monkeypatch.setattr(embed, "unseen", lambda dataset, leads: np.ones(len(dataset), bool))
+    monkeypatch.setattr(embed, "none_measured", lambda dataset, leads: np.ones(len(dataset), bool))
     probed = ["--model", str(folder), "--data", dataset.root.url, "--probe", "--on-corrupt", "skip"]
     assert embed.main(probed) == 2 and "no valid lead" in capsys.readouterr().err
 

@@ -225,7 +225,7 @@ def test_crops_without_a_lead_that_the_model_looks_at_are_counted(
     task = "diagnosis" if roles == {"test"} else "identification"
     rows = np.flatnonzero(np.isin(role, list(roles)))
     blank = np.isin(np.arange(len(data)), [*rows[:2], *rows[-1:], *np.flatnonzero(role == "")])
-    monkeypatch.setattr(results, "unseen", lambda dataset, leads: blank & (leads == (7,)))
+    monkeypatch.setattr(results, "none_measured", lambda dataset, leads: blank & (leads == (7,)))
     said = [
         any("V2" in r for r in evaluated(diagnostic, "--task", task, *leads)["remarks"]) for leads in (("--leads", "V2"), ())
     ]
