@@ -182,7 +182,7 @@ def precision() -> str:
 
 def bare_step(run: LoopRun) -> Callable[[], None]:
     from benchmarks import step
-    from engine.training.throughput import COMPILED
+    from engine.training.train import COMPILED
 
     how: dict[str, Any] = {"device": run.device, "compiled": COMPILED[run.device]}
     return step.ours(step.StepRun(step.OURS, precision(), run.batch, run.model, **how))

@@ -27,7 +27,7 @@ from benchmarks.step import StepRun
 from engine.model.config import ObjectiveConfig
 from engine.model.draws import row_keys
 from engine.model.pretrainer import Pretrainer
-from engine.training.throughput import INDUCTOR_OPTIONS
+from engine.training.train import INDUCTOR_OPTIONS
 
 REPEATS = {"cpu": 3, "cuda": 20}
 BATCH = {"cpu": 4, "cuda": 256}

@@ -33,7 +33,7 @@ from engine.model.draws import Draws, row_keys
 from engine.model.pretrainer import Pretrainer
 from engine.model.quantizer import temperature
 from engine.parity import Adam, authors_adam, draws_of
-from engine.training.throughput import COMPILED, compile_model
+from engine.training.train import COMPILED, compile_model
 from engine.training.validation import to_device
 
 RECREATION, OURS, PRODUCT = "re-creation of fairseq-signals' step", "omnilead", "matrix product"

@@ -1,38 +1,45 @@
-"""What every part of the engine stands on: lead names, errors, whole files, and the command line.
+"""Shared by all of the engine: lead names, errors, YAML files, atomic writes, and the start of a command.
 
 parse_leads("3")                  # (0, 1, 7); also "12", "6", "2", "1" or names: "I,II,V2"
 describe_leads((0, 1, 7))         # "I,II,V2"
+read_yaml(path)                   # merged over the file that its `base:` names
+parse_yaml("5e-5", "--set lr")    # 5e-5
 write_whole(path, text)           # all of it or nothing
-interruptible("engine.x")         # first of all, in a program
+interruptible("engine.x")         # before torch is imported
 
-A signal always holds the twelve leads in the order of LEADS until the last step of the augmentation. There, a subset either
-zeroes the others (padded: the paper's "P-N leads", and any model can take it) or drops them (a model of N channels).
+A signal holds all twelve leads in the order of LEADS up to the last step of the augmentation, where a subset of leads either
+sets the others to zero (padded: the paper's "P-N leads", for a model of twelve channels) or drops them (a model of N channels).
 """
 
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
 
 from data_tools.cli import Parser as Parser
 from data_tools.cli import guard_streams, is_memory
 
-# Written again rather than imported: who trains needs nothing of the data tools' records. A test holds the two together.
+# A copy of the data tools' list, which comes with their code for reading records. A test compares the two.
 LEADS = ("I", "II", "III", "aVR", "aVL", "aVF", "V1", "V2", "V3", "V4", "V5", "V6")
 LIMB, ALL = tuple(range(6)), tuple(range(12))
 SUBSETS = {"12": ALL, "6": LIMB, "3": (0, 1, 7), "2": (0, 1), "1": (0,)}  # Oh et al. 2022, section 4
 _INDEX = {lead.upper(): i for i, lead in enumerate(LEADS)}
+MAX_YAML_BYTES, MAX_YAML_VALUES, MAX_INTEGER = 2**20, 10_000, 2**63
 
 
 class ConfigError(Exception):
-    """A setting that cannot be: one line that names the key, the value seen and what to write instead."""
+    """A wrong setting: one line that names the key, its value and what to write instead."""
 
 
 class OutputError(Exception):
-    """One line: what could not be written."""
+    """A result cannot be written: one line."""
 
 
 def leads_in_order(leads: str | int | Iterable[str], key: str = "leads") -> tuple[int, ...]:
@@ -51,7 +58,7 @@ def leads_in_order(leads: str | int | Iterable[str], key: str = "leads") -> tupl
 
 
 def parse_leads(leads: str | int | Iterable[str], key: str = "leads") -> tuple[int, ...]:
-    """The same, ascending: a model sees leads in their one canonical order, however they were asked for."""
+    """The same, ascending: a model takes leads in the order of LEADS, whatever order they are named in."""
     return tuple(sorted(leads_in_order(leads, key)))
 
 
@@ -60,20 +67,84 @@ def describe_leads(leads: Iterable[int]) -> str:
     return ",".join(LEADS[i] for i in leads)
 
 
+def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """`above` over `below`, section by section."""
+    both = dict(below)
+    for name, value in above.items():
+        inner = both.get(name)
+        both[name] = merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return both
+
+
+class _YamlLoader(yaml.SafeLoader):  # type: ignore[misc]
+    """Bounded, since files come from strangers: an alias counts as many values as it repeats ("billion laughs"), and integers
+    have at most 63 bits. And 5e-5 is a number, not a string as in YAML 1.1."""
+
+    def __init__(self, stream: bytes | str) -> None:
+        super().__init__(stream)
+        self.values = 0
+        self.sizes: dict[int, int] = {}  # of each finished node, by its id
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        is_alias, before = self.check_event(yaml.AliasEvent), self.values
+        node = super().compose_node(parent, index)
+        self.values += self.sizes.get(id(node), MAX_YAML_VALUES) if is_alias else 1  # an unfinished node: an alias of itself
+        if self.values > MAX_YAML_VALUES:
+            raise yaml.YAMLError(f"more than {MAX_YAML_VALUES:,} values, counting those that aliases repeat")
+        self.sizes.setdefault(id(node), self.values - before)
+        return node
+
+    def construct_integer(self, node: Any) -> int:
+        value: int = self.construct_yaml_int(node)
+        if abs(value) >= MAX_INTEGER:
+            raise yaml.YAMLError("an integer of more than 63 bits")
+        return value
+
+
+_YamlLoader.add_constructor("tag:yaml.org,2002:int", _YamlLoader.construct_integer)
+_YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def read_yaml(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A file, merged over the file that its `base:` names."""
+    try:
+        path = path.resolve()
+        with open(path, "rb") as file:
+            content = file.read(MAX_YAML_BYTES + 1)
+    except (OSError, ValueError, RuntimeError) as error:  # also a name with NUL, a circle of links
+        raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}: give another --config") from None
+    if path in above or len(content) > MAX_YAML_BYTES:
+        raise ConfigError(f"{path}: `base` refers back to itself, or the file exceeds {MAX_YAML_BYTES:,} bytes")
+    tree = parse_yaml(content, str(path)) or {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: settings must be a mapping, key: value")
+    base = tree.pop("base", None)
+    return tree if base is None else merge(read_yaml(path.parent / str(base), (*above, path)), tree)
+
+
+def parse_yaml(text: str | bytes, source: str) -> Any:
+    try:
+        return yaml.load(text, _YamlLoader)
+    except Exception as error:  # PyYAML raises whatever the constructor of a scalar does; RecursionError if nested too deeply
+        raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}"[:300]) from None
+
+
 def writable(place: Path, flag: str) -> None:
-    """Asked before the work, not after it."""
-    folder, mend = place.parent, "name a file in a folder that is there"
+    """Raises before hours of work, rather than after them, if a file cannot be written."""
+    folder, mend = place.parent, "name a file in an existing folder"
     if place.is_dir():
         raise ConfigError(f"{flag} {place}: is a folder: {mend}")
     if not folder.is_dir():
         raise ConfigError(f"{flag} {place}: no folder {folder}: {mend}")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"{flag} {place}: {folder} may not be written to: choose another folder")
+        raise ConfigError(f"{flag} {place}: no permission to write in {folder}: choose another folder")
 
 
 @contextmanager
 def writing(place: Path, flag: str) -> Iterator[None]:
-    """What a command was asked for, at the end of its work."""
+    """Around the writing of a command's result."""
     try:
         yield
     except OSError as error:
@@ -81,7 +152,7 @@ def writing(place: Path, flag: str) -> Iterator[None]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """All of it or nothing, on the disk when this returns."""
+    """Replaces a file as a whole; it is on the disk when this returns."""
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         with open(temporary, "wb") as file:
@@ -103,7 +174,7 @@ def sync(folder: Path) -> None:
 
 
 def interruptible(name: str) -> None:
-    """Seconds pass while torch is imported: Ctrl-C is then answered as it is later, and not with the importer's traceback."""
+    """One line, not a traceback, after Ctrl-C while torch is being imported, which takes seconds."""
     guard_streams()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -20,14 +20,12 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from engine.common import ConfigError
+from engine.common import ConfigError, merge, parse_yaml, read_yaml
 from engine.data.augment import AugmentConfig
 from engine.data.augmenter import HALF
-from engine.data.loader import LoaderConfig
-from engine.model.classifier import HeadConfig
-from engine.model.config import ModelConfig, ObjectiveConfig, current_settings
+from engine.data.loader import LoaderConfig, PipelineConfig
+from engine.model.config import HeadConfig, ModelConfig, ObjectiveConfig, current_settings
 from engine.model.draws import max_masked
-from engine.yaml_files import merge, parse, read
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 QUICKSTART = CONFIGS / "pretrain" / "quickstart.yaml"
@@ -76,22 +74,6 @@ class DataConfig(Section):
     valid: CropRoles = CropRoles(dx="valid")  # for the validation loss; datasets without such crops are skipped
     hold_out: float = Field(default=0.0, ge=0, lt=1)  # share of the patients of `train` kept for validation instead of `valid`
     anonymous: bool = False  # s3:// without credentials
-
-
-class PipelineConfig(Section):
-    """Data loading; see engine.data.loader.LoaderConfig."""
-
-    backend: Literal["auto", "dali", "torch", "resident"] = "auto"
-    views: Literal["halves", "window"] = "halves"
-    block_shards: int = 0
-    weights: tuple[float, ...] | None = None
-    source: Literal["tar", "zarr"] | None = None
-    check: Literal["first", "always", "never"] = "first"
-    on_corrupt: Literal["stop", "skip"] = "stop"
-    threads: int | None = Field(default=None, ge=1)  # reading threads; None: 1 on a CPU, 2 with a GPU
-    read_ahead: int = Field(default=2, ge=1)
-    cache_dir: str | None = None
-    cache_bytes: int = 100 * 2**30
 
 
 class TrainConfig(Section):
@@ -179,7 +161,7 @@ class RunConfig(Section):
     @property
     def loader(self) -> LoaderConfig:
         shared = {name: getattr(self.train, name) for name in ("batch_crops", "micro_batch", "seed")}
-        return LoaderConfig(**dict(self.pipeline), **shared, augment=self.augment)
+        return LoaderConfig(**vars(self.pipeline), **shared, augment=self.augment)
 
 
 class Config(RunConfig):
@@ -225,12 +207,12 @@ Parsed = TypeVar("Parsed", bound=BaseModel)
 
 def load(path: str | Path, overrides: Sequence[str] = (), kind: type[Kind] = Config) -> Kind:  # type: ignore[assignment]
     """A YAML file with `key=value` overrides."""
-    tree = read(Path(path))
+    tree = read_yaml(Path(path))
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
             raise ConfigError(f"--set {override!r}: write key=value, for example --set train.lr=1e-4")
-        value = parse(text, f"--set {key}")
+        value = parse_yaml(text, f"--set {key}")
         for name in reversed(key.split(".")):
             value = {name: value}
         tree = merge(tree, value)

@@ -45,10 +45,10 @@ from data_tools.sources import DataError, Prepared, ReadError, open_sources, pre
 from engine.common import LEADS, ConfigError, OutputError, describe_leads, leads_in_order, writable, write_whole, writing
 from engine.data.augmenter import none_measured
 from engine.data.npz import ArrayError, load_npz, npz_names, open_npy
-from engine.data.preprocess import Input, SignalError, crops
+from engine.data.preprocess import Input, SignalError
 from engine.evaluation.embedding import CropSource, DatasetSource, ParquetParts, RecordSource, schema, tables
 from engine.evaluation.probe import probe, probe_rows, report
-from engine.model.inference import TrainedModel, load
+from engine.model.inference import TrainedModel, crops, load
 from engine.model.kernels import disable_tf32
 
 ARRAYS = (".npy", ".npz")

@@ -48,22 +48,30 @@ log = logging.getLogger(__name__)
 
 
 @checked_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
-class LoaderConfig:
+class PipelineConfig:
+    """How crops are loaded: the section `pipeline` of the settings."""
+
     backend: Literal["auto", "dali", "torch", "resident"] = "auto"
-    batch_crops: int = 512  # of all ranks together
-    micro_batch: Annotated[int | None, Field(ge=1)] = None  # crops of a rank contrasted at a time; None: all of its share
-    seed: int = 0
     views: Views = "halves"
-    augment: AugmentConfig = field(default_factory=AugmentConfig)
     block_shards: int = 0  # 0: shuffle over the whole dataset; G: over G shards at a time, for remote data and slow disks
     weights: tuple[float, ...] | None = None  # of several datasets; None: by size
     source: Literal["tar", "zarr"] | None = None
     check: Literal["first", "always", "never"] = "first"
     on_corrupt: Literal["stop", "skip"] = "stop"
-    threads: Annotated[int | None, Field(ge=1)] = None  # that read; None: THREADS
+    threads: Annotated[int | None, Field(ge=1)] = None  # reading threads; None: THREADS
     read_ahead: Annotated[int, Field(ge=1)] = 2  # batches ready beside the one in use, at least
     cache_dir: str | None = None  # for datasets on s3://
     cache_bytes: int = 100 * 2**30
+
+
+@checked_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
+class LoaderConfig(PipelineConfig):
+    """With the settings of other sections that the loader needs."""
+
+    batch_crops: int = 512  # of all ranks together
+    micro_batch: Annotated[int | None, Field(ge=1)] = None  # crops of a rank contrasted at a time; None: all of its share
+    seed: int = 0
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,25 +9,14 @@ Source: paper, section "Fine-tuning"; fairseq-signals models/classification/ecg_
 0), criterions/binary_cross_entropy_with_logits.py (mean over samples and classes), models/identification/arcface.py.
 """
 
-from typing import Annotated, Literal
-
 import torch
 import torch.nn.functional as F
-from pydantic import Field
-from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from engine.model.config import STRICT
+from engine.model.config import HeadConfig
 from engine.model.encoder import pool
 from engine.objectives.arcface import arcface_logits, cosines
 from engine.objectives.contrastive import sum_over_ranks, world_size
-
-
-@dataclass(frozen=True, config=STRICT)
-class HeadConfig:
-    task: Literal["diagnosis", "identification"] = "diagnosis"
-    scale: Annotated[float, Field(ge=1, le=1e4)] = 192.0  # of ArcFace
-    margin: Annotated[float, Field(ge=0, le=3)] = 1.0
 
 
 class Classifier(nn.Module):

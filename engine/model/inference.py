@@ -3,6 +3,9 @@
     model = engine.load("RUN")                                      # or RUN/model, a copy of that folder, s3://bucket/model
     model.embed(signal, fs_hz=250, leads=["II", "V1"], unit="mV")   # [L, T] -> [D], [B, L, T] -> [B, D]
     model(x_RLT), model.logits(x_RLT)                               # of segments that are preprocessed already (model.input)
+    crops(signal_LT, 250, "II,V1", "mV", model.input)               # int16 [B, 12, 5000], where each starts and its halves
+
+An ECG in memory is cut by `data_tools.prepare`, as for a dataset, so a record has one embedding wherever it comes from.
 
 Files whose sha256 is not the one in config.json are refused (engine.model.folder), and so are weights that are missing,
 unexpected or of another shape. Only the quantiser and the projections of pre-training are ignored.
@@ -11,7 +14,7 @@ unexpected or of another shape. Only the quantiser and the projections of pre-tr
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,13 +22,19 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from engine.common import ConfigError
-from engine.data.preprocess import Input, SignalError, crops
+from data_tools.errors import ReadError
+from data_tools.prepare import MAX_RATIO, RATE_RANGE_HZ, crop_count, fill, rate_ratio, samples_at_500
+from data_tools.record import MV_PER_UNIT, EcgRecord, unit_name
+from engine.common import LEADS, ConfigError, leads_in_order
+from engine.data.augmenter import CROP, FS_HZ, HALF
+from engine.data.preprocess import Input, SignalError
 from engine.model.config import ModelConfig, current_settings, validated
 from engine.model.encoder import Encoder, pool
 from engine.model.folder import CONFIG, FORMAT, PREPROCESSING, WEIGHTS, LoadError, document_of, misfits, model_folder
 
 TASKS = ("diagnosis", "identification")
+LARGE_MV, HUGE_MV, TINY_MV = 20.0, 100.0, 0.01  # of a typical lead: median, peak, peak; hearts give 0.1 to 10 mV at the peak
+NOT_MEASURED = -32_768  # in int16
 ROWS = 64  # segments encoded at a time
 NOT_FINITE = "the model gives embeddings that are not finite: its weights are broken"
 
@@ -80,7 +89,7 @@ class TrainedModel(nn.Module):
 
         leads: the names of the rows, in any order; leads not given are zeros, which random lead masking has prepared the model
         for. NaN, in int16 -32768: not measured. unit_norm: divided by its length, for cosines. What is refused: see
-        engine.data.preprocess.
+        `crops`.
         """
         leads = leads if isinstance(leads, str) else tuple(leads)
         several = getattr(signal, "ndim", None) == 3
@@ -153,3 +162,92 @@ def _load_weights(path: Path, encoder: Encoder, head: nn.Linear | None) -> None:
             model.load_state_dict({name: file.get_tensor(name).float() for name in expected}, assign=True)
     except (SafetensorError, OSError) as error:
         raise LoadError(f"{path}: cannot be read as safetensors: {error}: copy it again".splitlines()[0]) from None
+
+
+class EcgCrops(NamedTuple):
+    uv_BLT: np.ndarray  # int16 [B, 12, 5000]; what was not measured is zero
+    start_s: tuple[float, ...]
+    halves: tuple[int, ...]
+
+
+def crops(signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str, wanted: Input) -> EcgCrops:
+    """One ECG [L, T], cut from its start. As in a dataset, a rest of 5 s is a crop with one half, and less is not used; an ECG
+    of less than 5 s is refused, being nothing that the model has ever seen. A lead with NaN (in int16 -32768, in a masked array
+    what is masked) somewhere in a crop is zero in all of it; crops without a measured lead, or in which every lead is flat, are
+    left out."""
+    given = leads_in_order(leads)
+    wanted.require(given)
+    values, names = _values(signal, len(given)), tuple(LEADS[lead] for lead in given)
+    invalid = NOT_MEASURED if values.dtype == np.int16 else None  # as loadmat leaves it
+    record = EcgRecord("", values, _rate(fs_hz), names, _unit(unit), invalid=invalid)
+    samples = record.signal.shape[1]
+    count = crop_count(samples, record.fs_hz)
+    if not count:
+        seconds = samples_at_500(samples, record.fs_hz) / FS_HZ
+        raise SignalError(f"{seconds:g} s of signal: the model takes 5 s at a time: give at least that")
+    _plausible(record, unit)
+    uv_BLT = np.empty((count, len(LEADS), CROP), np.int16)
+    told: list[tuple[float, int]] = []
+    for index in range(count):
+        body, missing, _ = fill(record, index, uv_BLT[len(told)])
+        flat = body.min(axis=1) == body.max(axis=1)  # as in a dataset, which takes no crop without a lead that moves
+        if not (missing[list(wanted.seen)].all() or (flat | missing).all()):
+            told.append((index * CROP / FS_HZ, body.shape[1] // HALF))
+    if not told:
+        raise SignalError("no valid lead: in every 10 s all leads are flat, or all that the model looks at have NaN")
+    return EcgCrops(uv_BLT[: len(told)], *(tuple(column) for column in zip(*told, strict=True)))
+
+
+def _values(signal: Any, rows: int) -> np.ndarray:
+    if isinstance(signal, Tensor):
+        signal = signal.detach().cpu()
+        signal = (signal.double() if signal.is_floating_point() else signal).numpy()
+    array = np.asarray(signal)
+    if array.dtype.kind not in "iuf":
+        raise SignalError(f"signal is {array.dtype}: numbers are needed")
+    if array.ndim != 2 or len(array) != rows:
+        raise SignalError(f"signal has the shape {list(array.shape)} for {rows} leads: [leads, samples] is needed")
+    none: float = np.nan
+    if array.dtype.kind == "i" and array.dtype.itemsize == 2:  # in whatever order of bytes
+        array, none = array.astype(np.int16, copy=False), NOT_MEASURED
+    return np.where(np.ma.getmaskarray(signal), none, array) if np.ma.is_masked(signal) else array
+
+
+def _unit(name: str) -> str:
+    try:
+        return unit_name(str(name))
+    except ReadError:
+        raise SignalError(f"unit={name!r}: use V, mV or uV") from None
+
+
+def _rate(fs_hz: float) -> float:
+    low, high = RATE_RANGE_HZ
+    try:
+        rate = float(fs_hz)
+    except (TypeError, ValueError):
+        rate = 0.0
+    if not low <= rate <= high:
+        raise SignalError(f"fs_hz={fs_hz!r}: use samples a second, {low:g} to {high:g}")
+    try:
+        rate_ratio(rate)
+    except ReadError:
+        raise SignalError(f"fs_hz={fs_hz!r}: has no ratio to {FS_HZ:g} Hz within {MAX_RATIO}: resample it before") from None
+    return rate
+
+
+def _plausible(record: EcgRecord, unit: str) -> None:
+    """A factor of 1,000 is not to be mistaken for an ECG. Single leads may be off: the typical one counts."""
+    signal, mv = record.signal, MV_PER_UNIT[record.unit]
+    measured = np.isfinite(signal) if record.invalid is None else signal != record.invalid
+    there = signal if measured.all() else np.where(measured, signal, 0)
+    peaks = mv * np.maximum(there.max(axis=1).astype(np.float64), -there.min(axis=1).astype(np.float64))
+    peaks = peaks[measured.any(axis=1)]
+    if not peaks.size:
+        return
+    peak = float(np.median(peaks))
+    seen = f"a typical lead peaks at {peak:.3g} mV"
+    middle = mv * float(np.median(np.abs(signal[measured].astype(np.float64)))) if peaks.max() > LARGE_MV else 0.0
+    if middle > LARGE_MV or peak > HUGE_MV:
+        raise SignalError(f"unit={unit!r}: {seen} (median {middle:.3g} mV), which no heart gives: is the unit smaller?")
+    if 0 < peak < TINY_MV:
+        raise SignalError(f"unit={unit!r}: {seen}, which is no ECG: is the unit larger?")

@@ -11,9 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from engine.common import ConfigError
+from engine.common import ConfigError, read_yaml
 from engine.config import CONFIGS
-from engine.yaml_files import read
 
 HERE = CONFIGS / "reproduce"
 TASKS = {"Dx": "diagnosis", "Id": "identification"}  # as the paper calls them: configs/finetune/TASK.yaml
@@ -50,7 +49,7 @@ def tables() -> dict[int, Table]:
         raise ConfigError(f"{HERE}: no such folder: clone the repository and `pip install -e .` there, or run in the clone")
     return {
         number: Table(**table | {"number": number, "rows": {name: Row(name, **row) for name, row in table["rows"].items()}})
-        for number, table in read(HERE / "paper.yaml")["tables"].items()
+        for number, table in read_yaml(HERE / "paper.yaml")["tables"].items()
     }
 
 
@@ -68,7 +67,7 @@ class ReproductionScale:
         path = shipped if name in scales() else Path(name).absolute()
         if not path.is_file():
             raise ConfigError(f"--scale {name!r}: no such scale: use {', '.join(scales())}, or a YAML file like theirs")
-        tree = read(path)
+        tree = read_yaml(path)
         if unknown := [stage for stage in tree if stage not in STAGES]:
             raise ConfigError(f"{path}: {unknown[0]}: no such stage: use {', '.join(STAGES)}")
         settings = {}
@@ -76,7 +75,7 @@ class ReproductionScale:
             section = tree.get(stage) or {}
             if not isinstance(section, dict):
                 raise ConfigError(f"{path}: {stage}: {section!r}: write a table of keys and values")
-            base = read(path.parent / str(section.pop("base"))) if "base" in section else {}
+            base = read_yaml(path.parent / str(section.pop("base"))) if "base" in section else {}
             both = flat(base) | flat(section)  # where a run is written and on which data is up to its job
             settings[stage] = {key: value for key, value in both.items() if key not in ("run", "data.datasets")}
         return cls(name if path == shipped else str(path), settings)

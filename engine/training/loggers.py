@@ -1,10 +1,14 @@
-"""A run's numbers: progress lines, RUN's files, and TensorBoard, Weights & Biases or MLflow (train.track).
+"""Metrics of a run: throughput and MFU; progress lines, RUN's files, and TensorBoard, Weights & Biases or MLflow (train.track).
 
+    throughput = Throughput(flops_per_crop, ranks.world, peak_tflops(config.train, device))
+    throughput.done(crops); throughput.snapshot()     # crops_per_s and mfu since the last snapshot
     require_installed(config)                 # before any work
     logger = RunLogger(run, config, keys, facts, resumed_step, total)      # on rank 0 only
     logger.log({"step": 10, "loss": 4.2, ...})
     logger.close()
 
+MFU: the floating-point operations that the model needs by formula (engine.model.config.flops_per_crop, forward and backward),
+divided by what the devices can do: train.peak_tflops, or a matrix product timed at the start, which is below the data sheet.
 Project and account are set by the services' own environment variables: WANDB_PROJECT, MLFLOW_TRACKING_URI,
 MLFLOW_EXPERIMENT_NAME. A resumed run continues under the same name there (RUN/boards.json). A service that fails is dropped;
 training goes on. Lines of steps that a resumed run does again move to metrics.cut.jsonl and validation.cut.jsonl.
@@ -31,13 +35,61 @@ import yaml  # type: ignore[import-untyped]
 
 from data_tools.cli import say
 from engine.common import ConfigError, write_whole
-from engine.config import RunConfig, flatten
+from engine.config import RunConfig, TrainConfig, flatten
 from engine.evaluation.run_files import METRICS, VALID, VALIDATION
 
 SERVICE_IDS = "boards.json"
+MATMULS = 60  # the fastest counts: a machine may be busy for a moment
 MLFLOW_PARAMS, MLFLOW_LETTERS = 100, 500  # limits of one call, of one value
 PACKAGES = ("torch", "deepspeed", "numpy", "pydantic", "safetensors", "nvidia-dali-cuda130", "nvidia-dali-cuda120")
 Row = dict[str, Any]
+
+
+def peak_tflops(config: TrainConfig, device: torch.device) -> float:
+    if config.peak_tflops:
+        return config.peak_tflops
+    size = 8192 if device.type == "cuda" else 768
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    a = torch.randn(size, size, dtype=dtype, device=device)  # zeros and ones cost a GPU less power
+    best_s = float("inf")
+    for _ in range(MATMULS):
+        started = _now(device)
+        a @ a
+        best_s = min(best_s, _now(device) - started)
+    return 2 * size**3 / best_s / 1e12
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def memory_gb(device: torch.device) -> float:
+    """GPU: the peak so far; CPU: resident memory of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
+
+
+class Throughput:
+    def __init__(self, flops_per_crop: float, world: int, peak: float) -> None:
+        self.flops_per_crop, self.peak_flops = flops_per_crop, world * peak * 1e12
+        self.crops, self.since = 0, time.perf_counter()
+
+    def done(self, crops: int) -> None:
+        self.crops += crops
+
+    def pause(self, seconds: float) -> None:
+        """Time that was not training, such as validation."""
+        self.since += seconds
+
+    def snapshot(self) -> dict[str, float]:
+        now = time.perf_counter()
+        per_s = self.crops / max(now - self.since, 1e-9)
+        self.crops, self.since = 0, now
+        return {"crops_per_s": per_s, "mfu": per_s * self.flops_per_crop / self.peak_flops}
 
 
 class Service(NamedTuple):

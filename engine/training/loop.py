@@ -29,10 +29,9 @@ from engine.evaluation.run_files import DIAGNOSTICS, write_diagnostics
 from engine.objectives.contrastive import sum_over_ranks
 from engine.training import checkpoint
 from engine.training.distributed import AnyRank, Ranks
-from engine.training.loggers import RunLogger
+from engine.training.loggers import RunLogger, Throughput, memory_gb, peak_tflops
 from engine.training.optimizer import GuardedAdamW, lr_at
 from engine.training.task import TrainingTask
-from engine.training.throughput import Throughput, memory_gb, peak_tflops
 
 DROPOUT_STREAM = 200
 

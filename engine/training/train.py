@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -36,7 +37,6 @@ from engine.training.loggers import RunLogger, require_installed
 from engine.training.loop import Loop, Progress, TrainError, run_facts
 from engine.training.optimizer import GuardedAdamW
 from engine.training.task import TrainingTask
-from engine.training.throughput import COMPILED, compile_model
 
 # May change when a run is resumed; train.steps and train.epochs too if the learning rate does not depend on them
 CHANGEABLE = re.compile(
@@ -45,6 +45,9 @@ CHANGEABLE = re.compile(
     r"deepspeed|compile|micro_batch|zero_stage|track|deterministic)"
 )
 BAD_INPUT = (ConfigError, DataError, CheckpointError)
+COMPILED = {"cpu": "eager", "cuda": "layers"}  # default of train.compile
+# A GPU recomputes up to so many operations before it reads float32 from memory
+INDUCTOR_OPTIONS = {"realize_opcount_threshold": 45}
 LESS_MEMORY = "lower train.micro_batch or pipeline.read_ahead, avoid pipeline.backend=resident, or free memory"
 NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 MAKE_DEMO = (
@@ -256,6 +259,24 @@ def make_engine(config: RunConfig, ranks: Ranks, task: TrainingTask, universal: 
         raise ConfigError(f"train.deepspeed={t.deepspeed!r}: DeepSpeed refuses it: {error}"[:300]) from None
     compile_model(model, t.compile or ("eager" if stage == 3 else COMPILED[ranks.device.type]))
     return engine, adam
+
+
+def compile_model(model: Any, how: str, **options: Any) -> None:
+    """`layers`: the transformer layers, which are equal and so compiled once, and other parts of many small operations.
+    `step`: forward and loss as one graph."""
+    options = options or {"options": INDUCTOR_OPTIONS}
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch._inductor")  # about itself
+    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # float32 is meant to be float32
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # dynamo looks, not we
+    if how == "step":
+        model.compile(**options)
+    elif how == "layers":
+        for layer in getattr(model.encoder, "layers", ()):  # another encoder may have none
+            layer.compile(**options)
+        for owner, names in ((model.encoder, ("features", "enter")), (model, ("draw", "compare", "pool"))):
+            for name in names:
+                if hasattr(owner, name):
+                    setattr(owner, name, torch.compile(getattr(owner, name), **options))
 
 
 def heading(config: RunConfig, loader: Loader, ranks: Ranks, progress: Progress, engine: Any) -> str:

@@ -19,8 +19,8 @@ from torch.utils import backend_registration
 from engine.config import load
 from engine.data.augmenter import Augmenter, parameters
 from engine.data.order import Places
-from engine.model.classifier import Classifier, HeadConfig
-from engine.model.config import ModelConfig
+from engine.model.classifier import Classifier
+from engine.model.config import HeadConfig, ModelConfig
 from engine.model.encoder import Encoder
 from engine.model.pretrainer import Pretrainer
 from engine.training.optimizer import GuardedAdamW

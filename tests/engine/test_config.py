@@ -1,6 +1,5 @@
 """Settings: what is shipped is valid; what is wrong is an error of one line that names the key and the value."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from engine.common import ConfigError
 from engine.config import (
     CONFIGS,
     FinetuneConfig,
-    PipelineConfig,
     build,
     check,
     deepspeed_json,
@@ -21,7 +19,6 @@ from engine.config import (
     schema,
     zero_stage,
 )
-from engine.data.loader import LoaderConfig
 from engine.model.pretrainer import Pretrainer
 
 PRETRAIN, FINETUNE = (sorted((CONFIGS / kind).glob("*.yaml")) for kind in ("pretrain", "finetune"))
@@ -221,12 +218,6 @@ def test_aliases_and_other_encodings_are_read(tmp_path: Path) -> None:
     assert (config.run, config.train.log_every, config.train.keep) == ("r\u00e9", 7, 7)
     (tmp_path / "f.yaml").write_bytes(b"\xef\xbb\xbfrun: r")
     assert load(tmp_path / "f.yaml").run == "r"
-
-
-def test_pipeline_settings_mirror_the_loader() -> None:
-    defaults = {field.name: field.default for field in dataclasses.fields(LoaderConfig)}
-    own = {name: field.default for name, field in PipelineConfig.model_fields.items()}
-    assert own == {name: defaults[name] for name in defaults if name not in ("batch_crops", "micro_batch", "seed", "augment")}
 
 
 def test_the_schema_for_editors() -> None:

@@ -23,7 +23,8 @@ from engine.common import ConfigError
 from engine.config import CONFIGS, FinetuneConfig, build
 from engine.data.leakage import find_leak, split_of
 from engine.evaluation.run_files import DIAGNOSTICS, read_diagnostics
-from engine.model.classifier import Classifier, HeadConfig
+from engine.model.classifier import Classifier
+from engine.model.config import HeadConfig
 from engine.model.encoder import Encoder
 from engine.model.init_weights import initialise
 from engine.objectives.arcface import arcface_logits

@@ -19,11 +19,11 @@ from data_tools.dataset import Dataset
 from data_tools.prepare import crop_count, prepare_crop
 from data_tools.record import EcgRecord
 from engine.common import ALL, LEADS, ConfigError
-from engine.data.preprocess import Input, SignalError, crops
+from engine.data.preprocess import Input, SignalError
 from engine.model.config import ObjectiveConfig
 from engine.model.encoder import pool
 from engine.model.folder import LoadError, seal
-from engine.model.inference import TrainedModel, config_of
+from engine.model.inference import TrainedModel, config_of, crops
 from engine.model.pretrainer import Pretrainer
 from engine.training.finetuning import read_start
 

@@ -13,7 +13,7 @@ from engine.common import ConfigError
 from engine.model.config import ObjectiveConfig
 from engine.model.draws import Draws, draw
 from engine.model.pretrainer import Pretrainer
-from engine.training.throughput import compile_model
+from engine.training.train import compile_model
 
 GOLDEN = {
     "loss": 6.714488,

@@ -151,7 +151,7 @@ def test_an_encoder_with_it(how: str) -> None:
     """In bf16 as near to float32 as with torch's kernel."""
     from engine.model.encoder import Encoder
     from engine.model.init_weights import initialise
-    from engine.training.throughput import compile_model
+    from engine.training.train import compile_model
     from tests.engine.model.tiny import SMALL
 
     x = torch.randn(4, 12, 2500, generator=torch.Generator().manual_seed(0)).cuda()

@@ -74,13 +74,13 @@ def test_validation_of_fewer_batches_than_ranks(dataset: Dataset, tmp_path: Path
 
 def count_graphs() -> None:
     """The compiler's, which are run as they are."""
-    from engine.training import throughput, train
+    from engine.training import train
 
     def counted(graph: Any, inputs: Any) -> Any:
         print(f"a graph of {len(graph.graph.nodes)} operations", flush=True)
         return graph.forward
 
-    train.compile_model = partial(throughput.compile_model, backend=counted)  # type: ignore[assignment]
+    train.compile_model = partial(train.compile_model, backend=counted)  # type: ignore[assignment]
 
 
 def test_a_step_of_two_ranks_compiles_in_few_graphs(dataset: Dataset, tmp_path: Path) -> None:
