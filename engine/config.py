@@ -60,7 +60,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class CropRoles(Section):
+class RoleSelection(Section):
     """Selects crops of a dataset by role: see data_tools.dataset.Dataset.select."""
 
     pretrain: bool | None = None
@@ -70,8 +70,8 @@ class CropRoles(Section):
 
 class DataConfig(Section):
     datasets: tuple[str, ...] = ()  # directories or s3:// URLs
-    train: CropRoles = CropRoles(pretrain=True)
-    valid: CropRoles = CropRoles(dx="valid")  # for the validation loss; datasets without such crops are skipped
+    train: RoleSelection = CropRoles(pretrain=True)
+    valid: RoleSelection = CropRoles(dx="valid")  # for the validation loss; datasets without such crops are skipped
     hold_out: float = Field(default=0.0, ge=0, lt=1)  # share of the patients of `train` kept for validation instead of `valid`
     anonymous: bool = False  # s3:// without credentials
 

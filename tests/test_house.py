@@ -1,6 +1,7 @@
 """The rules of the house: names, directions of imports, weights of packages. See README, "How it is built"."""
 
 import ast
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -72,7 +73,7 @@ def test_the_engine_enters_the_data_tools_by_one_door() -> None:
     assert not trespasses
 
 
-def test_imports_run_one_way() -> None:
+def test_modules_do_not_import_each_other() -> None:
     graph = {dotted(p): {n for n, at_import in imports(p) if at_import and n.split(".")[0] in PACKAGES} for p in MODULES}
     names = set(graph)
     packages = {name for name in names if any(other.startswith(name + ".") for other in names)}
@@ -89,6 +90,30 @@ def test_imports_run_one_way() -> None:
         pytest.fail(f"imports run in a circle: {' -> '.join(error.args[1])}")
 
 
+def test_folders_do_not_import_each_other() -> None:
+    """Imports inside functions count too. Each program directly under engine/ stands for itself, above the folders."""
+    folder = {dotted(p): dotted(p) if p.parent.name == "engine" else str(p.parent.relative_to(ROOT)) for p in MODULES}
+    edges: dict[str, set[str]] = {name: set() for name in folder.values() if name != "engine"}
+    for path in MODULES:
+        here = folder[dotted(path)]
+        there = {folder[name] for name, _ in imports(path) if name in folder} - {here, "engine"}
+        edges.get(here, set()).update(
+            name for name in there if not name.startswith(f"{here}/") and not here.startswith(f"{name}/")
+        )
+    try:
+        list(TopologicalSorter(edges).static_order())
+    except CycleError as error:
+        pytest.fail(f"folders import each other: {' -> '.join(error.args[1])}")
+
+
 def test_the_cycle_test_sees_a_cycle() -> None:
     with pytest.raises(CycleError):
         list(TopologicalSorter({"a": {"b"}, "b": {"a"}}).static_order())
+
+
+def test_a_class_name_means_one_thing() -> None:
+    classes = [
+        (node.name, dotted(p)) for p in MODULES for node in ast.parse(p.read_text()).body if isinstance(node, ast.ClassDef)
+    ]
+    public = sorted((name, module) for name, module in classes if not name.startswith("_"))
+    assert not [(a, b) for a, b in itertools.pairwise(public) if a[0] == b[0]]
