@@ -70,8 +70,8 @@ class RoleSelection(Section):
 
 class DataConfig(Section):
     datasets: tuple[str, ...] = ()  # directories or s3:// URLs
-    train: RoleSelection = CropRoles(pretrain=True)
-    valid: RoleSelection = CropRoles(dx="valid")  # for the validation loss; datasets without such crops are skipped
+    train: RoleSelection = RoleSelection(pretrain=True)
+    valid: RoleSelection = RoleSelection(dx="valid")  # for the validation loss; datasets without such crops are skipped
     hold_out: float = Field(default=0.0, ge=0, lt=1)  # share of the patients of `train` kept for validation instead of `valid`
     anonymous: bool = False  # s3:// without credentials
 
