@@ -9,10 +9,12 @@ SRC and DATASET may be folders or s3:// addresses (AWS_ENDPOINT_URL and the usua
 """
 
 import argparse
+import math
 import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,7 @@ Option = dict[str, Any]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = _parser()
-    options, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        parser.exit(2, f"{parser.prog} {options.command}: no such option: {' '.join(unknown)} (--help shows all)\n")
+    options = _parser().parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         run: Callable[[argparse.Namespace], int] = options.run
@@ -47,34 +46,26 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
 
 
-def _whole(minimum: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and int(text) >= minimum):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
-        return int(text)
+def _number(kind: type[int] | type[float], low: float, high: float = math.inf) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        with suppress(ValueError):
+            if low <= (value := kind(text)) <= high:
+                return value
+        what = f"a whole number of at least {low}" if kind is int else f"a number from {low} to {high}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
 
     return parse
 
 
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
-    return value
-
-
 def _parser() -> argparse.ArgumentParser:
-    workers: Option = {"type": _whole(1), "default": os.cpu_count() or 1, "help": "processes (all cores)"}
-    seed: Option = {"type": _whole(0), "default": 0}
+    workers: Option = {"type": _number(int, 1), "default": os.cpu_count() or 1, "help": "processes (all cores)"}
+    seed: Option = {"type": _number(int, 0), "default": 0}
     anonymous: Option = {"action": "store_true", "help": "read public buckets without credentials"}
     names: Option = {"metavar": "NAME", "nargs": "+"}
     synth: dict[str, Option] = {
         "out": {"metavar": "OUT", "help": "an empty or new folder"},
-        "--patients": {"type": _whole(1), "default": 100, "help": "PTB-XL patients, and as many further records (100)"},
-        "--sessions": {"type": _whole(1), "default": 2, "help": "recordings of each PTB-XL patient (2)"},
+        "--patients": {"type": _number(int, 1), "default": 100, "help": "PTB-XL patients, and as many further records (100)"},
+        "--sessions": {"type": _number(int, 1), "default": 2, "help": "recordings of each PTB-XL patient (2)"},
         "--seed": seed | {"help": "same seed, same bytes (0)"},
         "--layout": {"choices": ("physionet2021", "ptbxl"), "default": "physionet2021", "help": "(physionet2021)"},
         "--workers": workers | {"default": 1, "help": "processes (1)"},
@@ -89,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dx-sources": names | {"help": "sources whose records get diagnosis roles (cpsc_2018 georgia)"},
         "--id-sources": names | {"help": "sources whose patients get gallery and probe (ptb-xl)"},
         "--pretrain-sources": names | {"help": "sources for pre-training, or `all` (all but ptb and st_petersburg_incart)"},
-        "--id-share": {"type": _share, "metavar": "X", "help": "at most this share of a source's patients is tested (0.15)"},
+        "--id-share": {"type": _number(float, 0, 1), "metavar": "X", "help": "test at most this share of the patients (0.15)"},
         "--seed": seed | {"help": "of the order and of the roles (0)"},
         "--workers": workers,
         "--cluster": {"metavar": "tcp://HOST:8786", "help": "a Dask scheduler instead of processes"},
@@ -109,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     }
     show: dict[str, Option] = {
         "what": {"metavar": "DATASET|RECORD", "help": "a dataset, or a WFDB header file"},
-        "--crop": {"metavar": "ROW", "type": _whole(0), "help": "one crop of the dataset instead of the summary"},
+        "--crop": {"metavar": "ROW", "type": _number(int, 0), "help": "one crop of the dataset instead of the summary"},
         "--anonymous": anonymous,
         "--png": {"metavar": "FILE", "help": "draw it"},
     }
@@ -199,8 +190,7 @@ def _verify(options: argparse.Namespace) -> int:
     checked = "structure, tables, roles and sizes" if options.fast else "every byte, row and role"
     checked += ", the archive's samples" if sources else ""
     if options.fast:
-        places = {"tar": "shards/", "zarr": "store.zarr"}
-        files = " and ".join(places[name] for name in dataset.meta["formats"])
+        files = " and ".join({"tar": "shards/", "zarr": "store.zarr"}[name] for name in dataset.meta["formats"])
         checked += f"; not read: the contents of {files}, run without --fast for these"
     result = f"{len(found)} finding{'s' * (len(found) != 1)}" if found else f"everything holds ({checked})"
     print(f"{options.dataset}: {len(dataset):,} crops, {result}; {time.monotonic() - started:.1f} s")
@@ -278,7 +268,7 @@ def _caption(age: float | None, sex: str | None, dx: list[str] | tuple[str, ...]
     from data_tools.record import ABBREVIATIONS, CLASS_OF
 
     names = [ABBREVIATIONS[CLASS_OF[code]] if code in CLASS_OF else code for code in dx]
-    return ", ".join([*(f"{age:.0f} years" for age in [age] if age is not None), *([sex] if sex else []), *names])
+    return ", ".join(filter(None, ["" if age is None else f"{age:.0f} years", sex, *names]))
 
 
 if __name__ == "__main__":

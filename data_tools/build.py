@@ -73,14 +73,9 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
         plan = make_plan(sources, options.seed, options.workers, options.cluster, options.quiet)
         mark = key_mark(options.pseudonym_key)
         identities, contents = zip(*(plan.shard(i)[1:] for i in range(plan.shards)), strict=True)
-        recipe = {
-            "contents": identities,
-            "base": None,  # part of the hash since version 1
-            "plan": options.plan,
-            "seed": options.seed,
-            "format": options.format,
-            "pseudonyms": mark,
-        } | ({} if options.plan == "all" else options.role_sources.to_meta())
+        recipe = {name: getattr(options, name) for name in ("plan", "seed", "format")}
+        recipe |= {"contents": identities, "base": None, "pseudonyms": mark}  # base: part of the hash since version 1
+        recipe |= {} if options.plan == "all" else options.role_sources.to_meta()
         if out.exists(META):
             return _same(Dataset.open(options.out), recipe)
         parts = _build(plan, [content + (mark or "") for content in contents], out, options)
@@ -194,18 +189,13 @@ def build_shard(out: Folder, sources: tuple[Source, ...], key: bytes | None, tas
     if key:
         rejects = [(source, record, reason, "") for source, record, reason, _ in rejects]
     facts = {"content": content, "name": name, "crops": len(rows), "bytes": tar.size, "sha256": tar.sha256.hexdigest()}
-    out.write(index_name(name), addresses)
     facts |= {"index": hashlib.sha256(addresses).hexdigest(), "rejects": rejects}
+    out.write(index_name(name), addresses)
     out.write(part_name(name), _part(number, rows, facts))
 
 
 def _part(index: int, rows: list[dict[str, Any]], facts: dict[str, Any]) -> bytes:
-    absent = {
-        "shard": index,
-        "pretrain": False,
-        "dx_role": None,
-        "id_role": None,
-    }  # roles are assigned when all records are known
+    absent = {"shard": index, "pretrain": False}  # roles are assigned when all records are known
     columns = [pa.array([absent.get(field.name, row.get(field.name)) for row in rows], field.type) for field in COLUMNS]
     data = _parquet(pa.table(columns, schema=COLUMNS.with_metadata({"omnilead": json.dumps(facts)})))
     return data + hashlib.sha256(data).digest()
@@ -219,20 +209,9 @@ def _parquet(table: pa.Table) -> bytes:
 
 def row_of(source: str, name: str, record: EcgRecord, crop: Crop, key: bytes | None) -> dict[str, Any]:
     patient = pseudonym(key, "p", source, record_stem(record.patient)) if record.patient else None
-    return {
-        "source": source,
-        "record": name,
-        "patient": patient,
-        "start_s": crop.start_s,
-        "halves": crop.halves,
-        "missing_leads": crop.missing,
-        "flags": crop.flags,
-        "dx": record.dx,
-        "labels": class_row(record.dx),
-        "age": record.age,
-        "sex": record.sex,
-        "fs_source_hz": float(record.fs_hz),
-    }
+    row: dict[str, Any] = {"source": source, "record": name, "patient": patient, "start_s": crop.start_s, "halves": crop.halves}
+    row |= {"missing_leads": crop.missing, "flags": crop.flags, "dx": record.dx, "labels": class_row(record.dx)}
+    return row | {"age": record.age, "sex": record.sex, "fs_source_hz": float(record.fs_hz)}
 
 
 def _flags(crop: Crop) -> Iterator[tuple[str, str]]:
@@ -277,7 +256,12 @@ def _finish(plan: ShardPlan, parts: list[pa.Table], out: Folder, recipe: dict[st
         shards = []
         address = pa.array(np.full(len(table), -1))
         table = table.set_column(0, COLUMNS[0], address.cast(pa.int32())).set_column(1, COLUMNS[1], address)
-    _remove_strays(out, shards, options.format)
+    ours = {shard["name"].removesuffix(".tar") for shard in shards}
+    for name in list(out.names("shards")):  # what a killed run with other sources or options has left
+        if (found := _SHARD_FILE.fullmatch(name)) and found[1] not in ours:
+            out.remove(name)
+    if options.format == "tar" and out.exists(f"{STORE}/zarr.json"):
+        out.remove(STORE)
     samples, refused = _parquet(table), as_csv([("source", "record", "reason", "detail"), *sorted(set(rejects))]).encode()
     meta: dict[str, Any] = {
         "format_version": dataset.FORMAT_VERSION,
@@ -312,26 +296,10 @@ def _source_facts(plan: ShardPlan, table: pa.Table) -> list[dict[str, Any]]:
         rows = table.filter(pc.equal(table["source"], name))
         used = pc.count_distinct(rows["record"]).as_py() if len(rows) else 0
         about = by_name.get(name, {"dropped_s_sum": 0.0, "archive_first": 0})
-        facts.append(
-            {
-                "name": name,
-                "licence": plan.sources[about["archive_first"]].licence,
-                "records": {"seen": seen, "used": used, "refused": seen - used},
-                "crops": len(rows),
-                "dropped_s": round(about["dropped_s_sum"], 3),
-            }
-        )
+        one: dict[str, Any] = {"name": name, "licence": plan.sources[about["archive_first"]].licence}
+        one["records"] = {"seen": seen, "used": used, "refused": seen - used}
+        facts.append(one | {"crops": len(rows), "dropped_s": round(about["dropped_s_sum"], 3)})
     return facts
-
-
-def _remove_strays(out: Folder, shards: list[dict[str, Any]], format: str) -> None:
-    """What a killed run with other sources or options has left."""
-    ours = {shard["name"].removesuffix(".tar") for shard in shards}
-    for name in list(out.names("shards")):
-        if (found := _SHARD_FILE.fullmatch(name)) and found[1] not in ours:
-            out.remove(name)
-    if format == "tar" and out.exists(f"{STORE}/zarr.json"):
-        out.remove(STORE)
 
 
 def records_of(table: pa.Table) -> splits.Records:

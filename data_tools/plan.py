@@ -89,7 +89,11 @@ def make_plan(sources: Iterable[Source], seed: int, workers: int = 1, dask: str 
     refused = [one for number in sorted(scans) for one in scans[number][2]]
     seen = Counter(source for _, (source, *_) in refused)
     seen.update({row["values"]: row["counts"] for row in pc.value_counts(scanned["source"]).to_pylist()})
-    first = _first_of_each(pc.replace_substring(scanned["label"].combine_chunks(), "/", "-"))  # a-b/c, a/b-c: one tar name
+    names = pc.dictionary_encode(
+        pc.replace_substring(scanned["label"].combine_chunks(), "/", "-")
+    )  # a-b/c, a/b-c: one tar name
+    first = np.zeros(len(scanned), bool)
+    first[np.unique(names.indices.to_numpy(), return_index=True)[1]] = True
     for row in scanned.filter(pa.array(~first)).select(["key", "label"]).to_pylist():
         source, _, name = row["label"].partition("/")
         refused.append((row["key"], (source, name, "record read already", f"another {name} came first")))
@@ -168,9 +172,3 @@ def _with_unique_names(refused: list[tuple[str, Reject]], labels: pa.ChunkedArra
         taken.add((source, name))
         rejects.append((source, name, reason, located(path, detail)))
     return rejects
-
-
-def _first_of_each(labels: pa.Array) -> np.ndarray:
-    first = np.zeros(len(labels), bool)
-    first[np.unique(pc.dictionary_encode(labels).indices.to_numpy(), return_index=True)[1]] = True
-    return first

@@ -1,6 +1,6 @@
 """Data by eye: an ECG on ECG paper, true to scale, and an overview of a dataset in words and in a figure.
 
-python -m data_tools show DATASET|RECORD --png FILE
+`python -m data_tools show DATASET|RECORD --png FILE`. Only drawing imports matplotlib: `shard` prints words alone.
 """
 
 import math
@@ -8,26 +8,23 @@ import os
 import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from itertools import cycle
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import matplotlib
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from matplotlib.axes import Axes
-from matplotlib.backend_bases import FigureCanvasBase
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.collections import LineCollection
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.patheffects import withStroke
-from matplotlib.ticker import MaxNLocator
 
 from data_tools.build import records_of
 from data_tools.dataset import Dataset
 from data_tools.prepare import MAX_UV
 from data_tools.record import ABBREVIATIONS, LEADS
 from data_tools.splits import RoleSources
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 DPI, MM_PER_INCH = 150, 25.4
 MM_PER_S = 25.0
@@ -53,7 +50,7 @@ PAPER_SETS = {"chapman_shaoxing": 10_247, "cpsc_2018": 6_877, "cpsc_2018_extra":
 PAPER_SETS |= {"georgia": 10_344, "ningbo": 34_905, "ptb-xl": 21_837}
 
 
-def ecg_figure(mv: np.ndarray, fs_hz: float, title: str = "", caption: str = "", missing: Collection[str] = ()) -> Figure:
+def ecg_figure(mv: np.ndarray, fs_hz: float, title: str = "", caption: str = "", missing: Collection[str] = ()) -> "Figure":
     """Twelve leads `mv` [12, n] in the order of LEADS: 3 x 4 columns of 2.5 s, contiguous in time, over a rhythm strip.
 
     Each lead is centred on its median, as AC-coupled carts do. NaN leaves a gap; a lead of nothing else is missing."""
@@ -72,15 +69,19 @@ def ecg_figure(mv: np.ndarray, fs_hz: float, title: str = "", caption: str = "",
     # where a column begins -> at which time of the ECG: columns after the end of a short ECG show it from its start again
     begins = {s: s if s < length_s - 2 / fs_hz else s % whole_s for _, _, s, _ in cells}
 
-    def traces_at(gain: float) -> list[np.ndarray]:
-        return [_trace_mm(shown.get(lead), fs_hz, gain, row, s, begins[s], end - s) for lead, row, s, end in cells]
+    def trace_mm(gain: float, lead: str, row: int, place_s: float, end_s: float) -> np.ndarray:
+        """[points, (x, y)]. The sample on the edge of two columns is in both."""
+        start_s, values = begins[place_s], shown.get(lead, np.empty(0))
+        last = math.floor((start_s + end_s - place_s) * fs_hz + 1e-9)
+        at = np.arange(math.ceil(start_s * fs_hz - 1e-9), min(last + 1, len(values)))
+        return np.stack([TRACE_X_MM + MM_PER_S * (at / fs_hz - start_s + place_s), ROWS_Y_MM[row] + gain * values[at]], axis=1)
 
-    gain = GAINS_MM_PER_MV[0]
+    gain, notes = GAINS_MM_PER_MV[0], list[str]()
     edges = (PAPER_MM[1], *ROWS_Y_MM, 0.0)  # a trace may reach into the next row, but not across that row's baseline
-    traces, notes = traces_at(gain), []
+    traces = [trace_mm(gain, *cell) for cell in cells]
     if any(_leaves(trace, edges[row + 2], edges[row]) for trace, (_, row, _, _) in zip(traces, cells, strict=True)):
         gain = GAINS_MM_PER_MV[1]
-        traces = traces_at(gain)
+        traces = [trace_mm(gain, *cell) for cell in cells]
         notes.append(f"half gain: too tall for {GAINS_MM_PER_MV[0]:g} mm/mV")
     if any(_leaves(trace, 0.0, PAPER_MM[1]) for trace in traces):
         notes.append("cut at the edge of the paper")
@@ -98,23 +99,13 @@ def ecg_figure(mv: np.ndarray, fs_hz: float, title: str = "", caption: str = "",
     return figure
 
 
-def _trace_mm(
-    mv: np.ndarray | None, fs_hz: float, gain: float, row: int, place_s: float, start_s: float, dur_s: float
-) -> np.ndarray:
-    """[points, (x, y)] in mm of the ECG from `start_s`, drawn from `place_s` on. The sample on the edge of two columns is in
-    both."""
-    if mv is None:
-        return np.empty((0, 2))
-    first, last = math.ceil(start_s * fs_hz - 1e-9), math.floor((start_s + dur_s) * fs_hz + 1e-9)
-    at = np.arange(first, min(last + 1, len(mv)))
-    return np.stack([TRACE_X_MM + MM_PER_S * (at / fs_hz - start_s + place_s), ROWS_Y_MM[row] + gain * mv[at]], axis=1)
-
-
 def _leaves(trace: np.ndarray, floor: float, ceiling: float) -> bool:
     return bool(np.any(trace[:, 1] < floor) or np.any(trace[:, 1] > ceiling))
 
 
-def _draw_lead(axes: Axes, lead: str, row: int, start_s: float, end_s: float, trace: np.ndarray | None) -> None:
+def _draw_lead(axes: "Axes", lead: str, row: int, start_s: float, end_s: float, trace: np.ndarray | None) -> None:
+    from matplotlib.patheffects import withStroke
+
     x, end_x, y = TRACE_X_MM + MM_PER_S * start_s, TRACE_X_MM + MM_PER_S * end_s, ROWS_Y_MM[row]
     if start_s > 0:
         axes.plot([x, x], [y - 4, y + 4], color=INK, lw=0.7, label="separator")
@@ -127,8 +118,12 @@ def _draw_lead(axes: Axes, lead: str, row: int, start_s: float, end_s: float, tr
     _write(axes, x + 1.2, y + 6, lead, 10, weight="bold", label=f"name {lead}", zorder=4, path_effects=halo)
 
 
-def _paper() -> tuple[Figure, Axes]:
+def _paper() -> "tuple[Figure, Axes]":
     """An empty sheet, and its axes in millimetres."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.collections import LineCollection
+    from matplotlib.figure import Figure
+
     (page_w, page_h), (w, h), (left, bottom) = PAGE_MM, PAPER_MM, PAPER_AT_MM
     figure = Figure(figsize=(page_w / MM_PER_INCH, page_h / MM_PER_INCH), dpi=DPI, facecolor="white")
     FigureCanvasAgg(figure)
@@ -143,7 +138,7 @@ def _paper() -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _margins(figure: Figure, title: str, caption: str, scale: str, notes: str) -> None:
+def _margins(figure: "Figure", title: str, caption: str, scale: str, notes: str) -> None:
     """The text around the paper."""
     (page_w, page_h), (w, h), (left, bottom) = PAGE_MM, PAPER_MM, PAPER_AT_MM
     x, right, footer_y = left / page_w, (left + w) / page_w, (bottom - 5.5) / page_h
@@ -155,57 +150,52 @@ def _margins(figure: Figure, title: str, caption: str, scale: str, notes: str) -
     _write(figure, right, footer_y, notes, 9, color=GREY, ha="right")
 
 
-def _write(where: Figure | Axes, x: float, y: float, text: str, size: float, color: str = INK, **style: object) -> None:
+def _write(where: "Figure | Axes", x: float, y: float, text: str, size: float, color: str = INK, **style: object) -> None:
     where.text(x, y, text, fontsize=size, color=color, fontfamily=FONT, parse_math=False, **style)  # type: ignore[arg-type]
 
 
-def dataset_figure(dataset: Dataset) -> Figure:
-    table = dataset.table(["source", "pretrain", "dx_role", "id_role", "labels"])
+def dataset_figure(dataset: Dataset) -> "Figure":
+    table, labels = dataset.table(["source", "pretrain", "dx_role", "id_role"]), dataset.labels.sum(axis=0).tolist()
     columns = (table[name].to_pylist() for name in ("source", "pretrain", "dx_role", "id_role"))
     counts: dict[str, Counter[str]] = {}
-    for source, *roles in zip(*columns, strict=True):
-        counts.setdefault(source, Counter())[_role(*roles)] += 1
-    labels = pc.list_flatten(table["labels"]).to_numpy().reshape(-1, len(ABBREVIATIONS))
-    classes = {name: int(count) for name, count in zip(ABBREVIATIONS, labels.sum(axis=0), strict=True) if count}
+    for source, pretrain, dx, identity in zip(*columns, strict=True):
+        role = f"diagnosis {dx}" if dx in ("valid", "test") else "pre-training" if pretrain else "kept out"
+        role = "gallery or probe" if identity in ("gallery", "probe") else role
+        counts.setdefault(source, Counter())[role] += 1
+    classes = dict(zip(ABBREVIATIONS, labels, strict=True)) if any(labels) else {}
     return summary_figure(counts, classes, f"{len(dataset):,} crops of 10 s, plan {dataset.meta['plan']}")
 
 
-def _role(pretrain: bool, dx: str | None, identity: str | None) -> str:
-    if identity in ("gallery", "probe"):
-        return "gallery or probe"
-    if dx in ("valid", "test"):
-        return f"diagnosis {dx}"
-    return "pre-training" if pretrain else "kept out"
-
-
-def summary_figure(counts: Mapping[str, Mapping[str, int]], class_counts: Mapping[str, int], title: str) -> Figure:
+def summary_figure(counts: Mapping[str, Mapping[str, int]], class_counts: Mapping[str, int], title: str) -> "Figure":
     """Left: crops of each source, by role (counts[source][role]). Right: crops that have each diagnosis class."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
     slots = max(len(counts), len(ABBREVIATIONS) if class_counts else 0, 8)
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.03)
     figure = Figure(figsize=(12.5, 1.8 + 0.22 * slots), dpi=DPI, facecolor="white", layout=layout)
     FigureCanvasAgg(figure)
     figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK, family=FONT, parse_math=False)
     left, right = figure.subplots(1, 2, width_ratios=(1.1, 1.0))
-    crops = sum(sum(roles.values()) for roles in counts.values())
-    left.set_title(f"{crops:,} crops by source and role", loc="left", fontsize=10, color=INK, family=FONT)
-    right.set_title("crops with each diagnosis class", loc="left", fontsize=10, color=INK, family=FONT)
     _draw_sources(left, counts, slots)
+    right.set_title("crops with each diagnosis class", loc="left", fontsize=10, color=INK, family=FONT)
     if class_counts:
-        _draw_classes(right, class_counts)
+        _draw_classes(right, dict.fromkeys(ABBREVIATIONS, 0) | dict(class_counts))
     else:
         right.set_axis_off()
         _write(right, 0.5, 0.5, "no diagnosis labels", 10, color=GREY, style="italic", ha="center", va="center")
     return figure
 
 
-def _draw_sources(axes: Axes, counts: Mapping[str, Mapping[str, int]], slots: int) -> None:
+def _draw_sources(axes: "Axes", counts: Mapping[str, Mapping[str, int]], slots: int) -> None:
     totals = {source: sum(roles.values()) for source, roles in counts.items()}
     order = sorted(totals, key=lambda source: (-totals[source], source))
+    axes.set_title(f"{sum(totals.values()):,} crops by source and role", loc="left", fontsize=10, color=INK, family=FONT)
     left = np.zeros(len(order))
-    for i, role in enumerate(dict.fromkeys(role for roles in counts.values() for role in roles)):
+    for role, colour in zip(dict.fromkeys(role for roles in counts.values() for role in roles), cycle(ROLE_COLOURS)):
         part = np.array([counts[source].get(role, 0) for source in order])
-        colour, label = ROLE_COLOURS[i % len(ROLE_COLOURS)], f"{role}  {part.sum():,}"
-        axes.barh(range(len(order)), part, 0.68, left=left, color=colour, label=label)
+        axes.barh(range(len(order)), part, 0.68, left=left, color=colour, label=f"{role}  {part.sum():,}")
         left += part
     axes.set_xlim(0, max([1, *totals.values()]) * 1.14)
     _finish_bars(axes, order, [totals[source] for source in order], max(len(order), 0.55 * slots))
@@ -214,22 +204,23 @@ def _draw_sources(axes: Axes, counts: Mapping[str, Mapping[str, int]], slots: in
         axes.legend(loc="upper left", bbox_to_anchor=at, ncols=4, frameon=False, prop=font, borderaxespad=0)
 
 
-def _draw_classes(axes: Axes, class_counts: Mapping[str, int]) -> None:
-    full = dict.fromkeys(ABBREVIATIONS, 0) | dict(class_counts)
-    order = sorted(full, key=lambda name: (-full[name], name))
-    lowest, highest, start = min((n for n in full.values() if n > 0), default=1), max(1, *full.values()), 0.0
+def _draw_classes(axes: "Axes", counts: Mapping[str, int]) -> None:
+    order = sorted(counts, key=lambda name: (-counts[name], name))
+    lowest, highest, start = min(filter(None, counts.values()), default=1), max(1, *counts.values()), 0.0
     axes.set_xlim(0, highest * 1.14)
     if highest / lowest > 50:
         start = lowest / 2
         axes.set_xscale("log")
         axes.set_xlim(start, highest * (highest / lowest) ** 0.14)
         axes.set_xlabel("crops, logarithmic scale", fontsize=8, color=GREY, family=FONT)
-    axes.barh(range(len(order)), [max(full[name] - start, 0) for name in order], 0.68, left=start, color=ROLE_COLOURS[0])
-    _finish_bars(axes, order, [full[name] for name in order], len(order))
+    axes.barh(range(len(order)), [max(counts[name] - start, 0) for name in order], 0.68, left=start, color=ROLE_COLOURS[0])
+    _finish_bars(axes, order, [counts[name] for name in order], len(order))
 
 
-def _finish_bars(axes: Axes, names: list[str], values: list[int], slots: float) -> None:
+def _finish_bars(axes: "Axes", names: list[str], values: list[int], slots: float) -> None:
     """Names at the left, numbers behind the bars, whole numbers as ticks."""
+    from matplotlib.ticker import MaxNLocator
+
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(GREY)
     axes.tick_params(axis="x", which="both", colors=GREY, labelsize=8, labelfontfamily=FONT)
@@ -249,14 +240,18 @@ def _finish_bars(axes: Axes, names: list[str], values: list[int], slots: float) 
 
 
 def picture_kind(path: Path) -> str:
+    from matplotlib.backend_bases import FigureCanvasBase
+
     kind = path.suffix[1:].lower() or "png"
     if kind not in FigureCanvasBase.get_supported_filetypes():
         raise OSError(f"{path}: no picture can be written as .{kind}: use .png, .svg or .pdf")
     return kind
 
 
-def save(figure: Figure, path: str | os.PathLike[str], dpi: float = DPI) -> None:
+def save(figure: "Figure", path: str | os.PathLike[str]) -> None:
     """Write the whole file or nothing, in the format of its suffix; the same figure gives the same bytes."""
+    import matplotlib
+
     path = Path(path)
     kind = picture_kind(path)
     undated = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
@@ -264,7 +259,7 @@ def save(figure: Figure, path: str | os.PathLike[str], dpi: float = DPI) -> None
     try:
         # a user's savefig.bbox = tight would break the scale, svg ids are random without a salt
         with matplotlib.rc_context({"savefig.bbox": None, "svg.hashsalt": "omnilead"}), temporary.open("wb") as file:
-            figure.savefig(file, format=kind, dpi=dpi, facecolor="white", metadata=undated.get(kind))
+            figure.savefig(file, format=kind, dpi=DPI, facecolor="white", metadata=undated.get(kind))
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -294,18 +289,14 @@ def describe(dataset: Dataset) -> str:
         mask = pc.equal(table[f"{task}_role"], role).fill_null(False) if role else table["pretrain"]
         parts = pc.sum(table["halves"].filter(mask)).as_py() or 0
         lines.append(f"{name:22}{pc.sum(mask).as_py() or 0:10,}{parts:11,}{paper:11,}")
-    if duplicates := _duplicates(dataset):
+    records = records_of(dataset.table(["source", "record", "patient", "start_s", "waveform"]))
+    _, number = np.unique(records.waveform, return_inverse=True)
+    pairs = np.unique(np.stack([number, records.crop_record]), axis=1)
+    if duplicates := int((np.bincount(pairs[0])[number] > 1).sum()):
         lines += ["", f"{duplicates:,} crops have a waveform that another record has too"]
     reasons = Counter(reject[2] for reject in dataset.rejects())
     lines += ["", "refused, repaired or flagged (rejects.csv):" if reasons else "nothing refused, repaired or flagged"]
     return "\n".join(lines + [f"  {reason:30}{count:8,}" for reason, count in reasons.most_common()])
-
-
-def _duplicates(dataset: Dataset) -> int:
-    records = records_of(dataset.table(["source", "record", "patient", "start_s", "waveform"]))
-    _, number = np.unique(records.waveform, return_inverse=True)
-    pairs = np.unique(np.stack([number, records.crop_record]), axis=1)
-    return int((np.bincount(pairs[0])[number] > 1).sum())
 
 
 def notes(dataset: Dataset) -> Iterator[str]:

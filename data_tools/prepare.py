@@ -24,7 +24,6 @@ from data_tools.errors import ReadError
 from data_tools.record import LEADS, MV_PER_UNIT, EcgRecord, lead_rows, unit_name
 
 FS_HZ, CROP, HALF = 500, 5000, 2500
-CROP_BYTES = len(LEADS) * CROP * 2
 IN_ORDER = {lead: lead for lead in range(len(LEADS))}
 MAX_UV = 32_767
 MAX_MV = 1e9  # larger values would overflow in the filter

@@ -42,12 +42,10 @@ class LocalFolder:
         """A regular file of at most `limit` bytes; links, pipes and devices are refused."""
         try:
             file = os.open(self.path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise ReadError("missing file", name) from None
         except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise ReadError("not a regular file", f"{name}: a link, which is not followed") from None
-            raise ReadError("unreadable file", f"{name}: {error.strerror}") from None
+            link = ("not a regular file", f"{name}: a link, which is not followed")
+            reasons = {errno.ENOENT: ("missing file", name), errno.ELOOP: link}
+            raise ReadError(*reasons.get(error.errno or 0, ("unreadable file", f"{name}: {error.strerror}"))) from None
         try:
             state = os.fstat(file)
             if not stat.S_ISREG(state.st_mode):

@@ -98,26 +98,23 @@ class Block:
     key: tuple[int, ...]
     samples: int
     first_patient: int
-    ids: tuple[tuple[int, ...], ...]  # [session][patient]
+    ids: list[list[int]]  # [session][patient]
 
 
 def allocate(patients: int) -> dict[str, int]:
     """`patients` one-recording patients over the seven databases that are not PTB-XL, in the real ones' proportions."""
-    counts = {name: 0 for name in DATABASES if name != "ptb-xl"}
-    small = ("st_petersburg_incart", "ptb")
-    if patients >= 50:
-        counts |= {name: min(DATABASES[name].ids, max(1, round(SMALL_SHARE * patients))) for name in small}
-    rest = patients - sum(counts.values())
-    large = [name for name in counts if name not in small]
-    total = sum(DATABASES[name].records for name in large)
+    small = {name: max(1, round(SMALL_SHARE * patients)) if patients >= 50 else 0 for name in ("st_petersburg_incart", "ptb")}
+    small = {name: min(DATABASES[name].ids, count) for name, count in small.items()}
+    large = {name: one.records for name, one in DATABASES.items() if name not in small and name != "ptb-xl"}
+    rest, total = patients - sum(small.values()), sum(large.values())
     if rest > total:
         raise DataError(f"patients={patients} is too large: beside PTB-XL's there are {total + patients - rest} ids")
-    shares = {name: rest * DATABASES[name].records / total for name in large}
-    counts |= {name: int(share) for name, share in shares.items()}
-    by_remainder = sorted(large, key=lambda name: int(shares[name]) - shares[name])
-    for name in by_remainder[: patients - sum(counts.values())]:
+    shares = {name: rest * records / total for name, records in large.items()}
+    counts = {name: int(share) for name, share in shares.items()}
+    by_remainder = sorted(large, key=lambda name: counts[name] - shares[name])
+    for name in by_remainder[: rest - sum(counts.values())]:
         counts[name] += 1
-    return counts
+    return counts | small
 
 
 def plan(patients: int, sessions: int = 2, seed: int = 0, layout: str = "physionet2021") -> list[Block]:
@@ -129,23 +126,19 @@ def plan(patients: int, sessions: int = 2, seed: int = 0, layout: str = "physion
         raise DataError(f"layout={layout!r} is not one of {', '.join(LAYOUTS)}")
     if patients * sessions > DATABASES["ptb-xl"].ids:
         raise DataError(f"patients={patients} x sessions={sessions}: PTB-XL's five-digit ids end at 99999")
+    counts = {"ptb-xl": patients} | (allocate(patients) if layout == "physionet2021" else {})
     blocks = []
-    others = allocate(patients) if layout == "physionet2021" else {}
     for number, (name, database) in enumerate(DATABASES.items()):
-        if name == "ptb-xl":
-            for block, first in enumerate(range(0, patients, BLOCK)):
-                count = min(BLOCK, patients - first)
-                start = database.first + first * sessions
-                ids = tuple(tuple(range(start + s * count, start + (s + 1) * count)) for s in range(sessions))
-                blocks.append(Block(name, (seed, number, 0, block), 10 * database.fs_hz, first, ids))
-        elif others.get(name):
-            seconds, share = zip(*database.durations_s, strict=True)
-            drawn = np.random.default_rng([seed, number, LENGTH]).choice(len(seconds), others[name], p=share)
-            for length, dur_s in enumerate(seconds):
-                records = np.flatnonzero(drawn == length)
-                for block, first in enumerate(range(0, len(records), BLOCK)):
-                    chosen = tuple(database.first + int(i) for i in records[first : first + BLOCK])
-                    blocks.append(Block(name, (seed, number, length, block), dur_s * database.fs_hz, first, (chosen,)))
+        repeats = sessions if name == "ptb-xl" else 1
+        seconds, share = zip(*database.durations_s, strict=True)
+        drawn = np.random.default_rng([seed, number, LENGTH]).choice(len(seconds), counts.get(name, 0), p=share)
+        for length, dur_s in enumerate(seconds):
+            records = np.flatnonzero(drawn == length)
+            for block, first in enumerate(range(0, len(records), BLOCK)):
+                chosen = records[first : first + BLOCK]
+                start = database.first + first * (repeats - 1)
+                ids = [(start + session * len(chosen) + chosen).tolist() for session in range(repeats)]
+                blocks.append(Block(name, (seed, number, length, block), dur_s * database.fs_hz, first, ids))
     return blocks
 
 
@@ -156,12 +149,6 @@ def damage(digital: np.ndarray, database: str, u: np.ndarray) -> None:
     if database == "ningbo" and u[2] < INVALID:
         start = int(u[3] * len(digital) * 0.99)
         digital[start : start + 1 + int(u[4] * 20), 6 + int(u[5] * 6)] = -32768  # WFDB: not measured
-
-
-def checksums(digital: np.ndarray) -> np.ndarray:
-    """Sum of each lead, wrapped to 16 bits as WFDB does: int16 [12]."""
-    sums: np.ndarray = np.ascontiguousarray(digital.T).sum(1, dtype=np.int16)
-    return sums
 
 
 def _comments(name: str, age: int, female: bool, codes: list[str], u: np.ndarray) -> list[str]:
@@ -191,27 +178,23 @@ def _codes(database: str, names: list[str]) -> list[str]:
     return codes or [_UNSCORED[0]]  # no header is without a diagnosis
 
 
-def _write_challenge(path: Path, name: str, fs_hz: int, digital: np.ndarray, comments: list[str]) -> None:
-    """<record>.hea + a MATLAB level 4 .mat: five int32 (int16 matrix, 12 x n, real, name of 4), `val`, samples."""
-    database, record, samples = DATABASES[name], path.name, len(digital)
+def _write(path: Path, database: Database, digital: np.ndarray, comments: list[str], layout: str) -> None:
+    """Header and signal. The Challenge's signal is a MATLAB level 4 file: five int32 (int16 matrix, 12 x n, real, name of 4),
+    `val`, samples. PTB-XL's release writes the aV leads in capitals and checksums unsigned."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    form = f"16x1+24 1000.0(0)/{database.unit}" if database.spaced else f"16+24 1000/{database.unit}"
-    lines = [f"{record} 12 {fs_hz} {samples}{database.date}"]
-    leads = zip(LEADS, digital[0].tolist(), checksums(digital).tolist(), strict=True)
-    lines += [f"{record}.mat {form} 16 0 {initial} {checksum} 0 {lead}" for lead, initial, checksum in leads]
-    matrix = np.array([30, 12, samples, 0, 4], "<i4").tobytes() + b"val\0"
-    path.with_suffix(".mat").write_bytes(matrix + digital.astype("<i2", copy=False).tobytes())
+    sums = np.ascontiguousarray(digital.T).sum(1, dtype=np.int16)  # wrap as WFDB's do
+    if layout == "ptbxl":
+        suffix, form, date, first_bytes = ".dat", "16 1000.0(0)/mV", "", b""
+        leads, sums = [lead.upper() for lead in LEADS], sums.view(np.uint16)
+    else:
+        suffix, date, leads = ".mat", database.date, list(LEADS)
+        form = f"16x1+24 1000.0(0)/{database.unit}" if database.spaced else f"16+24 1000/{database.unit}"
+        first_bytes = np.array([30, 12, len(digital), 0, 4], "<i4").tobytes() + b"val\0"
+    lines = [f"{path.name} 12 {database.fs_hz} {len(digital)}{date}"]
+    rows = zip(leads, digital[0].tolist(), sums.tolist(), strict=True)
+    lines += [f"{path.name}{suffix} {form} 16 0 {initial} {total} 0 {lead}" for lead, initial, total in rows]
+    path.with_suffix(suffix).write_bytes(first_bytes + digital.astype("<i2", copy=False).tobytes())
     path.with_suffix(".hea").write_bytes("\n".join([*lines, *comments, ""]).encode())
-
-
-def _write_ptbxl(path: Path, fs_hz: int, digital: np.ndarray) -> None:
-    """<id>_hr.hea + .dat in WFDB's format 16; this release writes the aV leads in capitals and checksums unsigned."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [f"{path.name} 12 {fs_hz} {len(digital)}"]
-    leads = zip(LEADS, digital[0].tolist(), checksums(digital).view(np.uint16).tolist(), strict=True)
-    lines += [f"{path.name}.dat 16 1000.0(0)/mV 16 0 {first} {total} 0 {lead.upper()}" for lead, first, total in leads]
-    path.with_suffix(".dat").write_bytes(digital.astype("<i2", copy=False).tobytes())
-    path.with_suffix(".hea").write_bytes("\n".join([*lines, ""]).encode())
 
 
 def _csv_row(ecg_id: int, patient: int, age: int, female: bool, names: list[str], u: np.ndarray) -> dict[str, object]:
@@ -274,13 +257,12 @@ def write_block(out: Path, layout: str, block: Block) -> tuple[int, list[dict[st
         for i, record_id in enumerate(ids):
             names, age, female = diagnoses[i], int(patients.age[i]), bool(patients.female[i])
             if layout == "ptbxl":
-                folder = out / "records500" / f"{record_id // 1000 * 1000:05d}"
-                _write_ptbxl(folder / f"{record_id:05d}_hr", database.fs_hz, digital[i])
+                path, comments = out / f"records500/{record_id // 1000 * 1000:05d}/{record_id:05d}_hr", []
             else:
-                folder = out / "training" / block.database / f"g{(record_id - database.first) // FOLDER_RECORDS + 1}"
+                folder = f"training/{block.database}/g{(record_id - database.first) // FOLDER_RECORDS + 1}"
+                path = out / folder / f"{database.prefix}{record_id:0{database.digits}d}"
                 comments = _comments(block.database, age, female, _codes(block.database, names), u[i])
-                record = f"{database.prefix}{record_id:0{database.digits}d}"
-                _write_challenge(folder / record, block.database, database.fs_hz, digital[i], comments)
+            _write(path, database, digital[i], comments, layout)
             if block.database == "ptb-xl":
                 rows.append(_csv_row(record_id, block.first_patient + i, age, female, names, u[i]))
     return sum(map(len, block.ids)), rows
@@ -308,7 +290,7 @@ def synthesise(
     out.mkdir(parents=True, exist_ok=True)
     arguments = f"patients={patients} sessions={sessions} seed={seed} layout={layout}"
     (out / "SYNTHETIC.txt").write_text(f"Synthetic ECGs of synthetic patients: no person's data.\nsynth {arguments}\n")
-    counts: Counter[str] = Counter()
+    counts = Counter[str]()
     for block in blocks:
         counts[block.database] += sum(map(len, block.ids))
     rows: list[dict[str, object]] = []

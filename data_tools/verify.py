@@ -8,11 +8,8 @@ Findings are sentences that name file, crop and check; an empty list means that 
 
 import hashlib
 import json
-import mmap
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -129,21 +126,21 @@ def check_shard(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
             found.append(f"{name}: {len(rows)} rows, {shard['crops']} crops in {META}")
         if fast:
             return [*found, *_check_size(dataset, name, shard["bytes"]), *_check_size(dataset, index_name(shard["name"]))]
-        with _mapped(dataset, name, shard["bytes"]) as data:
-            if len(data) != shard["bytes"]:
-                return [f"{name}: {len(data)} bytes, {shard['bytes']} expected (truncated or replaced)"]
-            if hashlib.sha256(data).hexdigest() != shard["sha256"]:
-                found.append(f"{name}: fails its sha256")
-            for number, row in enumerate(rows.select(["offset", *CONTENT_COLUMNS]).to_pylist()):
-                piece = bytes(data[row["offset"] : row["offset"] + CROP_BYTES])
-                crop = np.frombuffer(piece.ljust(CROP_BYTES, b"\0"), "<i2").reshape(CROP_SHAPE)
-                found += [f"{name}: crop {number} at byte {row['offset']} {finding}" for finding in _check_crop(crop, row)]
-            found += _check_index(dataset, index_name(shard["name"]), data, rows)
-            if not found:
-                try:
-                    found += _check_members(name, data, rows)
-                except (ValueError, TypeError, AttributeError, RecursionError) as error:  # forged, with the right sha256
-                    found.append(one_line(f"{name}: an invalid tar member: {error}"))
+        data = _contents(dataset, name, shard["bytes"])
+        if len(data) != shard["bytes"]:
+            return [f"{name}: {len(data)} bytes, {shard['bytes']} expected (truncated or replaced)"]
+        if hashlib.sha256(data).hexdigest() != shard["sha256"]:
+            found.append(f"{name}: fails its sha256")
+        for number, row in enumerate(rows.select(["offset", *CONTENT_COLUMNS]).to_pylist()):
+            piece = bytes(data[row["offset"] : row["offset"] + CROP_BYTES])
+            crop = np.frombuffer(piece.ljust(CROP_BYTES, b"\0"), "<i2").reshape(CROP_SHAPE)
+            found += [f"{name}: crop {number} at byte {row['offset']} {finding}" for finding in _check_crop(crop, row)]
+        found += _check_index(dataset, index_name(shard["name"]), data, rows)
+        if not found:
+            try:
+                found += _check_members(name, data, rows)
+            except (ValueError, TypeError, AttributeError, RecursionError) as error:  # forged, with the right sha256
+                found.append(one_line(f"{name}: an invalid tar member: {error}"))
     except ReadError as error:
         found.append(f"{name}: {error.reason}")
     return found[:MAX_FINDINGS]
@@ -159,18 +156,11 @@ def _check_size(dataset: Dataset, name: str, expected: int | None = None) -> Ite
             yield f"{name}: {size} bytes, {expected} expected (truncated or replaced)"
 
 
-@contextmanager
-def _mapped(dataset: Dataset, name: str, size: int) -> Iterator[Any]:
-    if dataset.root.remote:
-        yield memoryview(dataset.root.read(name, size))
-        return
+def _contents(dataset: Dataset, name: str, size: int) -> memoryview:
+    """A whole file; a local one is mapped into memory."""
+    root = dataset.root
     try:
-        with (
-            open(f"{dataset.root.url}/{name}", "rb") as file,
-            mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped,
-            memoryview(mapped) as view,
-        ):
-            yield view
+        return memoryview(root.read(name, size)) if root.remote else np.memmap(root.path(name), np.uint8, "r").data
     except FileNotFoundError:
         raise ReadError("missing file") from None
     except ValueError:
@@ -256,23 +246,20 @@ def check_object(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
             return [f"{name}: {size} bytes, which is not what its index says (replaced, or a crop is missing)"]
         if fast:
             return []
-        with _mapped(dataset, name, size) as data:
-            return list(islice(_check_chunks(f"{name}: crop", data, index, rows, number * chunks.block), MAX_FINDINGS))
+        data = _contents(dataset, name, size)
     except FileNotFoundError:
         return [f"{name}: missing file"]
     except (ChunkError, ReadError) as error:
         return [f"{name}: {error}"]
-
-
-def _check_chunks(at: str, data: memoryview, index: list[list[int]], rows: pa.Table, first: int) -> Iterator[str]:
-    crop = np.empty(CROP_SHAPE, "<i2")
-    for number, row in enumerate(rows.to_pylist()):
-        start, length = index[number]
+    crop, found = np.empty(CROP_SHAPE, "<i2"), list[str]()
+    for i, ((start, length), row) in enumerate(zip(index, rows.to_pylist(), strict=False)):
+        at = f"{name}: crop {number * chunks.block + i}"
         try:
             decode(bytes(data[start : start + length]), length, crop)
-            yield from (f"{at} {first + number} {finding}" for finding in _check_crop(crop, row))
+            found += [f"{at} {finding}" for finding in _check_crop(crop, row)]
         except ChunkError as error:
-            yield f"{at} {first + number}: {error}"
+            found.append(f"{at}: {error}")
+    return found[:MAX_FINDINGS]
 
 
 def _compare_archive(

@@ -40,9 +40,10 @@ class Chunks:
         except (ReadError, LookupError, TypeError, ValueError, RecursionError) as error:
             raise DatasetError(one_line(f"{file}: {type(error).__name__} {error}: restore the file")) from None
         self.layout = layout(crops, self.block)
-        wrong = differs(self.meta, self.layout)
+        names = self.layout.keys() - {"attributes"}  # a user's own may be in them
+        wrong = [f"{name} is {self.meta.get(name)}" for name in sorted(names) if self.meta.get(name) != self.layout[name]]
         if wrong or not 0 < self.block <= MAX_BLOCK:
-            raise DatasetError(one_line(f"{file}: {wrong}: only the layout that data_tools writes can be read"))
+            raise DatasetError(one_line(f"{file}: only the layout that data_tools writes can be read: {wrong[:1]}"))
         self._index = lru_cache(CACHED_INDEXES)(self.index)
 
     def name(self, block: int) -> str:
@@ -115,14 +116,3 @@ def layout(crops: int, block: int) -> dict[str, Any]:
         "node_type": "array",
         "storage_transformers": [],
     }
-
-
-def differs(found: Any, expected: Any, name: str = "") -> str:
-    """The first value in `expected` that is another in `found`, or an empty string."""
-    if isinstance(expected, dict) and isinstance(found, dict):
-        parts = ((found.get(key), value, f"{name}.{key}".lstrip(".")) for key, value in expected.items())
-    elif isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
-        parts = ((one, value, name) for one, value in zip(found, expected, strict=True))
-    else:
-        return "" if found == expected else f"{name} is {found!r} and not {expected!r}"[:200]
-    return next(filter(None, (differs(*part) for part in parts)), "")

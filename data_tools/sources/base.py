@@ -10,14 +10,14 @@ import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from itertools import chain
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
 from data_tools.errors import DataError, ReadError, StorageError, printable
-from data_tools.prepare import CROP, FS_HZ, Crop, crop_count, prepare_crop
+from data_tools.prepare import CROP, Crop, crop_count, prepare_crop
 from data_tools.record import LEAD_INDEX, LEADS, EcgRecord, Header
 from data_tools.sources.wfdb_header import MAX_BYTES, WfdbHeader, parse_header, peek
 from data_tools.sources.wfdb_signals import own_name, read_record
@@ -155,27 +155,25 @@ class Prepared(NamedTuple):
 
 def prepared(source: Source, key: str) -> Prepared | ReadError:
     """One record straight from its archive, without a dataset."""
+    return read_safely(partial(_prepare, source), key)
 
-    def prepare(key: str) -> Prepared:
-        record = source.read(key)
-        count = crop_count(record.signal.shape[1], record.fs_hz)
-        if not count:
-            raise ReadError("too short", f"{record.signal.shape[1] / record.fs_hz:g} s")
-        samples = np.empty((count, len(LEADS), CROP), np.int16)
-        crops: list[Crop] = []
-        for index in range(count):
-            try:
-                crops.append(prepare_crop(record, index, samples[len(crops)]))
-            except ReadError as error:
-                if error.reason != "no valid lead":
-                    raise
-        if not crops:
-            raise ReadError("no valid lead", f"in {count * CROP / FS_HZ:g} s")
-        starts, halves = tuple(crop.start_s for crop in crops), tuple(crop.halves for crop in crops)
-        name = record.source or source.source_of(key)
-        return Prepared(name, record.name, record.patient, samples[: len(crops)], starts, halves)
 
-    return read_safely(prepare, key)
+def _prepare(source: Source, key: str) -> Prepared:
+    record = source.read(key)
+    count = crop_count(record.signal.shape[1], record.fs_hz)
+    if not count:
+        raise ReadError("too short", f"{record.signal.shape[1] / record.fs_hz:g} s")
+    samples = np.empty((count, len(LEADS), CROP), np.int16)
+    crops: list[Crop] = []
+    for index in range(count):
+        try:
+            crops.append(prepare_crop(record, index, samples[len(crops)]))
+        except ReadError as error:
+            if error.reason != "no valid lead" or (index + 1 == count and not crops):
+                raise
+    starts, halves = tuple(crop.start_s for crop in crops), tuple(crop.halves for crop in crops)
+    name = record.source or source.source_of(key)
+    return Prepared(name, record.name, record.patient, samples[: len(crops)], starts, halves)
 
 
 def record_stem(key: str) -> str:

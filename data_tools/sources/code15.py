@@ -102,12 +102,10 @@ def _open(root: Folder, part: str) -> tuple[Any, np.ndarray]:
 
 
 def _check_shapes(part: str, tracings: Any, exams: Any) -> None:
-    if tracings.ndim != 3 or tracings.shape[2] != 12 or tracings.dtype.kind != "f":
-        raise ReadError("unexpected HDF5 shape", f"{part}: {tracings.shape} {tracings.dtype}")
-    if exams.shape != tracings.shape[:1] or exams.dtype.kind not in "iu" or exams.shape[0] > MAX_EXAMS:
-        raise ReadError("unexpected HDF5 shape", f"{part}: exam_id {exams.shape} {exams.dtype}")
-    if not 1 <= tracings.shape[1] <= 20_000:
-        raise ReadError("unexpected HDF5 shape", f"{part}: {tracings.shape}")
+    shape, kinds = tracings.shape, tracings.dtype.kind + exams.dtype.kind
+    sound = len(shape) == 3 and 1 <= shape[1] <= 20_000 and shape[2] == 12 and kinds in ("fi", "fu")
+    if not sound or exams.shape != shape[:1] or shape[0] > MAX_EXAMS:
+        raise ReadError("unexpected HDF5 shape", f"{part}: {shape} {tracings.dtype}, exam_id {exams.shape} {exams.dtype}")
     for values in (tracings, exams):
         if values.chunks and math.prod(values.chunks) * values.dtype.itemsize > MAX_CHUNK:
             raise ReadError("unexpected HDF5 shape", f"{part}: {values.name} {values.shape} in chunks of {values.chunks}")

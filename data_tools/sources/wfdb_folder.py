@@ -6,16 +6,10 @@ Patients are unknown, and every record's source is `wfdb`.
 import posixpath
 import re
 from collections.abc import Iterator
-from contextlib import suppress
-from itertools import islice
 
-from data_tools.errors import ReadError, StorageError
+from data_tools.errors import ReadError
 from data_tools.sources.base import WfdbSource
 from data_tools.sources.wfdb_header import WfdbHeader
-from data_tools.storage import Folder, folder
-
-MAX_TABLE, MAX_TABLES = 64 * 2**20, 20
-PATIENT_COLUMNS = {"patient", "patient_id", "patientid", "subject", "subject_id", "subjectid", "person_id"}
 
 
 class WfdbFolder(WfdbSource):
@@ -33,21 +27,8 @@ class WfdbFolder(WfdbSource):
         return name
 
     def notes(self) -> list[str]:
-        """A hint if a table with patients lies in this folder or in the one above: it is not read."""
-        places = [self.root] if self.root.remote else [self.root, folder(posixpath.dirname(self.root.url))]
-        table = next((table for place in places for table in _tables_with_patients(place)), "")
-        why = "a plain WFDB folder is read without tables, so nobody can be in gallery and probe"
-        return [f"{table}, but {why}: name the archive's own folder as SRC, or its kind with --source"] if table else []
+        why = "a plain WFDB folder, read without tables: patients are unknown, so nobody can be in gallery and probe"
+        return [f"{self.root.url}: {why}. If it belongs to a known archive, name that as SRC, or its kind with --source"]
 
     def check(self, header: WfdbHeader) -> None:
         """Any leads, any files."""
-
-
-def _tables_with_patients(place: Folder) -> Iterator[str]:
-    with suppress(StorageError):
-        for name in islice((name for name in place.children() if name.lower().endswith(".csv")), MAX_TABLES):
-            with suppress(ReadError):
-                first = place.read(name, MAX_TABLE).partition(b"\n")[0].decode("utf-8-sig", "replace").lower()
-                columns = {re.sub(r"[^a-z0-9]+", "_", column).strip("_") for column in re.split("[,;\t]", first)}
-                if found := sorted(columns & PATIENT_COLUMNS):
-                    yield f"{place.url}/{name} names patients ({found[0]})"

@@ -40,20 +40,9 @@ def read_record(root: Folder, key: str, header: WfdbHeader, name: str, source: s
     else:
         signal, warnings = _read_with_wfdb(root, place, header), []
     bits = INVALID_BITS.get(header.formats[0])
-    return EcgRecord(
-        name=name,
-        source=source,
-        signal=signal,
-        fs_hz=header.fs_hz,
-        leads=header.leads,
-        gain=header.gains,
-        baseline=header.baselines,
-        invalid=None if bits is None else -(2**bits),
-        age=header.age,
-        sex=header.sex,
-        dx=parse_dx(header.dx),
-        warnings=tuple(warnings),
-    )
+    invalid = None if bits is None else -(2**bits)
+    rest = source, None, header.age, header.sex, parse_dx(header.dx), tuple(warnings)
+    return EcgRecord(name, signal, header.fs_hz, header.leads, "mV", header.gains, header.baselines, invalid, *rest)
 
 
 def _read_format_16(root: Folder, name: str, header: WfdbHeader) -> np.ndarray:
@@ -111,14 +100,11 @@ def _read_with_wfdb(root: Folder, place: str, header: WfdbHeader) -> np.ndarray:
     with tempfile.TemporaryDirectory() as scratch:
         for file in dict.fromkeys(header.files):
             Path(scratch, file).write_bytes(_checked(root, place, file, header))
-        signal_lines = [
-            f"{file} {code}{f'+{offset}' if offset else ''} 1(0)/mV 16 0 {first} {checksum} 0 s{i}"
-            for i, (file, code, offset, first, checksum) in enumerate(
-                zip(header.files, header.formats, header.offsets, header.initials, header.checksums, strict=True)
-            )
-        ]
-        text = "\n".join([f"x {len(signal_lines)} {header.fs_hz} {header.samples}", *signal_lines])
-        Path(scratch, "x.hea").write_text(text + "\n")
+        lines = [f"x {len(header.leads)} {header.fs_hz} {header.samples}"]
+        columns = header.files, header.formats, header.offsets, header.initials, header.checksums
+        for i, (file, code, offset, first, checksum) in enumerate(zip(*columns, strict=True)):
+            lines.append(f"{file} {code}{f'+{offset}' if offset else ''} 1(0)/mV 16 0 {first} {checksum} 0 s{i}")
+        Path(scratch, "x.hea").write_text("\n".join(lines) + "\n")
         try:
             record = wfdb.rdrecord(str(Path(scratch, "x")), physical=False)
         except Exception as error:  # whatever a broken file makes of it

@@ -69,7 +69,7 @@ SAME = ("--workers", "1", "--pretrain-sources", "all", "--id-share", "1")  # as 
         (("shard", "SRC", "--out", "x", "--pseudonymize", "nokey"), "nokey"),
         (("shard", "SRC", "--out", "x", "--pseudonymize", "SHORT"), "at least 16"),
         (("shard", "SRC", "--out", "SHORT"), "--out SHORT: is a file"),
-        (("shard", "SRC", "--out", "x", "--crop", "3"), "shard: no such option: --crop 3 (--help"),
+        (("shard", "SRC", "--out", "x", "--crop", "3"), "unrecognized arguments: --crop 3 (--help"),
         (("shard", "SRC", "--out", "x", "--patients", "p.csv"), "--patients p.csv: no such file"),
         (("shard", "DATASET", "--out", "x"), "a dataset, not an archive"),
         (("verify", "SRC"), "shard SRC --out DATASET` makes or finishes it"),
@@ -110,7 +110,7 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(
     places = {"SRC": str(archive), "DATASET": dataset.root.url}
     code, out, err = run(capsys, *(places.get(argument, argument) for argument in arguments))
     assert code == 2 and not out
-    assert len(err.strip().splitlines()) == 1, err
+    assert len([line for line in err.strip().splitlines() if not line.startswith("note: ")]) == 1, err
     assert words in err
     assert not (tmp_path / "s3:").exists() and stat.S_ISFIFO(os.stat("PIPE").st_mode)
 
@@ -170,7 +170,7 @@ def test_names_in_another_encoding(tmp_path: Path, capsys: pytest.CaptureFixture
     (src / "E1.hea").rename(src / f"E{bad}.hea")
     (src / f"patients{bad}.csv").write_text("patient_id\n")
     code, _, err = run(capsys, "shard", src, "--out", out, "--workers", 1)
-    assert code == 0 and "names patients" in err
+    assert code == 0 and "patients are unknown" in err
     rows = [line for line in (out / "rejects.csv").read_text().splitlines() if "file name" in line]
     assert len(rows) == 1 and "E\\xffé\\n.hea" in rows[0]
     (out / "shards" / f"x{bad}").touch()

@@ -1,6 +1,5 @@
 """Folders of WFDB records, in every format, read as `wfdb` reads them."""
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -56,26 +55,12 @@ def test_a_record_in_two_files_and_a_channel_in_another_unit(tmp_path: Path) -> 
     assert set(LEADS) - set(prepare_crop(record, 0, np.empty(CROP_SHAPE, "<i2")).missing) == {"II", "V1"}
 
 
-@pytest.mark.parametrize("above", [False, True])
-def test_a_table_of_patients_beside_the_records_is_told(above: bool, tmp_path: Path) -> None:
-    place = tmp_path / "archive"
-    write_wfdb(place, "rec_1", "16", LEADS)
-    table = (tmp_path if above else place) / "Table.CSV"
-    for header, told in (("ecg_id,patient_id,age", True), ('\ufeff"Patient ID";"x"', True), ("impatient,patients_seen", False)):
-        table.write_text(f"{header}\n1,2,3\n", "utf-8")
-        notes = WfdbFolder(folder(place)).notes()
-        assert len(notes) == told and all(str(table) in note and "--source" in note for note in notes)
-    table.unlink()
-    table.symlink_to(place / "rec_1.hea")
-    os.mkfifo(place / "pipe.csv")
-    assert WfdbFolder(folder(place)).notes() == []
-
-
 def test_names_that_repeat_in_subfolders(tmp_path: Path) -> None:
     places = ["", "patient 1", "patient 2/day 1"]
     made = [write_wfdb(tmp_path / place, "rec_1", "212", LEADS, samples=3600 + i) for i, place in enumerate(places)]
     write_wfdb(tmp_path / ("long" * 20), "rec_1", "16", LEADS)
     source = WfdbFolder(folder(tmp_path))
+    assert "patients are unknown" in source.notes()[0]
     keys = list(source.keys())
     with pytest.raises(ReadError, match="64 at most"):
         source.header(keys.pop(1))
