@@ -10,8 +10,10 @@ Source: paper, sections "Fine-tuning" and "Datasets"; fairseq-signals tasks/ecg_
 folder; a pre-training YAML gives its architecture with random weights.
 """
 
+import ast
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +33,7 @@ from engine.evaluation import metrics
 from engine.evaluation.run_files import VALID
 from engine.model import inference
 from engine.model.classifier import Classifier
-from engine.model.config import ModelConfig, flops_per_crop, kept_per_crop
+from engine.model.config import ModelConfig, current_settings, flops_per_crop, kept_per_crop, validated
 from engine.model.encoder import Encoder
 from engine.model.init_weights import initialise
 from engine.training.distributed import Ranks
@@ -40,6 +42,7 @@ from engine.training.task import TrainingTask, best_metric, best_step_text
 from engine.training.validation import count_crops, dtype_of, eval_mode, predict_on_ranks, to_device
 
 DIAGNOSED = 64  # crops
+RANDOM = "random "  # before the settings, in the name of a start without weights
 
 
 class FinetuneTask(TrainingTask):
@@ -89,6 +92,19 @@ class FinetuneTask(TrainingTask):
         facts = {"finetuning": {"architecture": asdict(self.architecture), "start": self.start.name}}
         plain: dict[str, Any] = json.loads(json.dumps(facts))  # as it comes back from a checkpoint
         return plain | ({"splits_before": self.start.splits} if self.start.splits else {})
+
+    def saved_facts(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Those of an earlier version hold settings of the model that have gone, and lack those that have come since."""
+        saved = super().saved_facts(state)
+        with suppress(KeyError, TypeError, AttributeError, SyntaxError, ValueError, RecursionError):  # then they differ
+            architecture, start = saved["finetuning"]["architecture"], saved["finetuning"]["start"]
+            if start.startswith(RANDOM):
+                settings = ast.parse(start.removeprefix(RANDOM), mode="eval").body.keywords  # type: ignore[attr-defined]
+                values = {setting.arg: ast.literal_eval(setting.value) for setting in settings}
+                start = f"{RANDOM}{_current(values, self.start.model)}"
+            architecture = json.loads(json.dumps(asdict(_current(architecture, self.architecture))))
+            saved["finetuning"] = {"architecture": architecture, "start": start}
+        return saved
 
     def explained(self) -> dict[str, Any]:
         m, augment = self.architecture, self.config.augment
@@ -193,10 +209,14 @@ class Start(NamedTuple):
     weights: dict[str, Tensor] | None  # of its encoder; None: random
 
 
+def _current(settings: dict[str, Any], now: ModelConfig) -> ModelConfig:
+    return validated(ModelConfig, {"kernels": now.kernels} | current_settings(settings), "model")
+
+
 def read_start(start: str) -> Start:
     if Path(start).suffix in (".yaml", ".yml"):
         config = load(start, kind=Config)
-        return Start(config.model, config.augment.output_leads, f"random {config.model}", [], None)
+        return Start(config.model, config.augment.output_leads, f"{RANDOM}{config.model}", [], None)
     model = inference.load(start)
     weights = {name: w for name, w in model.encoder.state_dict().items() if name != "mask_embedding"}
     name = " ".join(str(model.history.get(key)) for key in ("step", "crops_seen", "datasets"))

@@ -64,6 +64,10 @@ class TrainingTask(ABC):
         """What else must not change when a run is resumed."""
         return {}
 
+    def saved_facts(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The facts in a checkpoint's state, as this version writes them."""
+        return {name: state.get(name) for name in self.facts()}
+
     def extra_metrics(self, step: int) -> dict[str, float | None]:
         return {}
 

@@ -220,10 +220,12 @@ def refuse_changes(
 ) -> dict[str, Any]:
     """The checkpoint's state, if data and settings are still those it was written with."""
     saved = checkpoint.read_state(path)
-    names = ("preprocessing_sha256", "datasets", "zero_stage", *task.facts())
-    now = run_facts(config, datasets, ranks) | task.facts()
-    before = {name: saved.get(name) for name in names} | saved_config(path, saved, type(config)).tree()
-    pairs = flatten(before), flatten({name: now[name] for name in names} | config.tree())
+    names = ("preprocessing_sha256", "datasets", "zero_stage")
+    facts = run_facts(config, datasets, ranks)
+    before = (
+        {name: saved.get(name) for name in names} | task.saved_facts(saved) | saved_config(path, saved, type(config)).tree()
+    )
+    pairs = flatten(before), flatten({name: facts[name] for name in names} | task.facts() | config.tree())
     lengths = ("train.steps", "train.epochs") if config.train.schedule == "fixed" else ()
     changes = [
         f"{key} changed from {pairs[0].get(key)} to {pairs[1].get(key)}"
