@@ -83,13 +83,8 @@ def to_fairseq(run: Path, out: Path) -> None:
         cfg, history = origin.get("cfg") or their_settings(config), origin.get("optimizer_history") or []
     except (AttributeError, LookupError, TypeError) as error:
         raise ConfigError(f"{folder / CONFIG}: section fairseq is damaged ({error!r}): restore or remove it") from error
-    unused: dict[str, Any] = {
-        "args": None,
-        "criterion": None,
-        "task_state": {},
-        "extra_state": {},
-        "last_optimizer_state": None,
-    }
+    unused: dict[str, Any] = dict.fromkeys(("args", "criterion", "last_optimizer_state"))
+    unused |= {"task_state": {}, "extra_state": {}}
     content = io.BytesIO()
     torch.save(unused | {"cfg": cfg, "model": weights, "optimizer_history": history}, content)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,10 +43,6 @@ NOT_COMPARED = {"rlm_survivors", "num_vars", "count"}  # how the source was made
 LOSS, TENSOR, GRADIENT, PARAMETER = 1e-5, 2e-5, 1e-4, 1e-4  # limits
 CHANGE = 5e-4  # ours is 2e-4, without weight decay 1.2e-3
 STEPS = 3
-
-
-class InputError(ConfigError):
-    """DIR cannot be read: one line."""
 
 
 class Adam(NamedTuple):
@@ -85,7 +80,9 @@ def read_case(folder: Path, name: str) -> ReferenceCase:
     cfg = json.loads((folder / f"{name}_cfg.json").read_text())
     model, criterion, optimizer = cfg["model"], cfg["criterion"], cfg["optimizer"]
     if model["logit_temp"] != criterion["temp"]:
-        raise InputError(f"model.logit_temp={model['logit_temp']} and criterion.temp={criterion['temp']} differ: not supported")
+        raise ConfigError(
+            f"model.logit_temp={model['logit_temp']} and criterion.temp={criterion['temp']} differ: not supported"
+        )
     diversity, features = criterion.get("loss_weights") or (0.0, 0.0)
     contrast = criterion.get("cmsc_weights", 1.0)
     objective = ObjectiveConfig(
@@ -97,9 +94,9 @@ def read_case(folder: Path, name: str) -> ReferenceCase:
         negatives=model["num_negatives"],
         gathered=False,
     )
-    one, two = map(float, ast.literal_eval(str(optimizer["adam_betas"])))
-    lr, eps, decay = cfg["optimization"]["lr"][0], optimizer["adam_eps"], optimizer["weight_decay"]
-    arrays = {}
+    first, second = map(float, ast.literal_eval(str(optimizer["adam_betas"])))
+    lr, eps, decay = map(float, (cfg["optimization"]["lr"][0], optimizer["adam_eps"], optimizer["weight_decay"]))
+    arrays, state = {}, load_file(folder / f"{name}_state_dict.safetensors")
     for mode in ("eval", "train"):
         if (folder / f"{name}_{mode}.npz").exists():
             arrays[mode] = load_npz(folder / f"{name}_{mode}.npz")
@@ -108,20 +105,19 @@ def read_case(folder: Path, name: str) -> ReferenceCase:
     gradients, after = (load_file(folder / file) if (folder / file).exists() else {} for file in optional)
     off = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "dropout_input", "dropout_features"), 0.0)
     config = settings(model | off)  # dropout was off when the reference was made
-    adam, state = Adam(float(lr), (one, two), float(eps), float(decay)), load_file(folder / f"{name}_state_dict.safetensors")
     for file, weights in zip(optional, (gradients, after), strict=True):
         if missing := sorted(state.keys() - weights.keys()):
             print(f"warning: {name}: not compared, not in {file}: {', '.join(missing)}", file=sys.stderr)
-    return ReferenceCase(name, config, objective, adam, state, arrays, gradients, after)
+    return ReferenceCase(name, config, objective, Adam(lr, (first, second), eps, decay), state, arrays, gradients, after)
 
 
 def check_pairs(arrays: dict[str, np.ndarray], file: str) -> None:
     if not np.array_equal(arrays["segment"], np.arange(len(arrays["source"])) % 2):
-        raise InputError(f"{file}: segment is not 0, 1, 0, 1, ...: pairs must lie side by side")
+        raise ConfigError(f"{file}: segment is not 0, 1, 0, 1, ...: pairs must lie side by side")
     if len(set(arrays["mask_indices"].sum(1).tolist())) != 1:
-        raise InputError(f"{file}: mask_indices must mask equally many tokens of each segment")
+        raise ConfigError(f"{file}: mask_indices must mask equally many tokens of each segment")
     if arrays.keys() <= INPUTS:
-        raise InputError(f"{file}: holds inputs only: add results, such as logits_NBM")
+        raise ConfigError(f"{file}: holds inputs only: add results, such as logits_NBM")
 
 
 def draws_of(arrays: dict[str, np.ndarray], config: ModelConfig) -> Draws:
@@ -131,7 +127,7 @@ def draws_of(arrays: dict[str, np.ndarray], config: ModelConfig) -> Draws:
     slot_RM, valid_RM = slots(mask_RN, used)
     other_RMK = torch.from_numpy(arrays["neg_idxs"]).view(rows, used, -1) - torch.arange(0, rows * used, used)[:, None, None]
     if other_RMK.min() < 0 or other_RMK.max() >= used:
-        raise InputError("neg_idxs: a negative lies in another segment, which these losses do not know")
+        raise ConfigError("neg_idxs: a negative lies in another segment, which these losses do not know")
     noise = None
     if "gumbel_noise" in arrays:
         noise = torch.from_numpy(arrays["gumbel_noise"]).view(rows, used, config.codebooks, config.codes)
@@ -171,9 +167,16 @@ class Runner:
         }
         parts |= {f"conv_block{i}": (block, lambda y: y.transpose(1, 2)) for i, block in enumerate(encoder.conv.blocks)}
         parts |= {f"encoder_layer{i}_TBC": (layer, lambda y: y.transpose(0, 1)) for i, layer in enumerate(encoder.layers)}
-        hooks = [part.register_forward_hook(partial(self._keep, name, form)) for name, (part, form) in parts.items()]
+
+        def keep(name: str, x: Tensor) -> None:
+            self.outputs[name] = x
+
+        hooks = [
+            part.register_forward_hook(lambda _, x, y, name=name, form=form: keep(name, form(y)))
+            for name, (part, form) in parts.items()
+        ]
         for name, part in (("masked_input", encoder.position), ("quantizer_in", local.quantizer)):
-            hooks.append(part.register_forward_pre_hook(lambda _, x, name=name: self.outputs.update({name: x[0]})))
+            hooks.append(part.register_forward_pre_hook(lambda _, x, name=name: keep(name, x[0])))
         losses = self.losses()
         for hook in hooks:
             hook.remove()
@@ -181,9 +184,6 @@ class Runner:
         self.outputs |= {"transformer_features": last.transpose(0, 1), "global_mean_pooled": last.mean(0)}
         self.outputs["logits_NBM"] = self._logits()
         return losses
-
-    def _keep(self, name: str, form: Callable[[Any], Tensor], _: nn.Module, inputs: Any, output: Any) -> None:
-        self.outputs[name] = form(output)
 
     def _logits(self) -> Tensor:
         """[1 + K, R, M] as the authors gather them; ours are entries of the Gram matrix."""
@@ -227,16 +227,16 @@ def compare_case(case: ReferenceCase) -> Iterator[Comparison]:
 
 def difference(ours: Tensor, reference: np.ndarray | Tensor) -> float:
     """Largest absolute error by the largest number in the reference; infinite if shapes or infinities differ."""
-    mine, wanted = ours.double(), torch.as_tensor(reference).double()
-    if mine.shape != wanted.shape:
+    mine, theirs = ours.double(), torch.as_tensor(reference).double()
+    if mine.shape != theirs.shape:
         return math.inf
-    finite = wanted.isfinite()
-    if not torch.equal(mine.isfinite(), finite) or not torch.equal(mine[~finite], wanted[~finite]):
+    finite = theirs.isfinite()
+    if not torch.equal(mine.isfinite(), finite) or not torch.equal(mine[~finite], theirs[~finite]):
         return math.inf
     if not finite.any():
         return 0.0
-    scale = wanted[finite].abs().max().clamp(min=1e-30)
-    return float((mine[finite] - wanted[finite]).abs().max() / scale)
+    scale = theirs[finite].abs().max().clamp(min=1e-30)
+    return float((mine[finite] - theirs[finite]).abs().max() / scale)
 
 
 def compare_gradients(case: ReferenceCase, model: nn.Module, loss: Tensor, label: str) -> Iterator[Comparison]:
@@ -289,9 +289,9 @@ def compare(folder: Path) -> list[Comparison]:
             comparisons += compare_case(read_case(folder, name))
         except Exception as error:  # of many kinds: files that are damaged or do not fit each other
             kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-            raise InputError(f"{folder}, case {name}: {kind}{error}".splitlines()[0][:500]) from error
+            raise ConfigError(f"{folder}, case {name}: {kind}{error}".splitlines()[0][:500]) from error
     if not comparisons:
-        raise InputError(f"{folder}: no NAME_cfg.json with NAME_state_dict.safetensors and NAME_eval.npz or NAME_train.npz")
+        raise ConfigError(f"{folder}: no NAME_cfg.json with NAME_state_dict.safetensors and NAME_eval.npz or NAME_train.npz")
     return comparisons
 
 

@@ -9,8 +9,8 @@ weight_v before 2025-01-20 and parametrizations.weight.original0 / original1 sin
 
 import ast
 import re
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,12 +20,14 @@ from engine.model.config import ModelConfig, ObjectiveConfig, validated
 from engine.model.folder import misfits
 from engine.model.pretrainer import Pretrainer
 
-Spelling = Literal["parametrizations", "weight_g"]
-NORM_KEYS: dict[str, tuple[str, str]] = {
+NORM_KEYS = {
     "parametrizations": ("parametrizations.weight.original0", "parametrizations.weight.original1"),
     "weight_g": ("weight_g", "weight_v"),
 }
+CONVOLUTION = re.compile(r"encoder\.conv\.blocks\.(\d+)\.weight")
+MODES = {"default": "group", "layer_norm": "layer"}  # extractor_mode: conv_norm
 MAX_BLOCKS, MAX_TEXT = 64, 1000  # of a convolution stack that is described as text
+Value = TypeVar("Value")
 RENAMED = {  # our setting: theirs, and what they take where it is not given
     "leads": ("in_d", 12),
     "feature_grad": ("feature_grad_mult", 0.1),
@@ -63,11 +65,7 @@ FIXED = {  # settings of theirs that change what is computed and have one value 
 }
 
 
-class WeightsError(ConfigError):
-    """Weights that do not fit the model: one line that lists them."""
-
-
-def spelling(state: Mapping[str, Tensor]) -> Spelling:
+def spelling(state: Mapping[str, Tensor]) -> str:
     return "weight_g" if "conv_pos.pos_conv.0.weight_g" in state else "parametrizations"
 
 
@@ -108,7 +106,7 @@ def from_theirs(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, T
     converted = {}
     for name, parts in names(config, spelled).items():
         weights = torch.cat([state[part] for part in parts]) if len(parts) > 1 else state[parts[0]]
-        if _is_convolution(name):  # [out, in, kernel] -> [out, kernel * in]
+        if CONVOLUTION.fullmatch(name):  # [out, in, kernel] -> [out, kernel * in]
             weights = weights.transpose(1, 2)
         converted[name] = weights.reshape(ours[name].shape).contiguous()
     return converted
@@ -123,23 +121,18 @@ def _renamed(state: Mapping[str, Tensor], config: ModelConfig, spelled: str) -> 
     renamed: dict[str, Tensor] = {}
     for name, parts in names(config, spelled).items():
         weights = state[name]
-        if _is_convolution(name):
-            kernel = config.conv[int(name.split(".")[3])][1]
-            weights = weights.unflatten(1, (kernel, -1)).transpose(1, 2)
+        if block := CONVOLUTION.fullmatch(name):
+            weights = weights.unflatten(1, (config.conv[int(block[1])][1], -1)).transpose(1, 2)
         elif name.endswith("codebook"):
             weights = weights.flatten(0, 1)[None]
         renamed |= {part: w.contiguous().clone() for part, w in zip(parts, weights.chunk(len(parts)), strict=True)}
     return renamed
 
 
-def _is_convolution(name: str) -> bool:
-    return re.fullmatch(r"encoder\.conv\.blocks\.\d+\.weight", name) is not None
-
-
 def _check(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     wrong = misfits(*({name: tuple(w.shape) for name, w in weights.items()} for weights in (state, expected)))
     if wrong:
-        raise WeightsError(f"the weights do not fit the model: {wrong}")
+        raise ConfigError(f"the weights do not fit the model: {wrong}")
 
 
 def settings(cfg: Mapping[str, Any]) -> ModelConfig:
@@ -148,44 +141,40 @@ def settings(cfg: Mapping[str, Any]) -> ModelConfig:
     missing = [RENAMED[ours][0] for ours, value in values.items() if value is None]
     if missing:
         raise ConfigError(f"the checkpoint's settings lack model.{missing[0]}: is it a wav2vec 2.0 of fairseq-signals?")
-    mode = cfg.get("extractor_mode", "default")
-    if mode not in ("default", "layer_norm"):
-        raise ConfigError(
-            f"model.extractor_mode={str(mode)[:80]!r} in the checkpoint's settings: must be default or layer_norm"
-        )
     for key, value in FIXED.items():
         if cfg.get(key, value) != value:
             raise ConfigError(f"model.{key}={str(cfg[key])[:80]!r} in the checkpoint's settings: only {value!r} can be read")
     values["projection"] = values["projection"] or values["width"]
     values["code_width"] = values["code_width"] or values["projection"]
-    values |= {"conv": blocks(cfg), "conv_norm": "layer" if mode == "layer_norm" else "group"}
-    values |= dict(zip(("tau_start", "tau_end", "tau_decay"), _temperatures(cfg), strict=True))
+    values["conv_norm"] = _read(cfg, "extractor_mode", "default", MODES.__getitem__, "default or layer_norm")
+    stack = "[(width, kernel, stride), ...] with kernel = stride"
+    values["conv"] = _read(cfg, "conv_feature_layers", "[(256, 2, 2)] * 4", _blocks, stack)
+    values |= _read(cfg, "latent_temp", (2.0, 0.5, 0.999995), _temperatures, "(start, end, decay)")
     return validated(ModelConfig, values, "model")
 
 
-def _temperatures(cfg: Mapping[str, Any]) -> tuple[float, float, float]:
-    value = cfg.get("latent_temp", (2.0, 0.5, 0.999995))
+def _read(cfg: Mapping[str, Any], key: str, default: Any, parse: Callable[[Any], Value], form: str) -> Value:
+    value = cfg.get(key, default)
     try:
-        start, end, decay = map(float, ast.literal_eval(value[:MAX_TEXT]) if isinstance(value, str) else value)
-    except (SyntaxError, TypeError, ValueError, OverflowError, RecursionError, MemoryError) as error:
-        shown = repr(value)[:80]
-        raise ConfigError(f"model.latent_temp={shown} in the checkpoint's settings: must be (start, end, decay)") from error
-    return start, end, decay
+        return parse(value)
+    except (SyntaxError, TypeError, LookupError, ValueError, OverflowError, RecursionError, MemoryError) as error:
+        raise ConfigError(f"model.{key}={repr(value)[:80]} in the checkpoint's settings: must be {form}") from error
 
 
-def blocks(cfg: Mapping[str, Any]) -> list[tuple[int, int]]:
+def _temperatures(value: Any) -> dict[str, float]:
+    numbers = ast.literal_eval(value[:MAX_TEXT]) if isinstance(value, str) else value
+    return dict(zip(("tau_start", "tau_end", "tau_decay"), map(float, numbers), strict=True))
+
+
+def _blocks(value: Any) -> list[tuple[int, int]]:
     """ "[(256, 2, 2)] * 3 + [(512, 2, 2)]" -> four blocks. The authors eval() it."""
-    text = str(cfg.get("conv_feature_layers", "[(256, 2, 2)] * 4"))
-    layers: list[tuple[int, int, int]] = []
-    try:
-        for term in text.split("+") if len(text) <= MAX_TEXT else ():
-            stack, _, times = term.strip().rpartition("]")
-            layers += ast.literal_eval(stack + "]") * min(int(times.strip(" *") or 1), MAX_BLOCKS + 1)
-        if 0 < len(layers) <= MAX_BLOCKS and all(kernel == stride for _, kernel, stride in layers):
-            return [(width, kernel) for width, kernel, _ in layers]
-    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
-        pass
-    raise ConfigError(f"model.conv_feature_layers={text[:80]!r}: must be [(width, kernel, stride), ...] with kernel = stride")
+    text, layers = str(value), list[tuple[int, int, int]]()
+    for term in text.split("+") if len(text) <= MAX_TEXT else ():
+        stack, _, times = term.strip().rpartition("]")
+        layers += ast.literal_eval(stack + "]") * min(int(times.strip(" *") or 1), MAX_BLOCKS + 1)
+    if not 0 < len(layers) <= MAX_BLOCKS or any(kernel != stride for _, kernel, stride in layers):
+        raise ValueError
+    return [(width, kernel) for width, kernel, _ in layers]
 
 
 def their_settings(config: ModelConfig) -> dict[str, Any]:

@@ -30,7 +30,6 @@ WEIGHTS, CONFIG, PREPROCESSING, CARD = "model.safetensors", "config.json", "prep
 SHA256 = "sha256"  # in config.json
 FORMAT = 1
 SHOWN = 4  # names in a message
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 class LoadError(ConfigError):
@@ -38,11 +37,7 @@ class LoadError(ConfigError):
 
 
 def write(
-    folder: Path,
-    weights: Mapping[str, Tensor],
-    config: Mapping[str, Any],
-    preprocessing: Mapping[str, Any],
-    card: str = "",
+    folder: Path, weights: Mapping[str, Tensor], config: Mapping[str, Any], preprocessing: Mapping[str, Any], card: str = ""
 ) -> None:
     """All of it or nothing: written beside, then renamed. An existing folder is replaced."""
     temporary, old = (folder.with_name(f".{folder.name}.{kind}{os.getpid()}") for kind in ("", "old."))
@@ -161,7 +156,7 @@ def _unreadable(path: Path, error: Exception) -> LoadError:
     return LoadError(f"{path}: cannot be read: {error}".splitlines()[0])
 
 
-def misfits(shapes: Shapes, expected: Shapes) -> str:
+def misfits(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> str:
     """Weights that are missing, unexpected or of another shape, in one line; empty if all are as expected."""
     kinds = {
         "missing": [name for name in expected if name not in shapes],
@@ -172,8 +167,5 @@ def misfits(shapes: Shapes, expected: Shapes) -> str:
             if name in shapes and shapes[name] != shape
         ],
     }
-    return "; ".join(f"{len(names)} {kind}: {_some(names)}" for kind, names in kinds.items() if names)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    more = {kind: f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "" for kind, names in kinds.items()}
+    return "; ".join(f"{len(names)} {kind}: {', '.join(names[:SHOWN])}{more[kind]}" for kind, names in kinds.items() if names)

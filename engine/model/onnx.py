@@ -27,17 +27,13 @@ SIZES = ((1, 2500), (3, 2500), (2, 5000), (5, 1237))  # segments, samples
 TOLERANCE = 1e-4
 
 
-class OnnxError(ConfigError):
-    """A model that cannot be exported to ONNX: one line."""
-
-
 class Outputs(nn.Module):
     def __init__(self, model: TrainedModel) -> None:
         super().__init__()
         self.model = deepcopy(model).cpu().float().eval()
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        embedding = self.model.pooled(x)
+        embedding = self.model(x)
         return (embedding,) if self.model.head is None else (embedding, self.model.head(embedding))
 
 
@@ -45,15 +41,15 @@ def to_onnx(model: TrainedModel, out: Path) -> float:
     """Write the file; returns the largest difference between onnxruntime and PyTorch."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        raise OnnxError(f"{', '.join(missing)} is not installed: pip install 'omnilead[onnx]'")
+        raise ConfigError(f"{', '.join(missing)} is not installed: pip install 'omnilead[onnx]'")
     if out.exists():
-        raise OnnxError(f"{out}: exists: choose another name")
+        raise ConfigError(f"{out}: exists: choose another name")
     outputs, temporary = Outputs(model), out.with_name(f".{out.name}.{os.getpid()}")
     try:
         export(outputs, temporary)
         worst = float(np.max([difference(outputs, temporary, *size) for size in SIZES]))  # NaN stays NaN
         if not worst <= TOLERANCE:
-            raise OnnxError(f"{out}: onnxruntime differs from PyTorch by {worst:.2g}, more than {TOLERANCE:g}: not written")
+            raise ConfigError(f"{out}: onnxruntime differs from PyTorch by {worst:.2g}, more than {TOLERANCE:g}: not written")
         temporary.replace(out)
     finally:
         temporary.unlink(missing_ok=True)
@@ -73,7 +69,7 @@ def export(outputs: Outputs, path: Path) -> None:
                 outputs, (x,), input_names=["x"], output_names=names, dynamic_shapes=sizes, dynamo=True, verbose=False
             )
     except Exception as error:  # of many kinds, all of the exporter
-        raise OnnxError(f"torch.onnx cannot export this model: {type(error).__name__}: {error}".splitlines()[0]) from error
+        raise ConfigError(f"torch.onnx cannot export this model: {type(error).__name__}: {error}".splitlines()[0]) from error
     assert program is not None
     program.model.metadata_props.update(preprocessing=json.dumps(model.preprocessing), config=json.dumps(model.config))
     program.save(path)

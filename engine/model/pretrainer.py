@@ -35,7 +35,7 @@ class LocalOutput(NamedTuple):
 
 
 class LocalHead(nn.Module):
-    """Projections of the contexts and the quantised features of masked tokens, for the local objective only."""
+    """Projections of the contexts and of the quantised features of masked tokens, for the local objective only."""
 
     def __init__(self, config: ModelConfig, width: int, feature_width: int) -> None:
         super().__init__()
@@ -100,12 +100,11 @@ class Pretrainer(nn.Module):
         views, objective = x_BSLT.shape[1], self.objective
         x_RLT = x_BSLT.flatten(0, 1)
         parts: dict[str, Tensor] = {}
+        loss = torch.zeros((), device=x_BSLT.device)
         if self.local is None:
             c_RND: Tensor = self.encoder(x_RLT)
         else:
             parts, c_RND = self._local(x_RLT, keys_BS, tau, draws)
-        loss = torch.zeros((), device=x_BSLT.device)
-        if self.local is not None:
             loss = loss + objective.local * parts["loss_local"] + objective.diversity * parts["loss_diversity"]
             loss = loss + objective.features * parts["loss_features"]
         if objective.contrast > 0:
