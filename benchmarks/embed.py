@@ -78,7 +78,7 @@ def compare(words: list[str], crops: int, turns: int, threads: int = 2) -> dict[
     @torch.inference_mode()
     def alone() -> None:
         for at in range(0, crops, args.batch):
-            model(x_RLT[: 2 * (crops - at)]).cpu()
+            model.pooled(x_RLT[: 2 * (crops - at)]).cpu()
 
     def command() -> None:
         out.unlink(missing_ok=True)

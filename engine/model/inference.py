@@ -65,14 +65,17 @@ class TrainedModel(nn.Module):
         trained = self.config.get("trained")
         return trained if isinstance(trained, dict) else {}
 
-    def forward(self, x_RLT: Tensor) -> Tensor:
+    def pooled(self, x_RLT: Tensor) -> Tensor:
         """c_RD, float32: the mean over tokens."""
         return pool(self.encoder(x_RLT))
+
+    def forward(self, x_RLT: Tensor) -> Tensor:
+        return self.pooled(x_RLT)
 
     def logits(self, x_RLT: Tensor) -> Tensor:
         if self.head is None:
             raise ConfigError("this model has no head: only one that was fine-tuned for diagnosis gives logits")
-        y: Tensor = self.head(self(x_RLT).to(self.head.weight.dtype))
+        y: Tensor = self.head(self.pooled(x_RLT).to(self.head.weight.dtype))
         return y.float()
 
     def segments(self, signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str = "mV") -> Tensor:
@@ -98,7 +101,7 @@ class TrainedModel(nn.Module):
                 raise SignalError(f"signal[{i}]: {error}" if several else str(error)) from None
         if not parts:
             return torch.zeros(0, self.encoder.width, device=self.device)
-        c_RD = torch.cat([self(x_RLT) for x_RLT in torch.cat(parts).split(ROWS)])
+        c_RD = torch.cat([self.pooled(x_RLT) for x_RLT in torch.cat(parts).split(ROWS)])
         c_BD = torch.stack([part.mean(0) for part in c_RD.split([len(part) for part in parts])])
         if not c_BD.isfinite().all():
             raise ConfigError(NOT_FINITE)

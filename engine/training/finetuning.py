@@ -99,7 +99,7 @@ class FinetuneTask(TrainingTask):
         with suppress(KeyError, TypeError, AttributeError, SyntaxError, ValueError, RecursionError):  # then they differ
             architecture, start = saved["finetuning"]["architecture"], saved["finetuning"]["start"]
             if start.startswith(RANDOM):
-                settings = ast.parse(start.removeprefix(RANDOM), mode="eval").body.keywords  # type: ignore[attr-defined]
+                settings = ast.parse(start.removeprefix(RANDOM), mode="eval").body.keywords
                 values = {setting.arg: ast.literal_eval(setting.value) for setting in settings}
                 start = f"{RANDOM}{_current(values, self.start.model)}"
             architecture = json.loads(json.dumps(asdict(_current(architecture, self.architecture))))

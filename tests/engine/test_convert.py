@@ -42,9 +42,15 @@ def saved(path: Path, **changes: Any) -> Path:
     return path
 
 
-def umask() -> int:
-    os.umask(mask := os.umask(0))
-    return mask
+def edited(folder: Path, **changes: Any) -> None:
+    seal(folder, json.loads((folder / "config.json").read_text()) | changes)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
+    assert convert.main(list(map(str, arguments))) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and len(err) < 700
+    return err
 
 
 def back(path: Path, folder: Path) -> dict[str, Any]:
@@ -67,7 +73,8 @@ def test_round_trip_is_exact(spelled: str, tmp_path: Path) -> None:
     out = {path.name: path for path in (tmp_path / "out").iterdir()}
     assert out.keys() == {"README.md", "config.json", "model.safetensors", "preprocessing.json"}
     assert convert.config_of(json.loads(out["config.json"].read_text())) == CONFIG
-    assert {stat.S_IMODE(path.stat().st_mode) for path in out.values()} == {0o666 & ~umask()}
+    os.umask(umask := os.umask(0))
+    assert {stat.S_IMODE(path.stat().st_mode) for path in out.values()} == {0o666 & ~umask}
 
 
 def test_the_authors_own_checkpoint(tmp_path: Path) -> None:
@@ -78,13 +85,11 @@ def test_the_authors_own_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_run_of_ours_becomes_a_checkpoint_of_theirs(tmp_path: Path) -> None:
-    """RUN/model without anything of theirs in its config.json."""
+    """RUN/model without anything of theirs in its config.json, to a folder that is made."""
     convert.from_fairseq(saved(tmp_path / "a.pt"), tmp_path / "run" / "model")
-    document = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
-    del document["fairseq"]
-    seal(tmp_path / "run" / "model", document)
-    assert convert.main(["to-fairseq", str(tmp_path / "run"), str(tmp_path / "b.pt")]) == 0
-    assert convert.main(["from-fairseq", str(tmp_path / "b.pt"), str(tmp_path / "again")]) == 0
+    edited(tmp_path / "run" / "model", fairseq=None)
+    assert convert.main(["to-fairseq", str(tmp_path / "run"), str(tmp_path / "no" / "such" / "b.pt")]) == 0
+    assert convert.main(["from-fairseq", str(tmp_path / "no" / "such" / "b.pt"), str(tmp_path / "again")]) == 0
     assert same(*(load_file(tmp_path / p / "model.safetensors") for p in ("run/model", "again")))
 
 
@@ -140,18 +145,8 @@ def test_a_pickle_s_code_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     path = saved(tmp_path / "a.pt", task_state=Malice(exec, f"open({str(trace)!r}, 'w')"))
     assert convert.main(["from-fairseq", str(path), str(tmp_path / "out")]) == 0  # its weights are sound
     for changes in ({"task_state": Malice(os.system, f"touch {trace}")}, {"model": Malice(exec, f"open({str(trace)!r}, 'w')")}):
-        path = saved(tmp_path / "b.pt", **changes)
-        assert convert.main(["from-fairseq", str(path), str(tmp_path / "other")]) == 2
-        assert capsys.readouterr().err.count("\n") == 1
+        refused(capsys, "from-fairseq", saved(tmp_path / "b.pt", **changes), tmp_path / "other")
     assert not trace.exists() and not (tmp_path / "other").exists()
-
-
-def nested(depth: int) -> list[Any]:
-    """Lists in lists that share their items: small in a file, endless as text."""
-    shared: list[Any] = [1]
-    for _ in range(depth):
-        shared = [shared, shared]
-    return shared
 
 
 def setting(**changes: Any) -> dict[str, Any]:
@@ -163,6 +158,9 @@ def weight(name: Any, value: Any) -> dict[str, Any]:
     return {"model": weights() | {name: value}}
 
 
+SHARED: list[Any] = [1]
+for _ in range(40):  # lists in lists that share their items: small in a file, endless as text
+    SHARED = [SHARED, SHARED]
 NAME = "feature_extractor.conv_layers.1.0.weight"
 HARMS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "missing": (lambda: {"model": {n: w for n, w in weights().items() if n != "mask_emb"}}, "1 missing: mask_emb"),
@@ -185,15 +183,8 @@ HARMS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "latent_temp": (lambda: setting(latent_temp=[2.0]), "latent_temp=[2.0]"),
     "latent_temp as text": (lambda: setting(latent_temp="bad("), "latent_temp='bad('"),
     "wide": (lambda: setting(encoder_embed_dim=10**30), "model.width"),
-    "shared": (lambda: {"cfg": their_settings(CONFIG) | {"task": nested(40)}}, "more than 100,000 settings"),
+    "shared": (lambda: {"cfg": their_settings(CONFIG) | {"task": SHARED}}, "more than 100,000 settings"),
 }  # fmt: skip
-
-
-def refused(path: Path, told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert convert.main(["from-fairseq", str(path), str(path.parent / "out")]) == 2
-    err = capsys.readouterr().err
-    assert told in err and err.count("\n") == 1 and len(err) < 700
-    assert [other.name for other in path.parent.iterdir() if other != path] == []
 
 
 @pytest.mark.filterwarnings("ignore:.*quantize")
@@ -201,21 +192,22 @@ def refused(path: Path, told: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_checkpoints_are_one_line_and_leave_nothing(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    changes, told = HARMS[kind]
-    refused(saved(tmp_path / "a.pt", **changes()), told, capsys)
+    changes, text = HARMS[kind]
+    path = saved(tmp_path / "a.pt", **changes())
+    assert text in refused(capsys, "from-fairseq", path, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = saved(tmp_path / "a.pt")
-    path.write_bytes(path.read_bytes()[:5000])
-    refused(path, "a.pt: is no checkpoint of torch", capsys)
-    path.write_text("hello")
-    refused(path, "a.pt: is no checkpoint of torch", capsys)
+    for content in (path.read_bytes()[:5000], b"hello"):
+        path.write_bytes(content)
+        assert "a.pt: is no checkpoint of torch" in refused(capsys, "from-fairseq", path, tmp_path / "out")
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a/b", "c")
-    refused(path, "a.pt", capsys)
-    path.unlink()
-    refused(path, "no such file", capsys)
+    assert "a.pt" in refused(capsys, "from-fairseq", path, tmp_path / "out")
+    assert "no such file" in refused(capsys, "from-fairseq", tmp_path / "b.pt", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_tied_weights_and_tensors_among_the_settings(tmp_path: Path) -> None:
@@ -227,42 +219,28 @@ def test_tied_weights_and_tensors_among_the_settings(tmp_path: Path) -> None:
     assert same(again["model"], state) and again["optimizer_history"] == [{"best": "<tensor>"}]
 
 
-def test_folders_on_the_way_are_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    convert.from_fairseq(saved(tmp_path / "a.pt"), tmp_path / "out")
-    assert convert.main(["to-fairseq", str(tmp_path / "out"), str(tmp_path / "no" / "such" / "b.pt")]) == 0
-    assert convert.main(["to-fairseq", str(tmp_path / "out"), "/proc/b.pt"]) == 2
-    err = capsys.readouterr().err
-    assert "/proc" in err and err.count("\n") == 1
-
-
 @pytest.mark.parametrize("section", [[1], {"spelling": "x"}, {"order": 5}, {"order": ["nope"]}, {"order": ["mask_emb"]}])
 def test_a_damaged_config_is_one_line(section: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     convert.from_fairseq(saved(tmp_path / "a.pt"), tmp_path / "out")
-    document = json.loads((tmp_path / "out" / "config.json").read_text())
-    seal(tmp_path / "out", document | {"fairseq": section})
-    assert convert.main(["to-fairseq", str(tmp_path / "out"), str(tmp_path / "b.pt")]) == 2
-    err = capsys.readouterr().err
-    assert "section fairseq is damaged" in err and err.count("\n") == 1 and not (tmp_path / "b.pt").exists()
+    edited(tmp_path / "out", fairseq=section)
+    assert "section fairseq is damaged" in refused(capsys, "to-fairseq", tmp_path / "out", tmp_path / "b.pt")
+    assert not (tmp_path / "b.pt").exists()
 
 
-def test_a_model_without_the_local_objective_is_not_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    convert.from_fairseq(saved(tmp_path / "a.pt"), tmp_path / "out")
-    path = tmp_path / "out" / "model.safetensors"
-    save_file({name: w for name, w in load_file(path).items() if not name.startswith("local.")}, path)
-    seal(tmp_path / "out", json.loads((tmp_path / "out" / "config.json").read_text()))
-    assert convert.main(["to-fairseq", str(tmp_path / "out"), str(tmp_path / "b.pt")]) == 2
-    err = capsys.readouterr().err
-    assert "trained without the local objective" in err and err.count("\n") == 1
-
-
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    path = saved(tmp_path / "a.pt")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "precious").write_text("")
-    assert convert.main(["from-fairseq", str(path), str(tmp_path / "out")]) == 2
-    assert convert.main(["from-fairseq", str(path), str(tmp_path / "fine")]) == 0
-    assert convert.main(["to-fairseq", str(tmp_path / "fine"), str(path)]) == 2
-    assert convert.main(["to-fairseq", str(tmp_path), str(tmp_path / "b.pt")]) == 2
+def test_nothing_is_overwritten_and_what_cannot_be_converted_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out, other = saved(tmp_path / "a.pt"), tmp_path / "out", tmp_path / "b.pt"
+    out.mkdir()
+    convert.from_fairseq(path, out)
+    assert "out: exists" in refused(capsys, "from-fairseq", path, out)
+    assert "a.pt: exists" in refused(capsys, "to-fairseq", out, path)
+    assert "no model.safetensors" in refused(capsys, "to-fairseq", tmp_path, other)
+    assert "/proc" in refused(capsys, "to-fairseq", out, "/proc/b.pt")
+    state = load_file(out / "model.safetensors")
+    save_file({name: w for name, w in state.items() if not name.startswith("local.")}, out / "model.safetensors")
+    edited(out)
+    assert "trained without the local objective" in refused(capsys, "to-fairseq", out, other)
 
 
 AS_SCRIPTS = """

@@ -148,7 +148,7 @@ def test_identification_is_the_nearest_gallery_crop_by_hand(data: Dataset, pretr
     """A model without a head, on the first 5 s of each crop."""
     document, model, patient = evaluated(pretrained), engine.load(pretrained), data.column("patient")
     gallery, probe = data.select(identity="gallery"), data.select(identity="probe")
-    first = [model(halves_of(data, rows)[0][::2]) for rows in (gallery, probe)]
+    first = [model.pooled(halves_of(data, rows)[0][::2]) for rows in (gallery, probe)]
     assert document["score"] == pytest.approx(accuracy(*first, patient[gallery], patient[probe]))
     assert (document["n"], document["gallery"], document["one_sided"]) == (100, 100, 0)
     assert document["metrics"]["ties"] == 0 and document["metrics"]["chance"] == 0.01 < document["score"]
@@ -161,7 +161,7 @@ def test_identification_in_validation_compares_the_halves_of_a_crop(
     document = evaluated(folder, "--role", "valid")
     rows = data.select(identity="valid")
     rows = rows[data.column("halves")[rows] == 2]
-    c = engine.load(folder)(halves_of(data, rows)[0])
+    c = engine.load(folder).pooled(halves_of(data, rows)[0])
     name = np.array([p or r for p, r in zip(data.column("patient")[rows], data.column("record")[rows], strict=True)])
     assert document["score"] == pytest.approx(accuracy(c[::2], c[1::2], name, name))
     assert document["n"] == document["gallery"] == len(rows)
@@ -198,7 +198,7 @@ def test_scale_is_that_of_what_was_recorded(data: Dataset, saved_model: Saved, e
     document = evaluated(folder, "--role", "valid")
     assert document["score"] == pytest.approx(challenge_score(labels, probability > 0.5), abs=1e-9)
     sides = [data.select(identity=role) for role in ("gallery", "probe")]
-    first = [model(torch.stack([x[0] for x in scaled(rows)])) for rows in sides]
+    first = [model.pooled(torch.stack([x[0] for x in scaled(rows)])) for rows in sides]
     by_hand = accuracy(*first, *(patient[rows] for rows in sides))
     assert evaluated(folder, "--task", "identification")["score"] == pytest.approx(by_hand)
 

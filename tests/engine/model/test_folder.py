@@ -30,29 +30,21 @@ def edited(folder: Path, name: str, **to: Any) -> None:
     (folder / name).write_text(json.dumps(document | to))
 
 
-def other_heads(folder: Path) -> None:
-    edited(folder, CONFIG, model=json.loads((folder / CONFIG).read_text())["model"] | {"heads": 8})
-
-
-CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "leads reversed": (lambda d: edited(d, PREPROCESSING, leads=list(LEADS[::-1])), PREPROCESSING),
-    "another scale": (lambda d: edited(d, PREPROCESSING, scale="zscore"), PREPROCESSING),
-    "hash of the data zeroed": (lambda d: edited(d, PREPROCESSING, sha256="0" * 64), PREPROCESSING),
-    "other heads": (other_heads, CONFIG),
-    "a bit of the weights": (lambda d: flip(d / WEIGHTS, 8 * (d / WEIGHTS).stat().st_size - 1), WEIGHTS),
-}
-
-
-@pytest.mark.parametrize("kind", CHANGES)
-def test_what_was_changed_is_refused_and_named(kind: str, saved_model: Saved) -> None:
+def test_what_was_changed_is_refused_and_named(saved_model: Saved) -> None:
     folder = saved_model()
-    engine.load(folder)
-    harm, name = CHANGES[kind]
-    harm(folder)
-    for load in (engine.load, read_start):
-        with pytest.raises(LoadError, match=name) as caught:
-            load(str(folder))
-        assert str(folder / name) in str(caught.value) and "\n" not in str(caught.value)
+    model = json.loads((folder / CONFIG).read_text())["model"]
+    for name, changes in (
+        (PREPROCESSING, {"leads": list(LEADS[::-1])}),
+        (PREPROCESSING, {"scale": "zscore"}),
+        (CONFIG, {"model": model | {"heads": 8}}),
+    ):
+        whole = (folder / name).read_bytes()
+        edited(folder, name, **changes)
+        for load in (engine.load, read_start):
+            with pytest.raises(LoadError, match=name) as caught:
+                load(str(folder))
+            assert str(folder / name) in str(caught.value) and "\n" not in str(caught.value)
+        (folder / name).write_bytes(whole)
 
 
 def test_no_bit_of_a_folder_flips_unnoticed(saved_model: Saved, capsys: pytest.CaptureFixture[str]) -> None:
