@@ -80,12 +80,12 @@ def max_masked(config: ModelConfig, tokens: int) -> int:
 
 def draw_mask(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
     """mask_RN. Starts are the first few of a random order of all of them: drawn without replacement."""
-    most, starts = max_spans(config, tokens), tokens - config.mask_span
+    limit, starts = max_spans(config, tokens), tokens - config.mask_span
     rounding_R = _unit(hashed(keys_R, ModelStream.SPANS))
-    spans_R = (config.mask_share * tokens / config.mask_span + rounding_R).floor().clamp(2, most).long()
+    spans_R = (config.mask_share * tokens / config.mask_span + rounding_R).floor().clamp(2, limit).long()
     order_RN = hashed(keys_R[:, None], ModelStream.STARTS, torch.arange(starts, device=keys_R.device))
-    first_RS = order_RN.topk(most, dim=1, largest=False).indices
-    drawn_RS = torch.arange(most, device=keys_R.device) < spans_R[:, None]
+    first_RS = order_RN.topk(limit, dim=1, largest=False).indices
+    drawn_RS = torch.arange(limit, device=keys_R.device) < spans_R[:, None]
     started_RN = keys_R.new_zeros(len(keys_R), tokens).scatter_(1, first_RS, drawn_RS.long()).cumsum(1)
     ended_RN = torch.nn.functional.pad(started_RN, (config.mask_span, 0))[:, :tokens]
     mask_RN = started_RN > ended_RN

@@ -92,15 +92,15 @@ def unmoved_weights(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "harm, told", [(changed_weight, "logits_NBM"), (other_decay, "change in 3 steps"), (unmoved_weights, "change in 3 steps")]
+    "harm, text", [(changed_weight, "logits_NBM"), (other_decay, "change in 3 steps"), (unmoved_weights, "change in 3 steps")]
 )
 def test_a_difference_is_noticed(
-    harm: Callable[[Path], None], told: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    harm: Callable[[Path], None], text: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     harm(folder)
     assert parity.main([str(folder)]) == 1
     wrong = [line for line in capsys.readouterr().out.splitlines() if line.endswith("DOES NOT HOLD")]
-    assert any(told in line for line in wrong)
+    assert any(text in line for line in wrong)
     assert harm is not other_decay or len(wrong) == 1
 
 
@@ -149,11 +149,11 @@ HARMS: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("harm", HARMS)
 def test_wrong_input_is_one_line_and_exit_2(harm: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    damage, told = HARMS[harm]
+    damage, text = HARMS[harm]
     damage(folder)
     assert parity.main([str(folder)]) == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1 and told in captured.err
+    assert captured.out == "" and captured.err.count("\n") == 1 and text in captured.err
 
 
 @pytest.mark.parametrize("conv_norm", ["group", "layer"])
@@ -179,9 +179,9 @@ def test_weights_mean_what_the_authors_mean() -> None:
     their = to_theirs(model.state_dict(), config)
     x = torch.randn(2, 12, 64)
     first = model.encoder.conv.blocks[0]
-    wanted = torch.conv1d(x, their["feature_extractor.conv_layers.0.0.weight"], stride=2).transpose(1, 2)
-    wanted = torch.nn.functional.gelu(torch.layer_norm(wanted, (8,), first.norm.weight, first.norm.bias))
-    torch.testing.assert_close(first(x.transpose(1, 2)), wanted)
+    expected = torch.conv1d(x, their["feature_extractor.conv_layers.0.0.weight"], stride=2).transpose(1, 2)
+    expected = torch.nn.functional.gelu(torch.layer_norm(expected, (8,), first.norm.weight, first.norm.bias))
+    torch.testing.assert_close(first(x.transpose(1, 2)), expected)
     tokens, kind = torch.randn(2, 9, 8), "encoder.layers.0.self_attn."
     maps = (their[f"{kind}{p}_proj.weight"] * 20 for p in "qkv")  # as drawn they are so small that attention is even
     q, k, v = ((tokens @ weight.t()).view(2, 9, 2, 4).transpose(1, 2) for weight in maps)

@@ -48,10 +48,10 @@ def model(saved_model: Saved) -> TrainedModel:
 
 
 def test_weights_that_may_not_be_read(saved_model: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
-    denied = mock.Mock(side_effect=PermissionError)  # root, as which tests may run, is let in everywhere
+    folder, denied = saved_model(), mock.Mock(side_effect=PermissionError)  # root, as which tests may run, may read all files
     monkeypatch.setattr("engine.model.folder.file_sha256", denied)
     with pytest.raises(LoadError, match="may not be read: ask its owner for permission"):
-        engine.load(saved_model())
+        engine.load(folder)
 
 
 def test_weights_are_those_of_the_file(saved_model: Saved) -> None:
@@ -176,41 +176,41 @@ def test_an_array_becomes_what_the_dataset_builder_makes_of_it(fs_hz: float, uni
     cut = crops(signal, fs_hz, names, unit, Input(ALL, ALL))
     assert len(cut.uv_BLT) == crop_count(signal.shape[1], fs_hz) == 3
     for index, crop_uv in enumerate(cut.uv_BLT):
-        wanted = np.zeros((12, 5000), np.int16)
-        prepared = prepare_crop(record, index, wanted)
+        expected = np.zeros((12, 5000), np.int16)
+        prepared = prepare_crop(record, index, expected)
         assert (cut.start_s[index], cut.halves[index]) == (prepared.start_s, prepared.halves)
-        assert np.array_equal(crop_uv, wanted)
+        assert np.array_equal(crop_uv, expected)
 
 
 def test_whole_numbers_and_tensors_are_the_same_ecg() -> None:
     signal_uv = np.rint(ecg() * 1e3).astype(np.int32)
-    wanted = crops(signal_uv, 500, LEADS, "uV", Input(ALL, ALL)).uv_BLT
-    assert np.array_equal(wanted[0], signal_uv)
+    expected = crops(signal_uv, 500, LEADS, "uV", Input(ALL, ALL)).uv_BLT
+    assert np.array_equal(expected[0], signal_uv)
     for same in (signal_uv.astype(np.float32), torch.from_numpy(signal_uv), torch.from_numpy(signal_uv).double()):
-        assert np.array_equal(crops(same, 500, LEADS, "uV", Input(ALL, ALL)).uv_BLT, wanted)
+        assert np.array_equal(crops(same, 500, LEADS, "uV", Input(ALL, ALL)).uv_BLT, expected)
 
 
 def test_a_crop_and_its_dataset_have_one_embedding(dataset: Dataset, model: TrainedModel) -> None:
     crop = dataset.read(0)
     x_SLT = torch.from_numpy(crop.astype(np.float32) * np.float32(1e-3)).view(12, 2, 2500).transpose(0, 1)
-    wanted = model(x_SLT).mean(0)
-    assert torch.allclose(model.embed(crop, 500, LEADS, "uV"), wanted, atol=1e-6)
-    assert torch.allclose(model.embed(crop / 1e6, 500, LEADS, "V"), wanted, atol=1e-6)
+    expected = model(x_SLT).mean(0)
+    assert torch.allclose(model.embed(crop, 500, LEADS, "uV"), expected, atol=1e-6)
+    assert torch.allclose(model.embed(crop / 1e6, 500, LEADS, "V"), expected, atol=1e-6)
 
 
 def test_names_decide_and_not_the_order(model: TrainedModel) -> None:
     signal, rng = ecg(), np.random.default_rng(0)
-    wanted = model.embed(signal, 500, LEADS)
+    expected = model.embed(signal, 500, LEADS)
     order = rng.permutation(12)
-    assert torch.equal(model.embed(signal[order], 500, [LEADS[i].lower() for i in order]), wanted)
-    assert torch.equal(model.embed(torch.from_numpy(signal), 500, "12"), wanted)
+    assert torch.equal(model.embed(signal[order], 500, [LEADS[i].lower() for i in order]), expected)
+    assert torch.equal(model.embed(torch.from_numpy(signal), 500, "12"), expected)
     few = np.zeros_like(signal)
     few[[1, 6]] = signal[[1, 6]]
     assert torch.equal(model.embed(signal[[6, 1]], 500, "V1,II"), model.embed(few, 500, LEADS))
     holed = signal.copy()
     holed[[0, *range(2, 6), *range(7, 12)], 700] = np.nan  # a lead that was not measured is a lead that is not there
     assert torch.equal(model.embed(holed, 500, LEADS), model.embed(few, 500, LEADS))
-    assert not torch.equal(model.embed(few, 500, LEADS), wanted)
+    assert not torch.equal(model.embed(few, 500, LEADS), expected)
 
 
 def test_what_was_not_measured_is_so_in_whole_numbers_and_under_a_mask(model: TrainedModel) -> None:
@@ -218,9 +218,9 @@ def test_what_was_not_measured_is_so_in_whole_numbers_and_under_a_mask(model: Tr
     holed, mask = signal_uv.copy(), np.zeros(signal_uv.shape, bool)
     holed[6, 100:110], mask[6, 100:110] = -32768, True  # as scipy.io.loadmat gives a record of the Challenge
     masked = np.ma.masked_array(signal_uv, mask)
-    wanted = model.embed(signal_uv * (np.arange(12) != 6)[:, None], 500, LEADS, "uV")
+    expected = model.embed(signal_uv * (np.arange(12) != 6)[:, None], 500, LEADS, "uV")
     for same in (holed, holed.astype(">i2"), torch.from_numpy(holed), masked, masked.astype(">i2"), masked.astype(np.float32)):
-        assert torch.equal(model.embed(same, 500, LEADS, "uV"), wanted)
+        assert torch.equal(model.embed(same, 500, LEADS, "uV"), expected)
     with pytest.raises(SignalError, match="no valid lead"):
         model.embed(np.full((12, 5000), -32768, np.int16), 500, LEADS, "uV")
 
@@ -248,14 +248,14 @@ def test_ten_seconds_in_which_nothing_was_measured_are_left_out(model: TrainedMo
 def test_scores_of_each_lead(saved_model: Saved) -> None:
     """For a model that was trained on z-scores, gain and offset of a lead do not matter, and a missing lead is zero."""
     model, signal = engine.load(saved_model(preprocessing={"scale": "zscore"})), ecg()[:8]
-    wanted = model.embed(signal, 500, LEADS[:8])
+    expected = model.embed(signal, 500, LEADS[:8])
     gains = np.linspace(0.5, 3, 8)[:, None]
-    assert torch.allclose(model.embed(signal * gains + gains, 500, LEADS[:8]), wanted, atol=0.02)  # of whole microvolts
+    assert torch.allclose(model.embed(signal * gains + gains, 500, LEADS[:8]), expected, atol=0.02)  # of whole microvolts
     uv = np.rint(signal * 1e3)
     z = np.zeros((12, 5000))
     z[:8] = (uv - uv.mean(1, keepdims=True)) / uv.std(1, keepdims=True)
     x_SLT = torch.from_numpy(z).float().view(12, 2, 2500).transpose(0, 1)
-    assert torch.allclose(model(x_SLT).mean(0), wanted, atol=1e-5)
+    assert torch.allclose(model(x_SLT).mean(0), expected, atol=1e-5)
 
 
 def test_models_of_fewer_leads(saved_model: Saved) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.model import encoder as plain
 from engine.model import kernels
@@ -42,12 +41,12 @@ def test_group_norm_and_gelu_a_few_rows_at_a_time(dtype: torch.dtype, far: float
     """A mean of 10, in which the variance must not be lost; 25 rows of 2,500 are two parts."""
     inputs = [(10 + randn(25, 2500, 32).cumsum(1) / 50).to(dtype), randn(32).to(dtype), randn(32, 1)[:, 0].to(dtype)]
     assert len(list(cpu.in_cache(inputs[0]))) > 1
-    wanted = values_and_gradients(
+    expected = values_and_gradients(
         lambda y, w, b: F.gelu(F.group_norm(y.transpose(1, 2), 32, w, b, 1e-5).transpose(1, 2)), inputs
     )
     for function in (plain.group_norm_gelu, cpu.group_norm_gelu):
         got = values_and_gradients(partial(function, eps=1e-5), inputs, dtype)
-        for mine, exact in zip(got, wanted, strict=True):
+        for mine, exact in zip(got, expected, strict=True):
             assert (mine - exact).abs().max() <= far * exact.abs().max()
 
 
@@ -56,9 +55,9 @@ def test_convolutions(tokens: int, kernel: int) -> None:
     """At the paper's length, and where the kernel is longer than the input. The plain one is checked in test_encoder.py."""
     inputs = [randn(2, tokens, 24), randn(24, 6, kernel), randn(24)]
     functions = [partial(function, groups=4) for function in (plain.convolve, cpu.convolve, cuda.convolve)]
-    wanted, *others = (values_and_gradients(function, inputs) for function in functions)
+    expected, *others = (values_and_gradients(function, inputs) for function in functions)
     for got in others:
-        for mine, exact in zip(got, wanted, strict=True):
+        for mine, exact in zip(got, expected, strict=True):
             assert (mine - exact).abs().max() <= 1e-12 * max(1, exact.abs().max())
 
 
@@ -66,42 +65,31 @@ def test_convolutions(tokens: int, kernel: int) -> None:
 def test_convolutions_in_bf16(function: Any) -> None:
     """Nearly as exact as torch's own, 1.7e-3, and in autocast as in bf16."""
     inputs = [x.bfloat16() for x in (randn(8, 156, 64), randn(64, 4, 128), randn(64))]
-    wanted = values_and_gradients(partial(plain.convolve, groups=16), inputs)
+    expected = values_and_gradients(partial(plain.convolve, groups=16), inputs)
     got = values_and_gradients(partial(function, groups=16), inputs, torch.bfloat16)
-    errors = [float((one - other).norm() / other.norm()) for one, other in zip(got, wanted, strict=True)]
+    errors = [float((one - other).norm() / other.norm()) for one, other in zip(got, expected, strict=True)]
     assert max(errors[:2]) < 2.5e-3 and max(errors) < 4e-3
     with torch.autocast("cpu", torch.bfloat16):
         low = values_and_gradients(partial(function, groups=16), inputs, torch.float32)
-    assert all((one - other).norm() < 0.01 * other.norm() for one, other in zip(low, wanted, strict=True))
-
-
-class Operations(TorchDispatchMode):
-    """The names of all operations that are computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(str(func))
-        return func(*args, **(kwargs or {}))
+    assert all((one - other).norm() < 0.01 * other.norm() for one, other in zip(low, expected, strict=True))
 
 
 def test_gradients_of_blocks_are_gathered() -> None:
     """No number is added to from several places: a GPU would do that in any order."""
-    with Operations() as operations:
+    with torch.profiler.profile() as profile:
         values_and_gradients(partial(cuda.convolve, groups=4), [randn(2, 40, 24), randn(24, 6, 7), randn(24)])
-    assert "aten.bmm.default" in operations.names
-    assert not [name for name in operations.names if re.search("index_put|scatter|index_add|unfold_backward", name)]
+    names = {event.key for event in profile.key_averages()}
+    assert "aten::bmm" in names
+    assert not [name for name in names if re.search("index_put|scatter|index_add|unfold_backward", name)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear(dtype: torch.dtype) -> None:
     inputs = [randn(4, 150, 24), randn(40, 24), randn(40)]
-    wanted = values_and_gradients(F.linear, [x.to(dtype) for x in inputs])
+    expected = values_and_gradients(F.linear, [x.to(dtype) for x in inputs])
     for function in (cpu.linear, torch.compile(cuda.linear, backend="aot_eager", fullgraph=True)):
         got = values_and_gradients(function, inputs, dtype)
-        for mine, exact in zip(got, wanted, strict=True):
+        for mine, exact in zip(got, expected, strict=True):
             rounding = torch.finfo(dtype).eps * float(exact.abs().max())
             torch.testing.assert_close(mine, exact, rtol=0, atol=(1 if dtype == torch.bfloat16 else 8) * rounding)
 
@@ -110,19 +98,19 @@ def test_linear(dtype: torch.dtype) -> None:
 def test_a_compiled_gelu_is_the_exact_one(dtype: torch.dtype) -> None:
     """To the last bit of bf16, and float32 is left alone."""
     x = torch.linspace(-9, 9, 100_001, dtype=dtype)
-    wanted = values_and_gradients(F.gelu, [x])
+    expected = values_and_gradients(F.gelu, [x])
     got = values_and_gradients(torch.compile(cuda.gelu, backend="aot_eager", fullgraph=True), [x], dtype)
-    torch.testing.assert_close(got[0], wanted[0], rtol=torch.finfo(dtype).eps / 2 * 1.01, atol=2e-6)
-    torch.testing.assert_close(got[1], wanted[1], rtol=torch.finfo(dtype).eps * 1.01, atol=2e-6)
+    torch.testing.assert_close(got[0], expected[0], rtol=torch.finfo(dtype).eps / 2 * 1.01, atol=2e-6)
+    torch.testing.assert_close(got[1], expected[1], rtol=torch.finfo(dtype).eps * 1.01, atol=2e-6)
 
 
 def test_attention() -> None:
     """A head of 9 numbers, which no fused kernel takes; the replacements without dropout are torch's."""
     qkv, heads = randn(2, 20, 3 * 36), 4
     q, k, v = qkv.double().view(2, 20, 3, heads, 9).permute(2, 0, 3, 1, 4)
-    wanted = ((q @ k.transpose(-1, -2) / 3).softmax(-1) @ v).transpose(1, 2).flatten(2)
+    expected = ((q @ k.transpose(-1, -2) / 3).softmax(-1) @ v).transpose(1, 2).flatten(2)
     for function in (plain.attention, cpu.attention, cuda.attention):
-        torch.testing.assert_close(function(qkv, heads, 0.0).double(), wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(function(qkv, heads, 0.0).double(), expected, rtol=1e-4, atol=1e-5)
         assert not torch.allclose(function(qkv, heads, 0.5), function(qkv, heads, 0.5))
     written_out, fused = (
         values_and_gradients(lambda x, p=p: cpu.attention(x, heads, p), [qkv], torch.float32) for p in (1e-9, 0.0)
@@ -147,8 +135,8 @@ def test_dropout(shape: tuple[int, ...], p: float, how: str) -> None:
     assert not torch.equal(function(x, p), y) or x.numel() < 10
     torch.manual_seed(0)
     assert torch.equal(function(x, p), y)
-    neighbours = (y.detach() == 0).float().flatten()[: x.numel() // 4 * 4].view(-1, 4)
-    if len(neighbours) > 1000:  # the four numbers of one draw are independent
+    if x.numel() > 4000:  # the four numbers of one draw are independent
+        neighbours = (y.detach() == 0).float().view(-1, 4)
         assert (torch.corrcoef(neighbours.t()) - torch.eye(4)).abs().max() < 0.03
 
 
@@ -176,9 +164,9 @@ def test_a_gpus_kernels_drop_the_same_forward_and_backward() -> None:
     kept = y.detach() != 0
     assert float(kept.float().mean()) == pytest.approx(0.75, abs=0.01)
     leaf = x.detach().double().requires_grad_()
-    (wanted := F.gelu(leaf)).sum().backward()
+    (expected := F.gelu(leaf)).sum().backward()
     assert leaf.grad is not None
-    for got, exact in ((y.detach(), wanted.detach()), (grad, leaf.grad)):
+    for got, exact in ((y.detach(), expected.detach()), (grad, leaf.grad)):
         torch.testing.assert_close(got.double(), torch.where(kept, exact / 0.75, 0), rtol=0.01, atol=0.01)
 
 

@@ -58,11 +58,11 @@ def is_attention(rows: int, tokens: int, heads: int, d: int, p: float, dtype: to
     q, k, v = exact.view(rows, tokens, 3, heads, d).permute(2, 0, 3, 1, 4)
     shares = (q @ k.transpose(-1, -2) * d**-0.5).softmax(-1)
     used = shares * kept(rows, tokens, heads, d, p, seed=7) / (1 - round(p * 256) / 256)
-    wanted = (used @ v).transpose(1, 2).flatten(2)
-    wanted.backward(grad.double())
+    expected = (used @ v).transpose(1, 2).flatten(2)
+    expected.backward(grad.double())
     assert qkv.grad is not None and exact.grad is not None and y.dtype == dtype
     rounding = (16 if dtype == torch.float32 else 3) * torch.finfo(dtype).eps
-    for got, true in ((y.detach(), wanted.detach()), (qkv.grad, exact.grad)):
+    for got, true in ((y.detach(), expected.detach()), (qkv.grad, exact.grad)):
         torch.testing.assert_close(got.double(), true, rtol=0, atol=rounding * float(true.abs().max()))
 
 
@@ -106,9 +106,9 @@ def takes_scores_far_below_zero() -> None:
     leaf = qkv.flatten(2).to(DEVICE, LOW).requires_grad_()
     exact = leaf.detach().double().requires_grad_()
     q, k, v = exact.view(20, 3, 16).unbind(1)
-    wanted = (q @ k.t() / 4).softmax(-1) @ v
+    expected = (q @ k.t() / 4).softmax(-1) @ v
     short.attention(leaf, 1).square().sum().backward()
-    wanted.square().sum().backward()
+    expected.square().sum().backward()
     assert leaf.grad is not None and exact.grad is not None
     torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=0, atol=0.01 * float(exact.grad.abs().max()))
 

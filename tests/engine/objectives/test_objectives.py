@@ -39,10 +39,10 @@ def test_the_gram_matrix_gives_the_gathered_loss(codes: int, counts: list[int]) 
     x, y = x.requires_grad_(), y.requires_grad_()
     loss, accuracy = local_loss(x, y, count_negatives(other, 13), valid, code)
     rows = [gathered_loss(x[r, :n], y[r, :n], other[r, :n], 0.1) for r, n in enumerate(counts)]
-    wanted = torch.stack([losses.mean() for losses, _ in rows]).mean()
-    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-6)
+    expected = torch.stack([losses.mean() for losses, _ in rows]).mean()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(accuracy, torch.stack([hits.float().mean() for _, hits in rows]).mean())
-    for one, other_grad in zip(torch.autograd.grad(loss, (x, y)), torch.autograd.grad(wanted, (x, y)), strict=True):
+    for one, other_grad in zip(torch.autograd.grad(loss, (x, y)), torch.autograd.grad(expected, (x, y)), strict=True):
         torch.testing.assert_close(one, other_grad, rtol=1e-4, atol=1e-6)
         assert one.isfinite().all()
 
@@ -77,13 +77,13 @@ def nt_xent_by_hand(g: Tensor, temperature: float) -> Tensor:
 
 def test_cmsc_and_simclr_are_the_paper_s_formula() -> None:
     g = torch.randn(4, 2, 10, requires_grad=True)
-    wanted = nt_xent_by_hand(g, 0.1)
+    expected = nt_xent_by_hand(g, 0.1)
     for loss, _ in (nt_xent(g, 0.1, gathered=True), nt_xent(g, 0.1, gathered=False)):
-        torch.testing.assert_close(loss, wanted)
-        torch.testing.assert_close(*(torch.autograd.grad(v, g, retain_graph=True)[0] for v in (loss, wanted)))
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(v, g, retain_graph=True)[0] for v in (loss, expected)))
     detached, _ = nt_xent(g, 0.1, gathered=False, detach_norm=True)
-    torch.testing.assert_close(detached, wanted)
-    assert not torch.allclose(*(torch.autograd.grad(v, g, retain_graph=True)[0] for v in (detached, wanted)))
+    torch.testing.assert_close(detached, expected)
+    assert not torch.allclose(*(torch.autograd.grad(v, g, retain_graph=True)[0] for v in (detached, expected)))
 
 
 def test_accuracy_is_one_where_views_agree() -> None:
@@ -100,10 +100,10 @@ def test_authors_cmsc_is_the_authors_formula() -> None:
     norm = g.detach().norm(dim=-1, keepdim=True)
     first, second = (g / norm).unbind(1)
     s, same = first @ second.t() / 0.1, ids[:, None] == ids
-    wanted = (-s.log_softmax(-1)[same].mean() - s.t().log_softmax(-1)[same.t()].mean()) / 2
+    expected = (-s.log_softmax(-1)[same].mean() - s.t().log_softmax(-1)[same.t()].mean()) / 2
     loss, _ = authors_cmsc_loss(g, ids, 0.1)
-    torch.testing.assert_close(loss, wanted)
-    torch.testing.assert_close(*(torch.autograd.grad(v, g, retain_graph=True)[0] for v in (loss, wanted)))
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(v, g, retain_graph=True)[0] for v in (loss, expected)))
     assert authors_cmsc_loss(g[:1], ids[:1], 0.1)[0] == 0  # one pair has nothing to be told from
 
 
@@ -116,10 +116,10 @@ def test_3kg_is_the_authors_formula() -> None:
         negatives = s[i][who != who[i]]
         positives = [s[i, p] for p in range(10) if p != i and who[p] == who[i]]
         terms += [torch.cat([p[None], negatives]).logsumexp(0) - p for p in positives]
-    wanted = torch.stack(terms).mean()
+    expected = torch.stack(terms).mean()
     loss, _ = threekg_loss(g, ids, 0.1, gathered=False)
-    torch.testing.assert_close(loss, wanted)
-    torch.testing.assert_close(*(torch.autograd.grad(v, g, retain_graph=True)[0] for v in (loss, wanted)))
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(v, g, retain_graph=True)[0] for v in (loss, expected)))
 
 
 def test_3kg_with_a_single_patient_is_zero_not_nan() -> None:

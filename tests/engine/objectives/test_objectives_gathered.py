@@ -66,5 +66,5 @@ def test_two_ranks_are_one(name: str, of_two: dict[str, tuple[dict[str, Tensor],
     for key in losses.keys() - {"masked"}:
         torch.testing.assert_close(two_losses[key], losses[key], rtol=1e-5, atol=1e-6)
     assert two_grads.keys() == grads.keys()
-    for key, wanted in grads.items():
-        torch.testing.assert_close(two_grads[key], wanted, rtol=1e-4, atol=1e-6 + 1e-5 * float(wanted.abs().max()))
+    for key, expected in grads.items():
+        torch.testing.assert_close(two_grads[key], expected, rtol=1e-4, atol=1e-6 + 1e-5 * float(expected.abs().max()))
