@@ -73,7 +73,7 @@ def to_fairseq(run: Path, out: Path) -> None:
         document = document_of(folder / CONFIG)
         config, state = config_of(document, folder / CONFIG), load_file(folder / WEIGHTS)
     if not any(name.startswith("local.") for name in state):
-        raise ConfigError(f"{run}: was trained without the local objective, whose heads their wav2vec 2.0 needs: not converted")
+        raise ConfigError(f"{run}: trained without the local objective, whose weights fairseq-signals needs: not converted")
     origin = document.get("fairseq") or {}  # what from_fairseq kept; nothing in a model that was trained here
     try:
         theirs = to_theirs(state, config, origin.get("spelling", "parametrizations"))

@@ -1,4 +1,4 @@
-"""Compare our model with the authors': their weights, inputs and random draws through it, against the numbers they got.
+"""Compare our model with the authors': run it with their weights, inputs and random draws, and compare the results.
 
     python -m engine.parity DIR [--json F]
 
@@ -127,7 +127,7 @@ def draws_of(arrays: dict[str, np.ndarray], config: ModelConfig) -> Draws:
     slot_RM, valid_RM = slots(mask_RN, used)
     other_RMK = torch.from_numpy(arrays["neg_idxs"]).view(rows, used, -1) - torch.arange(0, rows * used, used)[:, None, None]
     if other_RMK.min() < 0 or other_RMK.max() >= used:
-        raise ConfigError("neg_idxs: a negative lies in another segment, which these losses do not know")
+        raise ConfigError("neg_idxs: a negative is from another segment, which these losses do not support")
     noise = None
     if "gumbel_noise" in arrays:
         noise = torch.from_numpy(arrays["gumbel_noise"]).view(rows, used, config.codebooks, config.codes)

@@ -81,7 +81,7 @@ def max_masked(config: ModelConfig, tokens: int) -> int:
 def draw_mask(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
     """mask_RN. Starts are the first few of a random order of all of them: drawn without replacement."""
     limit, starts = max_spans(config, tokens), tokens - config.mask_span
-    rounding_R = _unit(hashed(keys_R, ModelStream.SPANS))
+    rounding_R = (hashed(keys_R, ModelStream.SPANS) & 0xFFFFFF).float() * 2.0**-24  # in [0, 1)
     spans_R = (config.mask_share * tokens / config.mask_span + rounding_R).floor().clamp(2, limit).long()
     order_RN = hashed(keys_R[:, None], ModelStream.STARTS, torch.arange(starts, device=keys_R.device))
     first_RS = order_RN.topk(limit, dim=1, largest=False).indices
@@ -156,8 +156,3 @@ def _mix(x: Tensor) -> Tensor:
     x = (x >> 30).bitwise_and_((1 << 34) - 1).bitwise_xor_(x).mul_(_M1)
     x = (x >> 27).bitwise_and_((1 << 37) - 1).bitwise_xor_(x).mul_(_M2)
     return (x >> 31).bitwise_and_((1 << 33) - 1).bitwise_xor_(x)
-
-
-def _unit(x: Tensor) -> Tensor:
-    """float32 in [0, 1)."""
-    return (x & 0xFFFFFF).float() * 2.0**-24

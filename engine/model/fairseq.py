@@ -1,4 +1,4 @@
-"""Weights and settings between fairseq-signals and omnilead, both ways and exactly.
+"""Convert weights and settings from and to those of fairseq-signals, exactly.
 
     from_theirs(state, config) -> our state_dict    to_theirs(state, config) -> the authors'    settings(cfg) -> ModelConfig
 

@@ -4,8 +4,8 @@
     with model_folder("RUN") as (folder, digest):       # RUN, RUN/model, a copy of it, s3://bucket/model
         ...
 
-config.json holds the sha256 of every file; its own is that of its content without it. model_folder() checks them, so nothing
-that was damaged or changed is ever loaded. The model card may be edited.
+config.json holds the sha256 of every file (its own: of its content without that hash). model_folder() checks them, so a damaged
+or changed model is never loaded. The model card may be edited.
 """
 
 import hashlib
@@ -33,13 +33,13 @@ SHOWN = 4  # names in a message
 
 
 class LoadError(ConfigError):
-    """A folder that is no model of omnilead, or not a whole one: one line."""
+    """A folder that is not a complete, undamaged model of omnilead."""
 
 
 def write(
     folder: Path, weights: Mapping[str, Tensor], config: Mapping[str, Any], preprocessing: Mapping[str, Any], card: str = ""
 ) -> None:
-    """All of it or nothing: written beside, then renamed. An existing folder is replaced."""
+    """Atomic: written to a temporary folder, then renamed. An existing folder is replaced."""
     temporary, old = (folder.with_name(f".{folder.name}.{kind}{os.getpid()}") for kind in ("", "old."))
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -152,7 +152,7 @@ def _unreadable(path: Path, error: Exception) -> LoadError:
     if isinstance(error, FileNotFoundError):
         return LoadError(f"{path}: no such file: a model is {WEIGHTS}, {CONFIG} and {PREPROCESSING}")
     if isinstance(error, PermissionError):
-        return LoadError(f"{path}: may not be read: ask its owner for permission")
+        return LoadError(f"{path}: permission denied: ask its owner for access")
     return LoadError(f"{path}: cannot be read: {error}".splitlines()[0])
 
 

@@ -1,4 +1,4 @@
-"""A trained model in use: its encoder, its head if it has one, and what a signal must be like.
+"""Load a trained model and embed ECGs with it.
 
     model = engine.load("RUN")                                      # or RUN/model, a copy of that folder, s3://bucket/model
     model.embed(signal, fs_hz=250, leads=["II", "V1"], unit="mV")   # [L, T] -> [D], [B, L, T] -> [B, D]
@@ -148,7 +148,7 @@ def _head_outputs(document: Mapping[str, Any], path: Path) -> int:
 
 
 def _load_weights(path: Path, encoder: Encoder, head: nn.Linear | None) -> None:
-    """Into modules without memory: no weight is ever there that was not in the file."""
+    """Into modules on the meta device: every weight comes from the file."""
     try:
         with safe_open(path, framework="pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118

@@ -3,7 +3,7 @@
     python -m engine.convert to-onnx RUN OUT.onnx
 
 Any number of segments, any length. x is what `TrainedModel.segments` gives: the file's metadata holds `preprocessing` (leads in
-order, rate, scale) and `config` (classes of the logits) as JSON. The file gets its name after onnxruntime has given PyTorch's
+order, rate, scale) and `config` (classes of the logits) as JSON. The file is written only if onnxruntime gives PyTorch's
 numbers at several sizes.
 """
 

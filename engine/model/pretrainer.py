@@ -74,8 +74,8 @@ class Pretrainer(nn.Module):
         local = objective.local > 0
         if local and encoder is not None and not isinstance(encoder, MaskedEncoder):
             raise ConfigError(
-                f"objective.local={objective.local}: {type(encoder).__name__} has no features() and context() to mask between: "
-                "give it both (engine.model.encoder.MaskedEncoder), or set objective.local=0"
+                f"objective.local={objective.local}: {type(encoder).__name__} has no features() and context(): "
+                "implement both (engine.model.encoder.MaskedEncoder), or set objective.local=0"
             )
         self.encoder = Encoder(config, mask=local) if encoder is None else encoder
         self.local = LocalHead(config, self.encoder.width, self.encoder.feature_width) if local else None

@@ -75,17 +75,8 @@ class Quantizer(nn.Module):
             noisy_AGV = (logits_AGV + noise_RMGV.reshape(logits_AGV.shape)) / tau
             codes_AG = noisy_AGV.detach().argmax(-1)
             values = LookUp.apply(noisy_AGV.softmax(-1), self.codebook, codes_AG)
-        return Quantized(
-            values.reshape(rows, slots, -1),
-            codes_AG.view(rows, slots, self.books),
-            share_GV,
-            weight_A.sum(),
-            self._histogram(best_AG, weight_A),
-        )
-
-    def _histogram(self, codes_AG: Tensor, weight_A: Tensor) -> Tensor:
-        """Sums of zeros and ones: exact in any order."""
-        at_AG = codes_AG + self.codes * torch.arange(self.books, device=codes_AG.device)
-        counts = torch.zeros(self.books * self.codes, device=codes_AG.device)
+        at_AG = best_AG + self.codes * torch.arange(self.books, device=best_AG.device)
+        counts = torch.zeros(self.books * self.codes, device=best_AG.device)  # sums of zeros and ones: exact in any order
         counts = counts.scatter_add(0, at_AG.reshape(-1), weight_A[:, None].expand_as(at_AG).reshape(-1))
-        return counts.view(self.books, self.codes)
+        codes_RMG, hard_GV = codes_AG.view(rows, slots, self.books), counts.view(self.books, self.codes)
+        return Quantized(values.reshape(rows, slots, -1), codes_RMG, share_GV, weight_A.sum(), hard_GV)

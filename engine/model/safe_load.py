@@ -26,7 +26,7 @@ MAX_SETTINGS, MAX_JSON = 100_000, 64 * 2**20  # pieces and characters: what many
 
 
 class ForeignCheckpointError(ConfigError):
-    """A file that is no checkpoint we can read: one line."""
+    """A checkpoint that cannot be read."""
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -40,9 +40,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     except (ForeignCheckpointError, PermissionError):
         raise
     except pickle.UnpicklingError as error:
-        raise ForeignCheckpointError(f"{path}: cannot be read without running code: save its model and cfg alone") from error
+        raise ForeignCheckpointError(f"{path}: cannot be read without running code: save only its model and cfg") from error
     except Exception as error:  # whatever a hostile or cut file makes torch say
-        raise ForeignCheckpointError(f"{path}: is no checkpoint of torch, or a damaged one: copy it again") from error
+        raise ForeignCheckpointError(f"{path}: not a PyTorch checkpoint, or damaged: copy it again") from error
     if not isinstance(content, dict):
         raise ForeignCheckpointError(f"{path}: holds a {type(content).__name__}, not a dictionary of weights and settings")
     return content

@@ -48,17 +48,8 @@ def world_size() -> int:
     return dist.get_world_size() if not _single_process and dist.is_available() and dist.is_initialized() else 1
 
 
-def rank() -> int:
-    return dist.get_rank() if world_size() > 1 else 0
-
-
-def all_gather(x: Tensor) -> Tensor:
-    """[A, ...] -> [W * A, ...] in the order of ranks, with gradient."""
-    return torch.cat(_all_gather(x.contiguous()), 0) if world_size() > 1 else x
-
-
 def all_gather_no_grad(x: Tensor) -> Tensor:
-    """The same without a gradient, for integers too."""
+    """[A, ...] -> [W * A, ...] in the order of ranks, without a gradient."""
     if world_size() == 1:
         return x
     parts = [torch.empty_like(x) for _ in range(world_size())]
@@ -80,11 +71,12 @@ def unit(g: Tensor, detach: bool = False) -> Tensor:
 
 def similarities(g_AD: Tensor, temperature: float, gathered: bool, detach_norm: bool) -> tuple[Tensor, Tensor]:
     """s [A, C] of own rows and all candidates, -inf where a row meets itself; and each row's own column."""
+    gathered = gathered and world_size() > 1
     with torch.autocast(g_AD.device.type, enabled=False):
         g_AD = unit(g_AD, detach_norm)
-        all_CD = all_gather(g_AD) if gathered else g_AD
+        all_CD = torch.cat(_all_gather(g_AD.contiguous())) if gathered else g_AD
         s_AC = g_AD @ all_CD.t() / temperature
-    own_A = torch.arange(len(g_AD), device=g_AD.device) + (rank() * len(g_AD) if gathered else 0)
+    own_A = torch.arange(len(g_AD), device=g_AD.device) + (dist.get_rank() * len(g_AD) if gathered else 0)
     itself_AC = own_A[:, None] == torch.arange(len(all_CD), device=g_AD.device)
     return s_AC.masked_fill(itself_AC, -torch.inf), own_A
 

@@ -202,7 +202,7 @@ def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     path = saved(tmp_path / "a.pt")
     for content in (path.read_bytes()[:5000], b"hello"):
         path.write_bytes(content)
-        assert "a.pt: is no checkpoint of torch" in refused(capsys, "from-fairseq", path, tmp_path / "out")
+        assert "a.pt: not a PyTorch checkpoint" in refused(capsys, "from-fairseq", path, tmp_path / "out")
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a/b", "c")
     assert "a.pt" in refused(capsys, "from-fairseq", path, tmp_path / "out")
