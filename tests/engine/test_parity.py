@@ -74,11 +74,15 @@ def test_one_mode_the_older_spelling_and_what_is_not_compared(folder: Path, caps
     )
 
 
+def weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    state = load_file(folder / "small_state_dict.safetensors")
+    change(state)
+    save_file(state, folder / "small_state_dict.safetensors")
+
+
 def changed_weight(folder: Path) -> None:
     only(folder, "eval")
-    state = load_file(folder / "small_state_dict.safetensors")
-    state["encoder.layers.0.fc1.weight"][3, 5] += 0.01
-    save_file(state, folder / "small_state_dict.safetensors")
+    weights(folder, lambda state: state["encoder.layers.0.fc1.weight"][3, 5].add_(0.01))
 
 
 def other_decay(folder: Path) -> None:
@@ -120,26 +124,18 @@ def change(folder: Path, **changes: Callable[[np.ndarray], np.ndarray]) -> None:
     rewrite(folder / "small_eval.npz", lambda arrays: arrays | {name: form(arrays[name]) for name, form in changes.items()})
 
 
-def drop(folder: Path, name: str) -> None:
-    rewrite(folder / "small_eval.npz", lambda arrays: {key: a for key, a in arrays.items() if key != name})
-
-
-def no_weight(folder: Path) -> None:
-    path = folder / "small_state_dict.safetensors"
-    save_file({name: w for name, w in load_file(path).items() if name != "mask_emb"}, path)
+def keep(folder: Path, names: set[str]) -> None:
+    rewrite(folder / "small_eval.npz", lambda arrays: {name: arrays[name] for name in names & arrays.keys()})
 
 
 HARMS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "nothing there": (shutil.rmtree, "NAME_cfg.json"),
-    "no array": (lambda d: drop(d, "mask_indices"), "mask_indices"),
+    "no array": (lambda d: keep(d, {"source", "segment"}), "mask_indices"),
     "cut": (lambda d: (d / "small_eval.npz").write_bytes((d / "small_eval.npz").read_bytes()[:1000]), "cannot be read"),
-    "a missing weight": (no_weight, "1 missing: mask_emb"),
+    "a missing weight": (lambda d: weights(d, lambda state: state.pop("mask_emb")), "1 missing: mask_emb"),
     "settings": (lambda d: (d / "small_cfg.json").write_text("[" * 100_000), "RecursionError"),
     "no weights": (lambda d: (d / "small_state_dict.safetensors").unlink(), "NAME_state_dict"),
-    "inputs only": (
-        lambda d: rewrite(d / "small_eval.npz", lambda arrays: {name: arrays[name] for name in parity.INPUTS & arrays.keys()}),
-        "holds inputs only",
-    ),
+    "inputs only": (lambda d: keep(d, parity.INPUTS), "holds inputs only"),
     "ragged mask": (lambda d: change(d, mask_indices=lambda x: x & (np.arange(len(x)) > 0)[:, None]), "equally many"),
     "segments": (lambda d: change(d, segment=lambda x: x[::-1]), "segment is not"),
     "other shape": (lambda d: change(d, source=lambda x: x[:, :5]), "RuntimeError"),
