@@ -94,9 +94,10 @@ class FinetuneTask(TrainingTask):
         return plain | ({"splits_before": self.start.splits} if self.start.splits else {})
 
     def saved_facts(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Those of an earlier version hold settings of the model that have gone, and lack those that have come since."""
+        """An earlier version saved settings of the model that no longer exist, and not those that were added since."""
         saved = super().saved_facts(state)
-        with suppress(KeyError, TypeError, AttributeError, SyntaxError, ValueError, RecursionError):  # then they differ
+        # What cannot be read as settings stays as it is, and differs
+        with suppress(ConfigError, LookupError, TypeError, AttributeError, SyntaxError, ValueError, RecursionError):
             architecture, start = saved["finetuning"]["architecture"], saved["finetuning"]["start"]
             if start.startswith(RANDOM):
                 settings = ast.parse(start.removeprefix(RANDOM), mode="eval").body.keywords

@@ -222,9 +222,8 @@ def refuse_changes(
     saved = checkpoint.read_state(path)
     names = ("preprocessing_sha256", "datasets", "zero_stage")
     facts = run_facts(config, datasets, ranks)
-    before = (
-        {name: saved.get(name) for name in names} | task.saved_facts(saved) | saved_config(path, saved, type(config)).tree()
-    )
+    before = {name: saved.get(name) for name in names} | task.saved_facts(saved)
+    before |= saved_config(path, saved, type(config)).tree()
     pairs = flatten(before), flatten({name: facts[name] for name in names} | task.facts() | config.tree())
     lengths = ("train.steps", "train.epochs") if config.train.schedule == "fixed" else ()
     changes = [
