@@ -36,6 +36,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import torch
 from tqdm import tqdm
 
@@ -90,11 +91,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--unit", help="unit of .npy and .npz files: V, mV, uV (mV)")
     add("--batch", type=int, metavar="N", help="crops encoded at a time (16, on a GPU 256)")
     add("--workers", type=int, metavar="N", help="threads that read (a quarter of the cores, with a GPU all of them)")
-    add(
-        "--device",
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="cpu, cuda, cuda:1, ... (a GPU if there is one)",
-    )
+    gpu = torch.cuda.is_available()
+    add("--device", default="cuda" if gpu else "cpu", help="cpu, cuda, cuda:1, ... (a GPU if there is one)")
     precision = "of the encoder; auto: bf16 on a GPU for a model trained in it, else fp32. Embeddings are float32"
     add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help=precision)
     corrupt = "stop at data that cannot be read, or name and skip them (stop)"
@@ -158,7 +156,9 @@ def run(args: argparse.Namespace) -> None:
                 for number, table in tables(source, model, model_input, missing, args.per, bar.update):
                     parts.write(number, table)
             parts.join(source.parts, schema(model.encoder.width))
-    print(f"{args.out}: {parts.rows:,} embeddings of {model.encoder.width}, computed in {args.precision}")
+    print(
+        f"{args.out}: {pq.read_metadata(args.out).num_rows:,} embeddings of {model.encoder.width}, computed in {args.precision}"
+    )
 
 
 def progress_bar(total: int, unit: str, done: int = 0) -> "tqdm[None]":
@@ -235,7 +235,7 @@ def dataset_source(args: argparse.Namespace, dataset: Dataset, model_input: Inpu
 class RecordToRead(NamedTuple):
     name: str
     stamp: bytes  # changes with the content
-    read: Callable[[], Prepared | ReadError]  # or raises SignalError
+    read: Callable[[], Prepared | ReadError]
     label: str = ""  # of an array, used in the table if no other array has it; else `name`
 
 
@@ -266,19 +266,19 @@ def arrays(args: argparse.Namespace, path: Path, model_input: Input) -> Iterator
         raise ConfigError(f"--data {path}: give its sampling rate with --fs")
     leads = [LEADS[i] for i in leads_in_order(args.leads or "12")]
 
-    def read(label: str, values_of: Callable[[], np.ndarray]) -> Prepared:
+    def read(label: str, values_of: Callable[[], np.ndarray]) -> Prepared | ReadError:
         try:
             values = values_of()
-        except (ArrayError, OSError) as error:
-            raise SignalError(str(error)) from None
-        if not args.leads and values.ndim == 2 and len(values) != len(leads):
-            raise SignalError(f"has {len(values)} rows, not {len(leads)}: name its rows with --leads")
-        return Prepared("array", label, None, *crops(values, args.fs, leads, args.unit, model_input))
+            if not args.leads and values.ndim == 2 and len(values) != len(leads):
+                return ReadError(f"has {len(values)} rows, not {len(leads)}: name its rows with --leads")
+            return Prepared("array", label, None, *crops(values, args.fs, leads, args.unit, model_input))
+        except (ArrayError, SignalError, OSError) as error:
+            return ReadError(str(error))
 
     ecgs: list[tuple[str, str, Callable[[], np.ndarray]]]  # suffix of the name, label, values
     try:
         if zipfile.is_zipfile(path):
-            ecgs = [(f"[{name}]", name, partial(load_array, path, name)) for name in npz_names(path)]
+            ecgs = [(f"[{name}]", name, partial(lambda one: load_npz(path, [one])[one], name)) for name in npz_names(path)]
         else:
             whole = open_npy(path)
             ecgs = [("", path.stem, lambda: whole)] if whole.size else []
@@ -295,19 +295,12 @@ def arrays(args: argparse.Namespace, path: Path, model_input: Input) -> Iterator
         yield RecordToRead(f"{path}{suffix}", stamp, partial(read, label, values_of), label)
 
 
-def load_array(path: Path, name: str) -> np.ndarray:
-    return load_npz(path, [name])[name]
-
-
 def record_source(args: argparse.Namespace, model_input: Input, records: Sequence[RecordToRead]) -> RecordSource:
     labels = Counter(record.label for record in records)
 
     def read(number: int) -> Prepared | None:
         record = records[number]
-        try:
-            ecg = record.read()
-        except SignalError as error:
-            ecg = ReadError(str(error))
+        ecg = record.read()
         if isinstance(ecg, Prepared):
             if record.label and labels[record.label] > 1:
                 ecg = ecg._replace(record=record.name)

@@ -29,7 +29,7 @@ import torch
 import engine
 from data_tools.dataset import DataError, Dataset
 from engine.common import ConfigError, OutputError, writable, write_whole, writing
-from engine.evaluation.evaluation_report import write_report
+from engine.evaluation import evaluation_report
 from engine.evaluation.metrics import MetricError
 from engine.evaluation.results import DiagnosisResult, EvalOptions, IdentificationResult, diagnose, identify, task_of
 from engine.model.kernels import disable_tf32
@@ -90,7 +90,7 @@ def evaluate(args: argparse.Namespace) -> None:
             write_whole(args.json, json.dumps(document, indent=1) + "\n")
     if args.report:
         with writing(args.report, "--report"):
-            write_report(result, args.report)
+            write_whole(args.report, evaluation_report.build(result))
         print(args.report)
 
 

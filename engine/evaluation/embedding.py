@@ -8,7 +8,7 @@
 
 `per`: one row for each half of 5 s, each crop of 10 s (the mean of its halves) or each record (the mean of all its halves). A
 part is always the same PART_BATCHES batches, so the result does not depend on where a run was stopped. Parts are kept in
-F.parquet.parts/ until the table is complete; a damaged or misplaced part is made again, those of another job are refused.
+F.parquet.parts/ until the table is complete; a damaged part is made again, those of another job are refused.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -40,7 +40,6 @@ Per = Literal["crop", "record", "half"]
 PART_BATCHES = 16
 COLUMNS = {"source": pa.string(), "record": pa.string(), "patient": pa.string(), "row": pa.int64(), "start_s": pa.float64()}
 KEY = b"omnilead"  # of a parquet file's metadata: the job
-T = TypeVar("T")
 
 
 def schema(width: int) -> pa.Schema:
@@ -112,7 +111,7 @@ class RecordSource:
         numbers = (number for part in parts for number in self._numbers(part))
         with (
             ThreadPoolExecutor(self.workers, "records") as pool,
-            closing(read_ahead_of(pool, self.read, numbers, 4 * self.workers)) as records,
+            closing(results_in_order(pool, self.read, numbers, 4 * self.workers)) as records,
         ):
             for part in parts:
                 crops = self._crops(part, records, progress)
@@ -134,15 +133,15 @@ class RecordSource:
 CropSource = DatasetSource | RecordSource
 
 
-def read_ahead_of(
-    pool: ThreadPoolExecutor, read: Callable[[int], T], numbers: Iterator[int], limit: int
-) -> Generator[T, None, None]:
-    """Results in order, at most `limit` of them read ahead."""
-    pending: deque[Future[T]] = deque(pool.submit(read, number) for number in islice(numbers, limit))
+def results_in_order(
+    pool: ThreadPoolExecutor, call: Callable[[int], Any], numbers: Iterator[int], limit: int
+) -> Generator[Any, None, None]:
+    """call(number) of all numbers, at most `limit` of them ahead of what was asked for."""
+    pending: deque[Future[Any]] = deque(pool.submit(call, number) for number in islice(numbers, limit))
     try:
         while pending:
             result = pending.popleft().result()
-            pending.extend(pool.submit(read, number) for number in islice(numbers, 1))
+            pending.extend(pool.submit(call, number) for number in islice(numbers, 1))
             yield result
     finally:
         for future in pending:
@@ -192,7 +191,7 @@ class ParquetParts:
         self.out, self.job, self.folder = out, json.loads(json.dumps(job)), out.with_name(f"{out.name}.parts")
         self.finished = out.exists()
         if self.finished:
-            self._require_same(_metadata(out), out)
+            self._require_same(_job_of(out), out)
             return
         if self.folder.is_file():
             raise ConfigError(f"--out {out}: {self.folder} is a file: remove it, or choose another --out")
@@ -202,43 +201,33 @@ class ParquetParts:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"--out {out}: another process is writing it") from None
-        if any(self.folder.glob("*.parquet")):
-            try:
-                before = json.loads((self.folder / "job.json").read_text())
-            except (OSError, ValueError, RecursionError):
-                before = None
-            self._require_same(before, self.folder)
-        else:
-            write_whole(self.folder / "job.json", json.dumps(self.job, indent=1))
+        for path in self.folder.glob("*.parquet"):
+            if (before := _job_of(path)) is not None:
+                self._require_same(before, path)
 
-    def _require_same(self, other: Any, place: Path) -> None:
-        before = other if isinstance(other, dict) else {}
+    def _require_same(self, job: Any, place: Path) -> None:
+        before = job if isinstance(job, dict) else {}
         if differ := sorted(name for name in self.job.keys() | before.keys() if self.job.get(name) != before.get(name)):
             was, now = (str(job.get(differ[0]))[:60] for job in (before, self.job))
             raise ConfigError(f"{place}: of another job: {differ[0]} was {was}, now {now}: remove it, or choose another --out")
-
-    @property
-    def rows(self) -> int:
-        return int(pq.read_metadata(self.out).num_rows)
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:06d}.parquet"
 
     def missing(self, count: int) -> list[int]:
-        """Parts that are still to be made: those that are damaged or of other content too."""
+        """Parts that are still to be made, damaged ones included."""
         return [number for number in range(count) if not self._is_whole(number)]
 
     def _is_whole(self, number: int) -> bool:
         try:
             pq.read_table(self._path(number), page_checksum_verification=True)
-            return bool(_metadata(self._path(number)) == {"part": number, **self.job})
+            return True
         except (pa.ArrowException, OSError):
             return False
 
     def write(self, number: int, table: pa.Table) -> None:
         buffer = io.BytesIO()
-        marked = table.replace_schema_metadata({KEY: json.dumps({"part": number, **self.job})})
-        pq.write_table(marked, buffer, write_page_checksum=True)
+        pq.write_table(table.replace_schema_metadata({KEY: json.dumps(self.job)}), buffer, write_page_checksum=True)
         write_whole(self._path(number), buffer.getvalue())
 
     def join(self, count: int, described: pa.Schema) -> None:
@@ -263,8 +252,9 @@ class ParquetParts:
             self._lock.close()
 
 
-def _metadata(path: Path) -> Any:
+def _job_of(path: Path) -> Any:
+    """None: the file is damaged, or has none."""
     try:
         return json.loads((pq.read_schema(path).metadata or {}).get(KEY, b"null"))
-    except (pa.ArrowInvalid, OSError, ValueError):
+    except (pa.ArrowException, OSError, ValueError):
         return None

@@ -1,22 +1,20 @@
 """The HTML report of an evaluation: how good the model is, and where it errs.
 
-    write_report(DiagnosisResult(labels_NK, scores_NK, records, patients, facts), Path("report.html"))
-    write_report(IdentificationResult(gallery_PD, gallery_ids, probe_QD, probe_ids, facts), Path("report.html"))
+    html = build(DiagnosisResult(labels_NK, scores_NK, records, patients, facts))
+    html = build(IdentificationResult(gallery_PD, gallery_ids, probe_QD, probe_ids, facts))
 
 `facts`: the model, the data, the role and the leads.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from data_tools.dataset import CLASSES
-from engine.common import write_whole
 from engine.evaluation import plots
-from engine.evaluation.metrics import Array, outputs_of
+from engine.evaluation.metrics import Array, outputs_of, unit_vectors
 from engine.evaluation.plots import Line, LineStyle
 from engine.evaluation.results import DiagnosisResult, IdentificationResult, calibration
 from engine.evaluation.run_report import ReportSection, flat, render
@@ -27,17 +25,12 @@ NAMES = {"challenge": "Challenge score", "auroc": "AUROC", "auprc": "AUPRC", "ac
 COLUMNS = ("auroc", "auprc", "f_measure", "sensitivity", "specificity")
 
 
-def write_report(result: DiagnosisResult | IdentificationResult, out: Path) -> None:
-    write_whole(out, build(result))
-
-
 def build(result: DiagnosisResult | IdentificationResult) -> str:
     kind, counts, sections = diagnosis(result) if isinstance(result, DiagnosisResult) else identification(result)
     facts, name = result.facts, str(result.facts.get("model", "model"))
     heading = [counts, *(f"{key} {facts[key]}" for key in ("role", "leads") if key in facts)]
-    return render(
-        f"{name}: evaluation", kind, name, heading, [*sections, ReportSection("The evaluation", table=list(flat(facts)))]
-    )
+    sections.append(ReportSection("The evaluation", table=list(flat(facts))))
+    return render(f"{name}: evaluation", kind, name, heading, sections)
 
 
 def shown(value: float, percent: bool = False) -> str:
@@ -56,7 +49,10 @@ def diagnosis(result: DiagnosisResult) -> tuple[str, str, list[ReportSection]]:
         "One sample is a half of 5 s, as in the paper; a class is predicted where its probability is above 0.5. Small: 95 % "
         "intervals by bootstrap over patients. AUROC, AUPRC and F are means over the classes for which they are defined."
     )
-    confusions = plots.confusion_chart(labels, outputs_of(result.scores_NK), CLASSES)
+    errors = [
+        plots.calibration_chart(*calibration(labels, result.scores_NK)),
+        plots.confusion_chart(labels, outputs_of(result.scores_NK), CLASSES),
+    ]
     rows: list[Sequence[str]] = [("class", "positives", "predicted", "AUROC", "AUPRC", "F", "sensitivity", "specificity")]
     for name, of in half["classes"].items():
         label = name if of["positives"] else f"{name} (no positives)"
@@ -65,9 +61,7 @@ def diagnosis(result: DiagnosisResult) -> tuple[str, str, list[ReportSection]]:
         ReportSection(tiles=list(scores(half)), note=note, remarks=result.remarks),
         ReportSection("By record: mean probability over its halves", tiles=list(scores(result.record))),
         ReportSection("ROC and precision-recall curves", charts=list(threshold_charts(labels, result.scores_NK)), columns=4),
-        ReportSection(
-            "Calibration and confusions", charts=[plots.calibration_chart(*calibration(labels, result.scores_NK)), confusions]
-        ),
+        ReportSection("Calibration and confusions", charts=errors),
         ReportSection("Classes", grid=rows),
     ]
     return "Diagnosis", f"{half['n']:,} halves of 5 s of {result.record['n']:,} records", sections
@@ -122,9 +116,6 @@ def other_pairs(result: IdentificationResult) -> Array:
     rng = np.random.default_rng(0)
     p, q = (rng.integers(0, n, OTHER_PAIRS) for n in (len(result.gallery_PD), len(result.probe_QD)))
     differ = np.asarray(result.gallery_ids)[p] != np.asarray(result.probe_ids)[q]
-    gallery, probes = (
-        np.asarray(v, float) / np.maximum(np.linalg.norm(v, axis=1, keepdims=True), 1e-300)
-        for v in (result.gallery_PD, result.probe_QD)
-    )
+    gallery, probes = (unit_vectors(np.asarray(c, float)) for c in (result.gallery_PD, result.probe_QD))
     blocks = np.array_split(np.stack([p[differ], q[differ]]), 50, axis=1)
     return np.concatenate([np.einsum("nd,nd->n", gallery[p], probes[q]) for p, q in blocks])

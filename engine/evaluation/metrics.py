@@ -217,10 +217,15 @@ def _units(vectors: Array, ids: Sequence[Any], name: str) -> Array:
         raise MetricError(f"{name} of shape {list(array.shape)} for {len(ids):,} patients: it is [n, width], n at least 1")
     if lost := int((~np.isfinite(array).all(1)).sum()):
         raise MetricError(f"{lost:,} of {len(array):,} {name} embeddings are not finite")
-    largest = np.abs(array).max(1, keepdims=True, initial=0)
-    array = array / np.where(largest > 0, largest, 1)  # or the squares of small numbers would vanish
-    length = np.linalg.norm(array, axis=1, keepdims=True)
-    return np.asarray(array / np.where(length > 0, length, 1))
+    return unit_vectors(array)
+
+
+def unit_vectors(x_ND: Array) -> Array:
+    """Rows of length 1; rows of zeros stay so."""
+    largest = np.abs(x_ND).max(1, keepdims=True, initial=0)
+    x_ND = x_ND / np.where(largest > 0, largest, 1)  # or the squares of small numbers would vanish
+    length = np.linalg.norm(x_ND, axis=1, keepdims=True)
+    return np.asarray(x_ND / np.where(length > 0, length, 1))
 
 
 def _compare(gallery: Array, own: Array, probes: Array, asked: Array) -> Any:

@@ -349,13 +349,8 @@ def confusion_chart(labels_NK: Array, outputs_NK: Array, names: Sequence[str]) -
     """Of the samples of each class, the share for which it was predicted (the diagonal: sensitivity), and for which another
     class was predicted that they do not have."""
     share_KK, positives, columns = confusion_shares(labels_NK, outputs_NK), labels_NK.sum(0), [*names, "nothing"]
-    parts = [
-        text(
-            0,
-            31,
-            "per cent of the samples of each class (row) with each prediction (column); blue: right, brown: wrong or none",
-        )
-    ]
+    note = "per cent of the samples of each class (row) with each prediction (column); blue: right, brown: wrong or none"
+    parts = [text(0, 31, note)]
     for k, name in enumerate(columns):
         place = f"translate({NAMES + CELL * (k + 0.5) + 3:g} {HEAD - 6:g}) rotate(-60)"
         parts.append(tag("text", escape(name), transform=place))

@@ -7,7 +7,9 @@
 Reading, copying and computing overlap: a batch is launched before the outputs of the one before it are waited for.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from itertools import chain
 from tempfile import TemporaryDirectory
@@ -17,12 +19,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_tools.dataset import CROP_SHAPE, Dataset
+from data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset, DatasetError
 from engine.data.device import Upload, download
+from engine.data.order import Places
 from engine.data.reader import CropReader, read_ahead
 from engine.data.staging import Staging
 
 CACHE_SHARDS = 8  # of a remote dataset on this disk
+SPARSE = 0.5  # share of the shards' bytes below which single crops are read
+REQUESTS = 16  # at once, for single crops
+
+log = logging.getLogger(__name__)
 
 
 class CropBatch(NamedTuple):
@@ -41,7 +48,7 @@ def predict(
     them, as engine.data.preprocess.Input.halves."""
     upload = Upload(device) if device.type == "cuda" else None
 
-    @torch.no_grad()
+    @torch.no_grad()  # not inference_mode: ZeRO stage 3 may gather weights here that training uses afterwards
     def launch(batch: CropBatch) -> tuple[CropBatch, Callable[[], np.ndarray]]:
         host = torch.from_numpy(batch.uv_BLT)
         uv_BLT = upload(host) if upload else host.to(device)
@@ -58,11 +65,6 @@ def predict(
         waiting = launched
 
 
-class RowsToRead(NamedTuple):
-    dataset: np.ndarray
-    row: np.ndarray
-
-
 def dataset_batches(
     dataset: Dataset,
     batches: Sequence[np.ndarray],
@@ -70,22 +72,44 @@ def dataset_batches(
     threads: int = 2,
     pin: bool = False,
 ) -> Iterator[CropBatch]:
-    """Crops by their rows, which are `crops` of each batch; shards of a remote dataset pass through a temporary cache.
-    `on_corrupt`: "skip" leaves out crops that cannot be read."""
+    """Crops by their rows, which are `crops` of each batch. `on_corrupt`: "skip" leaves out crops that cannot be read. Of a
+    remote dataset, shards pass through a temporary cache; where few of their crops are needed, those are read one by one."""
+    if not batches:
+        return
     halves, staging = dataset.column("halves"), None
     with ExitStack() as stack:
-        if dataset.root.remote and batches:
-            cache = stack.enter_context(TemporaryDirectory(prefix="omnilead-", ignore_cleanup_errors=True))
+        if dataset.root.remote and "tar" in dataset.meta["formats"]:
             shards = dataset.addresses[0][np.concatenate(batches)]
             order = [(0, shard) for shard in shards[np.flatnonzero(np.diff(shards, prepend=-1))].tolist()]
-            largest = max(int(shard["bytes"]) for shard in dataset.shards)
-            staging = stack.enter_context(closing(Staging({0: dataset}, cache, CACHE_SHARDS * largest, order)))
+            size = {key: int(dataset.shards[key[1]]["bytes"]) for key in order}
+            if len(shards) * CROP_BYTES < SPARSE * sum(size.values()):
+                yield from _single_crops(dataset, batches, on_corrupt)
+                return
+            cache = stack.enter_context(TemporaryDirectory(prefix="omnilead-", ignore_cleanup_errors=True))
+            staging = stack.enter_context(closing(Staging({0: dataset}, cache, CACHE_SHARDS * max(size.values()), order)))
         gather = CropReader([dataset], on_corrupt=on_corrupt, threads=threads, pin=pin, staging=staging)
         stack.callback(gather.close)
-        requests = (RowsToRead(np.zeros(len(rows), np.int64), rows) for rows in batches)
-        shape = (max(map(len, batches), default=0), *CROP_SHAPE)
+        requests = (Places(np.zeros(len(rows), np.int64), rows, rows) for rows in batches)
+        shape = (max(map(len, batches)), *CROP_SHAPE)
         for request, uv_BLT, report in stack.enter_context(closing(read_ahead(requests, gather, shape))):
             good = report.row == request.row  # a bad crop is replaced by another, which was not asked for
             rows = request.row[good]
             if len(rows):
                 yield CropBatch(uv_BLT if good.all() else uv_BLT[good], halves[rows], rows)
+
+
+def _single_crops(dataset: Dataset, batches: Sequence[np.ndarray], on_corrupt: str) -> Iterator[CropBatch]:
+    def read(row: int) -> tuple[int, np.ndarray] | None:
+        try:
+            return row, dataset.read(row)
+        except DatasetError as error:
+            if on_corrupt == "stop":
+                raise
+            log.warning("skipped: %s", error)
+            return None
+
+    with ThreadPoolExecutor(REQUESTS, "crops") as pool:
+        for batch in batches:
+            if good := [crop for crop in pool.map(read, batch.tolist()) if crop]:
+                rows = np.array([row for row, _ in good])
+                yield CropBatch(np.stack([uv_LT for _, uv_LT in good]), dataset.column("halves")[rows], rows)

@@ -22,7 +22,7 @@ from scipy.special import expit
 from data_tools.dataset import Dataset
 from engine.common import ConfigError
 from engine.data.leakage import patient_ids
-from engine.evaluation.metrics import METRICS, Array, identification, outputs_of, summary
+from engine.evaluation.metrics import METRICS, Array, identification, outputs_of, summary, unit_vectors
 from engine.evaluation.results import by_record
 
 STRENGTHS = (1.0, 0.1, 0.01, 1e-3, 1e-4)  # of the penalty on the mean loss; strongest first, each starts from the last solution
@@ -128,7 +128,7 @@ def logistic(x_ND: Array, y_NK: Array, strength: float, start: Array | None = No
 
 def nearest(data: ProbeData, neighbours: Sequence[int] = NEIGHBOURS) -> ProbeFit:
     """The share of positives among the k training rows of greatest cosine."""
-    train, valid, test = (_units(x) for x in standardised(data.train_ND, data.valid_ND, data.test_ND))
+    train, valid, test = (unit_vectors(x) for x in standardised(data.train_ND, data.valid_ND, data.test_ND))
     possible = [k for k in neighbours if k <= len(train)] or [len(train)]
     shares = votes(train, data.labels_NK, valid, possible)
     errors = {k: _error(share_NK, data.valid_labels_NK) for k, share_NK in shares.items()}
@@ -152,10 +152,6 @@ def standardised(train_ND: Array, *others: Array) -> tuple[Array, ...]:
     mean, deviation = train_ND.mean(0, dtype=np.float64), train_ND.std(0, dtype=np.float64)
     scale = np.where(deviation > 0, 1 / np.maximum(deviation, 1e-12), 0.0)
     return tuple((x.astype(np.float64) - mean) * scale for x in (train_ND, *others))
-
-
-def _units(x_ND: Array) -> Array:
-    return np.asarray(x_ND / np.maximum(np.linalg.norm(x_ND, axis=1, keepdims=True), 1e-12))
 
 
 def _error(scores_NK: Array, labels_NK: Array) -> float:

@@ -48,10 +48,7 @@ class ReportSection:
 def render(title: str, kind: str, name: str, facts: Sequence[str], sections: Sequence[ReportSection]) -> str:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string((files("engine.evaluation") / "report.html").read_text())
-    shown = [
-        section for section in sections if any(value for key, value in vars(section).items() if key not in ("title", "columns"))
-    ]
-    return template.render(title=title, kind=kind, name=name, facts=facts, sections=shown) + "\n"
+    return template.render(title=title, kind=kind, name=name, facts=facts, sections=sections) + "\n"
 
 
 class Curve(NamedTuple):
@@ -208,11 +205,8 @@ def summary(files: RunFiles, best: float | None) -> Iterator[tuple[str, str, str
         yield "Codes in use", f"{used:,.0f}", f"of {codes:,.0f}" if math.isfinite(codes) else "perplexity"
     if math.isfinite(rate := metrics.median("crops_per_s")):
         wait = metrics.median("data_wait_pct")
-        yield (
-            "Crops per second",
-            f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
-            f"{wait:.1f} % data wait" if wait >= 0 else "",
-        )
+        waited = f"{wait:.1f} % data wait" if wait >= 0 else ""
+        yield "Crops per second", f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}", waited
     if math.isfinite(share := metrics.median("mfu")):
         yield "MFU", f"{share:.1%}", "of the device's peak"
 

@@ -6,7 +6,6 @@ captured.similarities(views=2)            # arrays, named as in engine.evaluatio
 pairs(c_AD, patient_A)                    # cosines of pairs with the same label and of pairs with different ones
 """
 
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -36,7 +35,7 @@ class Capture:
         self.hook = (self.model.local or self.model.encoder).register_forward_hook(self._store)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.hook.remove()
 
     def _store(self, module: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -136,15 +136,11 @@ class PatientProbe:
         self.pairs = self.pairs[: config.train.probe_patients]
 
     def accuracy(self, engine: Any) -> float:
-        def encode(crops: list[tuple[Dataset, int]]) -> np.ndarray:
-            encoder = engine.module.encoder
-            return predict_on_ranks(self.config, self.ranks, crops, lambda x_RLT: pool(encoder(x_RLT)), halves=1).numpy()
-
+        crops = [(dataset, row) for dataset, *rows in self.pairs for row in rows]
+        encoder, ids = engine.module.encoder, range(len(self.pairs))
         with eval_mode(engine):
-            gallery_PD = encode([(dataset, row) for dataset, row, _ in self.pairs])
-            probe_PD = encode([(dataset, row) for dataset, _, row in self.pairs])
-        ids = range(len(self.pairs))
-        return float(identification(gallery_PD, ids, probe_PD, ids)["accuracy"])
+            c_RD = predict_on_ranks(self.config, self.ranks, crops, lambda x_RLT: pool(encoder(x_RLT)), halves=1).numpy()
+        return float(identification(c_RD[::2], ids, c_RD[1::2], ids)["accuracy"])
 
 
 def predict_on_ranks(

@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -50,15 +49,19 @@ RESULTS: dict[str, Result] = {
 
 
 @pytest.mark.parametrize("result", RESULTS.values(), ids=RESULTS)
-def test_any_numbers_are_drawn(result: Result, tmp_path: Path) -> None:
-    evaluation_report.write_report(result, tmp_path / "page.html")
-    html = (tmp_path / "page.html").read_text()
+def test_any_numbers_are_drawn(result: Result) -> None:
+    html = evaluation_report.build(result)
     assert len(check(html)) >= 2 and "<b>w2v" not in html
-    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
     document = json.loads(json.dumps(result.document(), allow_nan=False))
     key = "challenge" if isinstance(result, DiagnosisResult) else "accuracy"
     assert document["score"] == document["metrics"][key]
     assert (document["role"], document["leads"]) == ("test", "I,II,V2")
+
+
+def test_one_patient_says_nothing() -> None:
+    document = RESULTS["one patient"].document()
+    assert document["metrics"] == {"accuracy": 1.0, "top5": 1.0, "chance": 1.0, "ties": 0.0}
+    assert document["intervals"] == {"accuracy": [None, None]} and "say nothing" in document["remarks"][-1]
 
 
 def test_the_page_shows_what_was_measured() -> None:

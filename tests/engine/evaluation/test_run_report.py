@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -151,11 +150,10 @@ def test_a_repeated_step_counts_once(tmp_path: Path) -> None:
     assert log.steps.tolist() == [1, 2] and log.column("loss")[1] == 1.0
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 cut", b"\x93NUMPY garbage"])
-def test_damaged_files_are_remarks(content: bytes, tmp_path: Path) -> None:
+def test_damaged_files_are_remarks(tmp_path: Path) -> None:
     run = make(tmp_path / "run", row(1))
     for name in ("diagnostics.npz", "run.json"):
-        (run / name).write_bytes(content)
+        (run / name).write_bytes(b"PK\x03\x04 cut")
     (run / "validation.jsonl").write_bytes(b"\xff\xfe\x00")
     html = run_report.build(run)
     assert check(html) and "diagnostics.npz cannot be read" in html and "run.json cannot be read" in html
@@ -175,42 +173,22 @@ def test_diagnostics_are_checked(tmp_path: Path) -> None:
     assert len(check(run_report.build(run))) > 3
 
 
-def test_a_report_is_written_whole_or_not_at_all(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_report.write_report(full)
-    before, names = (full / "report.html").read_text(), sorted(os.listdir(full))
-    make(full, row(7))
-    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("killed")))
-    with pytest.raises(OSError, match="killed"):
-        run_report.write_report(full)
-    assert (full / "report.html").read_text() == before and sorted(os.listdir(full)) == names
+def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for run in (tmp_path / "missing", tmp_path, make(tmp_path / "empty", "\n")):
+        assert run_report.main([str(run)]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and len(err.splitlines()) == 1 and "metrics.jsonl" in err
 
 
-@pytest.mark.parametrize("case", ["missing", "no metrics", "empty metrics", "a file"])
-def test_errors_are_one_line(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "run"
-    if case == "a file":
-        run.write_text("")
-    elif case != "missing":
-        run.mkdir()
-        if case == "empty metrics":
-            (run / "metrics.jsonl").write_text("\n")
-    assert run_report.main([str(run)]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and len(err.splitlines()) == 1 and "metrics.jsonl" in err
-
-
-def test_thinning_keeps_what_sticks_out() -> None:
+def test_thinning_keeps_what_sticks_out_and_smoothing_skips_gaps() -> None:
     y = np.zeros(10_000)
     y[4321], y[77] = 9.0, -3.0
     x, kept = plots.thinned(np.arange(10_000), y)
     assert len(x) <= plots.MAX_POINTS and x[kept == 9.0] == [4321] and x[kept == -3.0] == [77]
     assert (np.diff(x) > 0).all()
-
-
-def test_smoothing_is_a_mean_of_what_is_there() -> None:
     y = np.full(300, 2.0)
     y[100] = NAN
-    smooth = plots.smoothed(y)
+    smooth = plots.smoothed(y)  # a mean of what is there
     assert np.isnan(smooth[100]) and np.allclose(np.delete(smooth, 100), 2.0)
 
 

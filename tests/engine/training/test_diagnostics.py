@@ -61,15 +61,11 @@ def test_contexts_are_compared_with_what_the_loss_compares_them_with() -> None:
     assert len(found["same_similarity"]) == 2 and len(found["other_similarity"]) == 4
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_run_on_two_ranks_in_bf16_leaves_them(stage: int, dataset: Dataset, tmp_path: Path) -> None:
-    ended = pretrain(tmp_path, dataset.root.url, world=2, train__zero_stage=stage, train__precision="bf16", train__steps=1)
+def test_a_run_on_two_ranks_in_bf16_leaves_them(dataset: Dataset, tmp_path: Path) -> None:
+    ended = pretrain(tmp_path, dataset.root.url, world=2, train__zero_stage=3, train__precision="bf16", train__steps=1)
     assert ended.ok, ended.output
     found, remarks = read_diagnostics(tmp_path / "run" / DIAGNOSTICS)
-    assert remarks == [] and {name: array.ndim for name, array in found.items() if "similarity" not in name} == {
-        "code_usage": 2,
-        "samples_mv": 4,
-    }
+    assert remarks == []
     assert found["samples_mv"].shape == (4, 2, 12, 2500) and found["code_usage"].shape == (2, 8)
     assert len(found["same_similarity"]) == 4 and len(found["other_similarity"]) == 6 * 4  # of rank 0's four crops
     assert len(found["positive_similarity"]) < found["code_usage"][0].sum() < 3 * len(found["positive_similarity"])
