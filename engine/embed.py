@@ -314,7 +314,7 @@ def record_source(args: argparse.Namespace, model_input: Input, records: Sequenc
 
 
 def with_leads(ecg: Prepared, model_input: Input) -> Prepared | ReadError:
-    """Without crops in which all leads that the model looks at are zero, as they are where nothing was measured."""
+    """Without crops in which all leads that the model uses are zero, as they are where nothing was measured."""
     there = np.flatnonzero(ecg.crops_uv[:, list(model_input.seen)].any(axis=(1, 2))).tolist()
     if len(there) == len(ecg.halves):
         return ecg

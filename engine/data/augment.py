@@ -1,17 +1,15 @@
-"""Augmentations of ECG crops: every formula once, for numpy, for torch on any device and for DALI.
+"""Augmentations of ECG crops: one formula each, for numpy, for torch on any device and for DALI.
 
     augment_draws.draws(config, seed, epoch, crop) -> parameters p
-    x -> 3KG matrix -> + gain * wave of each noise -> limb leads from I and II -> leads seen -> * time window * lead mask -> x
+    x -> 3KG matrix -> + gain * wave of each noise -> limb leads from I and II -> model's leads -> * window * lead mask -> x
 
-`augment` draws nothing: x and p in, x out. The lead mask (RLM) comes last, so that a masked lead is exactly zero, and so is one
-that its record lacks, whatever was added. Formulas are those of Oh et al. 2022, appendix B; the authors' own variants (kinds
-authors_*) differ from them in the draws alone, and in limb leads made to fit I and II.
+`augment` is deterministic: all random numbers are in p. The lead mask (RLM) comes last, so that masked leads, and leads that
+were not recorded, are exactly zero. Formulas: Oh et al. 2022, appendix B; the variants of the authors' code (kinds authors_*)
+differ in the parameters drawn, and recompute the limb leads from I and II.
 
 Shapes: B crops, S adjacent halves or views, L leads, T samples, K components. x is [B, S, L, T] float32 millivolts; p holds
-[B, S, 1 or L, 1 or K]. Without B everything holds as well: that is what DALI sees. numpy and torch take S = 1 in x and make
-two views of it where p has two.
-
-    python -m engine.data.picture augmentations.png
+[B, S, 1 or L, 1 or K]. In DALI there is no B. numpy and torch turn one half (S = 1) into two views if p has two.
+`python -m engine.data.picture augmentations.png` draws all of them.
 """
 
 import functools
@@ -43,7 +41,7 @@ Product = tuple[Array, Array]  # gain [.., S, 1|L, 1], wave [.., S, 1|L, T]
 
 @dataclass(frozen=True)
 class AmplitudeMv:
-    """Largest amplitude of each noise. The paper's; the authors' task sets 0.1 for all (tasks/ecg_pretraining.py:136)."""
+    """Largest amplitude of each kind of noise, as in the paper; the authors' code uses 0.1 (tasks/ecg_pretraining.py:136)."""
 
     powerline: float = 0.5
     emg: float = 0.5
@@ -57,11 +55,11 @@ class AmplitudeMv:
 
 @dataclass(frozen=True)
 class ThreeKG:
-    """Views of the heart from elsewhere (Gopal et al. 2021; fairseq-signals perturb_ecg_dataset.py:120-199)."""
+    """The heart seen from another angle (Gopal et al. 2021; fairseq-signals perturb_ecg_dataset.py:120-199)."""
 
     angle_deg: float = 45.0  # three rotations of the dipole, each uniform within +- this
     scale: float = 1.5  # a factor for each axis, uniform from 1 to this
-    time_mask: float = 0.5  # share of the samples that a cyclic window zeroes, in each lead for itself
+    time_mask: float = 0.5  # share of the samples zeroed by a cyclic window, another one in each lead
 
     def __post_init__(self) -> None:
         _within("augment.threekg.angle_deg", self.angle_deg, 0, 180)
@@ -75,13 +73,13 @@ class AugmentConfig:
     rlm_keep_one: bool = False  # never mask all leads of a half (the paper may)
     noise: str | tuple[str, ...] = ()  # kinds, or the name of a set: physio3, physio4, authors_physio3, authors_physio4
     amplitude_mv: AmplitudeMv = field(default_factory=AmplitudeMv)
-    powerline_hz: int = 50  # 60 in the Americas; the authors' kind takes either at random
+    powerline_hz: int = 50  # 60 in the Americas; authors_powerline takes either at random
     powerline_components: int = 1  # multiples of powerline_hz
-    per_lead: bool = False  # a draw for each lead instead of one for all; white noise is each lead's own in any case
-    dependency: bool | None = None  # limb leads again from I and II after the noise; None: for the authors' kinds
+    per_lead: bool = False  # draw parameters for each lead instead of once for all; white noise always differs between leads
+    dependency: bool | None = None  # recompute the limb leads from I and II after the noise; None: for authors_* only
     threekg: ThreeKG | None = None
-    leads: str | tuple[str, ...] = "12"  # those that the model sees
-    padded: bool = True  # the others are zeros; false: they are gone
+    leads: str | tuple[str, ...] = "12"  # used by the model
+    padded: bool = True  # the other leads are zeros; false: they are left out
 
     def __post_init__(self) -> None:
         _within("augment.rlm", self.rlm, 0, 1)
@@ -108,13 +106,13 @@ class AugmentConfig:
 
     @property
     def changes_zeros(self) -> bool:
-        """Something is added to leads that a record lacks, or one of them could be the only one that is not masked."""
+        """Leads that were not recorded would be changed, or could be the only ones that are not masked."""
         return bool(self.kinds) or self.threekg is not None or self.rlm_keep_one
 
     @property
     def refits_limb_leads(self) -> bool:
-        wanted = any(kind in AUTHORS_NOISE for kind in self.kinds) if self.dependency is None else self.dependency
-        return wanted and bool(self.kinds)
+        authors = any(kind in AUTHORS_NOISE for kind in self.kinds)
+        return bool(self.kinds) and (authors if self.dependency is None else self.dependency)
 
     @property
     def seen(self) -> tuple[int, ...]:
@@ -126,7 +124,7 @@ class AugmentConfig:
 
     @property
     def noise_leads(self) -> tuple[int, ...]:
-        """Those that noise is added to: where leads are made of other leads, all must be there until that is done."""
+        """Leads that noise is added to: all, where leads are computed from other leads afterwards."""
         return ALL if self.refits_limb_leads or self.threekg else self.output_leads
 
 
@@ -149,7 +147,7 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True)
 class Ops:
-    """What the three libraries say or do best differently; + - * < & are theirs alike."""
+    """Operations that differ between the three libraries; + - * < & do not."""
 
     constant: Callable[[np.ndarray], Array]
     cosines: Callable[[Array, Array, Array, Array, int], Array]  # a, f, phi, t, K -> sum_k a_k cos(2 pi f_k t + phi_k)
@@ -178,7 +176,7 @@ def augment(x: Array, p: Mapping[str, Array], config: AugmentConfig, time: Axis,
         x = _select(x, config.output_leads, ops)
     if config.kinds:
         x = ops.add(x, [WAVES[formula(kind)](p, time, config, ops) for kind in config.kinds])
-    if config.refits_limb_leads:  # once: it is linear, and so the same as after each kind
+    if config.refits_limb_leads:  # linear, so once is the same as after each kind
         x = refit_limb_leads(x, ops)
     if config.noise_leads != config.output_leads:
         x = _select(x, config.output_leads, ops)
@@ -209,16 +207,11 @@ def shift(p: Mapping[str, Array], time: Axis, config: AugmentConfig, ops: Ops) -
     return p["shift_amplitude"], (time.index >= p["shift_start"]) & (time.index < p["shift_stop"])
 
 
-WAVES: dict[str, Callable[[Mapping[str, Array], Axis, AugmentConfig, Ops], Product]] = {
-    "powerline": powerline,
-    "emg": emg,
-    "wander": wander,
-    "shift": shift,
-}
+WAVES = {"powerline": powerline, "emg": emg, "wander": wander, "shift": shift}
 
 
 def outside_window(p: Mapping[str, Array], time: Axis) -> Array:
-    """Where a window from start to stop does not lie; what of it runs over the end comes in again at the beginning."""
+    """True outside a cyclic window from start to stop."""
     return (time.index < p["window_start"]) & (time.index >= p["window_wrap"]) | (time.index >= p["window_stop"])
 
 
@@ -270,25 +263,27 @@ def numpy_ops() -> Ops:
 
 
 def torch_ops() -> Ops:
-    """Eager: few passes over x, in place. Compiled: static shapes, no synchronisation, one kernel."""
+    """In place, in few passes over x. Can be compiled into one kernel."""
     import torch
 
     broadcast_shapes: Any = torch.broadcast_shapes  # not typed
 
     def owned(x: Array, *others: Array) -> Array:
-        """x if the result fits into it, else a copy that it fits into: one signal becoming two views."""
+        """x, or a copy of it in the shape of the result: one half that becomes two views."""
         shape = broadcast_shapes(x.shape, *(other.shape for other in others))
         return x if x.shape == shape else x.expand(shape).clone()
 
     def add(x: Array, products: Sequence[Product]) -> Array:
-        shared = [gain * wave for gain, wave in products if wave.shape[-2] == 1 and _rows_of(gain) == 1]
-        own = [(gain, wave) for gain, wave in products if wave.shape[-2] > 1 or _rows_of(gain) > 1]
-        if shared:  # summed in 1/L of the memory before they touch x
-            total = functools.reduce(operator.add, shared)
+        def per_lead(product: Product) -> bool:
+            gain, wave = product
+            return wave.shape[-2] > 1 or (not isinstance(gain, float) and gain.shape[-2] > 1)
+
+        if shared := [gain * wave for gain, wave in products if not per_lead((gain, wave))]:
+            total = functools.reduce(operator.add, shared)  # in 1/L of the memory of x
             x = owned(x, total).add_(total)
-        for gain, wave in own:
+        for gain, wave in filter(per_lead, products):
             x = owned(x, wave)
-            x = x.add_(wave) if isinstance(gain, float) else x.addcmul_(gain, wave.to(x.dtype))  # shift's is of bools
+            x = x.add_(wave) if isinstance(gain, float) else x.addcmul_(gain, wave.to(x.dtype))  # the shift's wave is bool
         return x
 
     return Ops(
@@ -302,12 +297,8 @@ def torch_ops() -> Ops:
     )
 
 
-def _rows_of(gain: Array) -> int:
-    return 1 if isinstance(gain, float) else int(gain.shape[-2])
-
-
 def dali_ops() -> Ops:
-    """Inside a DALI pipeline, where a sample has no batch axis: x_SLT. On the CPU several times slower than torch."""
+    """Inside a DALI pipeline, whose samples have no batch axis: x_SLT. On the CPU several times slower than torch."""
     from nvidia.dali import fn, types
     from nvidia.dali import math as dali_math
 

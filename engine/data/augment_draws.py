@@ -3,8 +3,8 @@
     p = draws(config, seed, epoch_B, crop_B)        arrays for augment.augment, [B, S, 1 or L, 1 or K] float32 or bool
     p["white"] = white(bank, p["white_start"], T)   for the kind emg; bank = white_bank(seed), once
 
-So they depend on no rank, batch size, order of crops or restart, and a lead draws the same whichever leads are seen. White
-noise of its own for each sample would cost ten times the rest; it is cut out of a bank, at a place of its own for each lead.
+They do not depend on rank, batch size, order of crops, restarts, or on which other leads are used. Fresh white noise for each
+sample would cost ten times the rest: each lead of each crop is given a random slice of a fixed bank instead.
 Distributions: Oh et al. 2022, appendix B, and fairseq-signals augmentations.py for the kinds authors_*.
 
 Shapes: B crops, S views, L leads, T samples, K components.
@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from engine.data import counter
-from engine.data.augment import PAPER_NOISE, TAU, WANDER_COMPONENTS, AugmentConfig, ThreeKG
+from engine.data.augment import AUTHORS_NOISE, PAPER_NOISE, TAU, WANDER_COMPONENTS, AugmentConfig, ThreeKG
 from engine.data.counter import RandomStream
 
 Params = dict[str, np.ndarray]
-ONE_FOR_ALL = (0,)  # in the place of the leads: a single draw
+ONE_FOR_ALL = (0,)  # instead of leads: one draw for all of them
 WHITE_BANK = 2**22  # 16 MiB: a CPU's cache holds it, and two leads' noises overlap with probability 0.001
 
 # From I II V1..V6 to Frank's X (left), Y (inferior), Z (posterior): Edenbrandt and Pahlm 1988. Its pseudo-inverse is Dower's
@@ -66,8 +66,8 @@ def draws(
     samples: int = 2500,
     measured_BL: np.ndarray | None = None,
 ) -> Params:
-    """Parameters of `views` halves or views of each crop; `crop_B` are the crops' numbers in the dataset. `measured_BL`: bool
-    [B, 12], which leads their records have; None: all."""
+    """Parameters for `views` halves or views of each crop. `crop_B`: augmenter.crop_key of each. `measured_BL`: bool [B, 12],
+    which leads were recorded; None: all."""
     draw = _Draw(seed, epoch_B, crop_B, views)
     p: Params = {}
     if config.threekg:
@@ -77,22 +77,19 @@ def draws(
     whole = config.output_leads == config.seen
     if config.rlm or not whole or measured_BL is not None:
         p["keep"] = _keep(draw, config, measured_BL)
-    return {name: _compact(values) for name, values in p.items()}
-
-
-def _compact(values: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(values if values.dtype in (np.bool_, np.int32) else values.astype(np.float32))
+    kept = (np.bool_, np.int32)
+    return {name: np.ascontiguousarray(v if v.dtype in kept else v.astype(np.float32)) for name, v in p.items()}
 
 
 def _keep(draw: _Draw, config: AugmentConfig, measured_BL: np.ndarray | None) -> np.ndarray:
     """Random lead masking: zeroed where u < p, for each lead of each half (Oh et al. 2022; augmentations.py:199-201)."""
-    seen = np.isin(config.output_leads, config.seen)[:, None]
+    usable = np.isin(config.output_leads, config.seen)[:, None]
     if measured_BL is not None:
-        seen = seen & measured_BL[:, None, list(config.output_leads), None]
-    u = np.where(seen, draw.uniform(RandomStream.LEAD_MASK, config.output_leads, [0]), -1.0)
-    keep: np.ndarray = (u >= config.rlm) & seen
+        usable = usable & measured_BL[:, None, list(config.output_leads), None]
+    u = np.where(usable, draw.uniform(RandomStream.LEAD_MASK, config.output_leads, [0]), -1.0)
+    keep: np.ndarray = (u >= config.rlm) & usable
     if config.rlm_keep_one:
-        keep |= (u == u.max(axis=-2, keepdims=True)) & seen  # the likeliest survivor: any lead is it equally often
+        keep |= (u == u.max(axis=-2, keepdims=True)) & usable  # each lead is the largest equally often
     return keep
 
 
@@ -142,7 +139,7 @@ def _authors_wander(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
 
 
 def _shift(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
-    """The paper says "a randomly sampled span" and no more: the authors' N(0.2 T, (0.04 T)^2) long, anywhere within T."""
+    """The paper says only "a randomly sampled span": N(0.2 T, (0.04 T)^2) long, as in the authors' code, anywhere within T."""
     leads = _noise_leads(config)
     amplitude = (2 * draw.uniform(RandomStream.SHIFT, leads, [0]) - 1) * config.amplitude_mv.shift
     length = (0.2 + 0.04 * draw.normal(RandomStream.SHIFT, leads, [1])) * samples
@@ -154,20 +151,16 @@ def _shift(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
 def _authors_shift(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
     """+1 or -1 mV for each lead, minus one U(0, max) (augmentations.py:124-126; probably meant: times)."""
     sign = np.where(draw.uniform(RandomStream.SHIFT, config.noise_leads, [3]) < 0.5, 1.0, -1.0)
-    less = draw.uniform(RandomStream.SHIFT, ONE_FOR_ALL, [0]) * config.amplitude_mv.shift
-    return _shift(draw, config, samples) | {"shift_amplitude": sign - less}
+    subtracted = draw.uniform(RandomStream.SHIFT, ONE_FOR_ALL, [0]) * config.amplitude_mv.shift
+    return _shift(draw, config, samples) | {"shift_amplitude": sign - subtracted}
 
 
 def _noise_leads(config: AugmentConfig) -> tuple[int, ...]:
     return config.noise_leads if config.per_lead else ONE_FOR_ALL
 
 
-_NOISE = dict(zip(PAPER_NOISE, (_powerline, _emg, _wander, _shift), strict=True)) | {
-    "authors_powerline": _authors_powerline,
-    "authors_emg": _authors_emg,
-    "authors_wander": _authors_wander,
-    "authors_shift": _authors_shift,
-}
+_NOISE = dict(zip(PAPER_NOISE, (_powerline, _emg, _wander, _shift), strict=True))
+_NOISE |= zip(AUTHORS_NOISE, (_authors_powerline, _authors_emg, _authors_wander, _authors_shift), strict=True)
 
 
 def _threekg(draw: _Draw, threekg: ThreeKG, leads: tuple[int, ...], samples: int) -> Params:
@@ -208,14 +201,14 @@ def _about(axis: int, angle: np.ndarray) -> np.ndarray:
     return matrix
 
 
-@lru_cache(maxsize=1)  # every loader of a run has the same
+@lru_cache(maxsize=1)  # shared by all loaders of a run
 def white_bank(seed: int, size: int = WHITE_BANK) -> np.ndarray:
-    """Standard normal float32, to cut white noise from. At full size: 0.2 s, once."""
+    """Standard normal float32, in 0.2 s at full size."""
     return counter.normal(seed, RandomStream.WHITE, np.arange(size)).astype(np.float32)
 
 
 def white(bank: Any, start: Any, samples: int) -> Any:
-    """[B, S, L, T] from a bank and p["white_start"], both numpy's or both torch's: a copy that nobody else holds."""
+    """[B, S, L, T] from a bank and p["white_start"], both of numpy or both of torch; a copy."""
     if isinstance(bank, np.ndarray):
         return np.lib.stride_tricks.sliding_window_view(bank, samples)[start[..., 0]]
     return bank.unfold(0, samples, 1).index_select(0, start.reshape(-1)).view(*start.shape[:-1], samples)

@@ -3,8 +3,8 @@
     external source (int16 crops and the parameters of their augmentation) -> halves -> mV -> noise -> lead mask -> torch
 
 Parameters come from the counter-based generator on the host. White noise is drawn on the device by DALI's own generator,
-whose state travels in the checkpoint: a restored pipeline goes on with the same bits. On a CPU DALI's noise is an order of
-magnitude slower than torch's: there it is for correctness.
+whose state is part of the checkpoint: a restored pipeline continues with the same bits. On a CPU its noise is ten times slower
+than torch's.
 """
 
 import base64
@@ -22,9 +22,8 @@ from engine.data.augment_draws import Params
 from engine.data.augmenter import FS_HZ, HALF, MV_PER_UV, Views
 
 PREFETCH = 2
-IN_USE = PREFETCH + 1  # batches that DALI may still read after they were given to it: it takes no copy of them
-NO_STATE = "cannot resume: the state of DALI's generator is damaged: restore the checkpoint's files, or start a new run"
-ON_HOST = "start"  # where a slice begins is read by the host
+IN_USE = PREFETCH + 1  # batches that DALI may still read after they were fed: it does not copy them
+ON_HOST = "start"  # fn.slice reads it on the host
 
 
 def version() -> str:
@@ -39,8 +38,7 @@ def version() -> str:
 
 
 class InFlight:
-    """Batches that a GPU may still be reading: DALI may write into their memory when nobody holds them any longer, and does not
-    know of torch's queue."""
+    """Holds batches that a GPU may still read: DALI reuses their memory once they are freed, whatever torch has queued."""
 
     def __init__(self, event: Callable[[], Any]) -> None:
         self.event = event
@@ -51,7 +49,7 @@ class InFlight:
         self.current = batch
 
     def release(self) -> None:
-        """When the next one is asked for, all that reads the current one is in the queue. At most two wait there."""
+        """Called before the next batch: by then all that reads the current one has been queued. At most two wait."""
         if self.current is not None:
             event = self.event()
             event.record()
@@ -61,8 +59,7 @@ class InFlight:
 
 
 class Pipeline:
-    """`feed` gives (position, crops int16 [B, 12, 5000], parameters) and is asked ahead of time. Crops stay as they are until
-    IN_USE more were given."""
+    """`feed` yields (position, crops int16 [B, 12, 5000], parameters), ahead of time; crops may change after IN_USE more."""
 
     def __init__(
         self,
@@ -81,16 +78,57 @@ class Pipeline:
         self.device = device
         self.given: deque[list[np.ndarray]] = deque(maxlen=IN_USE)
         self.taken = InFlight(torch.cuda.Event) if device.type == "cuda" else None
-        build = _definition(config, views, self._next, self.names, batch, seed, device, threads)
-        with warnings.catch_warnings():  # that an external source is ours to set to its place: it is, by `feed`
+        build = self._definition(config, views, batch, seed, threads)
+        with (
+            warnings.catch_warnings()
+        ):  # DALI says that it does not restore an external source: `feed` starts in the right place
             warnings.filterwarnings("ignore", "Checkpointing enabled in a pipeline with external source")
-            self.pipeline = build() if blob is None else build(checkpoint=_decoded(blob))
             try:
+                state = {} if blob is None else {"checkpoint": base64.b64decode(blob, validate=True).decode("latin-1")}
+                self.pipeline = build(**state)
                 self.pipeline.build()
             except (RuntimeError, ValueError) as error:
-                if blob is None or "alloc" in str(error):  # of memory
+                if blob is None or "alloc" in str(error):  # out of memory
                     raise
-                raise ConfigError(NO_STATE) from None
+                damaged = "the state of DALI's generator is damaged: restore the checkpoint's files, or start a new run"
+                raise ConfigError(f"cannot resume: {damaged}") from None
+
+    def _definition(self, config: AugmentConfig, views: Views, batch: int, seed: int, threads: int) -> Any:
+        from nvidia.dali import fn
+        from nvidia.dali import pipeline as dali_pipeline
+        from nvidia.dali import types as dali_types
+
+        types: Any = dali_types  # not typed
+        names, gpu = self.names, self.device.type == "cuda"
+        options: dict[str, Any] = {"device_id": (self.device.index or 0) if gpu else None}
+
+        @dali_pipeline.pipeline_def(
+            batch_size=batch,
+            num_threads=threads,
+            **options,
+            seed=seed % 2**31,
+            prefetch_queue_depth=PREFETCH,
+            enable_checkpointing=True,
+        )
+        def definition() -> Any:
+            stamp, crops, *given = fn.external_source(source=self._next, num_outputs=2 + len(names), batch=True, no_copy=True)
+            if gpu:
+                crops = crops.gpu()
+                given = [values if name == ON_HOST else values.gpu() for name, values in zip(names, given, strict=True)]
+            p = dict(zip(names, given, strict=True))
+            if views == "halves":
+                x = fn.transpose(fn.reshape(crops, shape=[12, 2, HALF]), perm=[1, 0, 2])
+            else:
+                window = fn.slice(crops, start=p[ON_HOST], shape=[HALF], axes=[1])
+                one = fn.reshape(window, shape=[1, 12, HALF])
+                x = fn.cat(one, one, axis=0)
+            x = fn.cast(x, dtype=types.FLOAT) * np.float32(MV_PER_UV)
+            if "emg_amplitude" in p:
+                p["white"] = fn.random.normal(shape=[2, len(config.noise_leads), HALF], device="gpu" if gpu else "cpu")
+            ops = dali_ops()
+            return stamp, augment(x, p, config, axis(HALF, FS_HZ, ops), ops)
+
+        return definition
 
     def _next(self) -> list[np.ndarray]:
         position, crops, p = next(self.feed)
@@ -104,7 +142,7 @@ class Pipeline:
             self.taken.release()
 
     def run(self) -> tuple[int, torch.Tensor]:
-        """-> (position of the batch, x_BSLT), shared with DALI's memory, not copied."""
+        """-> (position of the batch, x_BSLT), which shares DALI's memory."""
         stamp, x = self.pipeline.run()
         tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(x.as_tensor())
         if self.taken:
@@ -112,72 +150,16 @@ class Pipeline:
         return int(np.asarray(stamp.as_cpu().at(0))[0]), tensor
 
     def close(self) -> None:
-        """Now, and not when it is collected: until then it may read the crops that it was given."""
+        """At once, not when it is collected: until then it may read the crops that it was fed."""
         self.pipeline._shutdown()
 
     def checkpoint(self) -> str:
-        """DALI's generator after the last batch that `run` gave, whatever runs ahead."""
+        """The state of DALI's generator after the last batch that `run` returned."""
         state: Any = self.pipeline.checkpoint()
         return base64.b64encode(state.encode("latin-1") if isinstance(state, str) else state).decode()
-
-
-def _decoded(blob: str) -> str:
-    try:
-        return base64.b64decode(blob, validate=True).decode("latin-1")
-    except ValueError:
-        raise ConfigError(NO_STATE) from None
 
 
 def _fed(name: str, values: np.ndarray) -> np.ndarray:
     if name == ON_HOST:
         return values.astype(np.int32)[:, None]
     return values.astype(np.float32) if values.dtype == np.bool_ else values
-
-
-def _definition(
-    config: AugmentConfig,
-    views: Views,
-    source: Callable[[], list[np.ndarray]],
-    names: list[str],
-    batch: int,
-    seed: int,
-    device: torch.device,
-    threads: int,
-) -> Any:
-    from nvidia.dali import fn
-    from nvidia.dali import pipeline as dali_pipeline
-    from nvidia.dali import types as dali_types
-
-    types: Any = dali_types  # not typed
-    gpu = device.type == "cuda"
-    where = "gpu" if gpu else "cpu"
-
-    options: dict[str, Any] = {"device_id": (device.index or 0) if gpu else None}
-
-    @dali_pipeline.pipeline_def(
-        batch_size=batch,
-        num_threads=threads,
-        **options,
-        seed=seed % 2**31,
-        prefetch_queue_depth=PREFETCH,
-        enable_checkpointing=True,
-    )
-    def definition() -> Any:
-        stamp, crops, *given = fn.external_source(source=source, num_outputs=2 + len(names), batch=True, no_copy=True)
-        if gpu:
-            crops = crops.gpu()
-            given = [values if name == ON_HOST else values.gpu() for name, values in zip(names, given, strict=True)]
-        p = dict(zip(names, given, strict=True))
-        if views == "halves":
-            x = fn.transpose(fn.reshape(crops, shape=[12, 2, HALF]), perm=[1, 0, 2])
-        else:
-            window = fn.slice(crops, start=p[ON_HOST], shape=[HALF], axes=[1])
-            one = fn.reshape(window, shape=[1, 12, HALF])
-            x = fn.cat(one, one, axis=0)
-        x = fn.cast(x, dtype=types.FLOAT) * np.float32(MV_PER_UV)
-        if "emg_amplitude" in p:
-            p["white"] = fn.random.normal(shape=[2, len(config.noise_leads), HALF], device=where)
-        ops = dali_ops()
-        return stamp, augment(x, p, config, axis(HALF, FS_HZ, ops), ops)
-
-    return definition

@@ -1,7 +1,7 @@
-"""Crops as stored (int16 microvolts, twelve leads) -> what a trained model takes: its leads, in its scale.
+"""The input of a trained model, from crops as stored (int16 microvolts, twelve leads).
 
-Input.of(preprocessing, channels)(uv_NLT)       -> x_NLT
-model.input.halves(uv_BLT, halves_B)            -> x_RLT, segments of 5 s
+    Input.of(preprocessing, channels)(uv_NLT)       -> x_NLT, the model's leads in its scale
+    model.input.halves(uv_BLT, halves_B)            -> x_RLT, segments of 5 s
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,24 +22,22 @@ SCALES = {
 
 
 class SignalError(ConfigError):
-    """An ECG that cannot be used: one line that says what to change."""
+    """An ECG that cannot be used."""
 
 
 @dataclass(frozen=True)
 class Input:
-    """What a trained model takes, out of its preprocessing.json."""
+    """The input of a trained model, from its preprocessing.json."""
 
     leads: tuple[int, ...]  # its channels
-    seen: tuple[int, ...]  # those that it was trained to look at; the others are zeros
+    seen: tuple[int, ...]  # those it was trained on; the others are zeros
     scale: str = "millivolt"
 
     @classmethod
     def of(cls, document: Mapping[str, Any], channels: int) -> "Input":
-        for key, wanted in (("fs_hz", FS_HZ), ("segment_s", HALF / FS_HZ)):
-            if document.get(key) != wanted:
-                raise ConfigError(f"{key}={document.get(key)!r}: this program knows {wanted:g}")
-        if document.get("scale") not in list(SCALES):
-            raise ConfigError(f"scale={document.get('scale')!r}: this program knows {' and '.join(SCALES)}")
+        for key, known in (("fs_hz", [FS_HZ]), ("segment_s", [HALF / FS_HZ]), ("scale", list(SCALES))):
+            if document.get(key) not in known:
+                raise ConfigError(f"{key}={document.get(key)!r}: this program knows {' and '.join(map(str, known))}")
         names = document.get("leads")
         if not isinstance(names, list) or len(names) != channels:
             raise ConfigError(f"leads={names!r}: the model has {channels} channels: name the lead of each")
@@ -54,28 +52,25 @@ class Input:
         return set(self.leads) == set(ALL)
 
     def limited_to(self, leads: str | Iterable[str]) -> "Input":
-        """The same model shown fewer leads, the others being zeros."""
-        wanted = parse_leads(leads)
-        foreign = [lead for lead in wanted if lead not in self.seen]
-        if foreign:
-            raise ConfigError(
-                f"leads={describe_leads(wanted)}: the model was trained to look at {describe_leads(self.seen)} only"
-            )
-        if not self.padded and set(wanted) != set(self.leads):
-            raise ConfigError(f"leads={describe_leads(wanted)}: the model needs all of {describe_leads(self.leads)}")
-        return replace(self, seen=wanted)
+        """The same model given fewer leads; the others are zeros."""
+        chosen = parse_leads(leads)
+        if not set(chosen) <= set(self.seen):
+            raise ConfigError(f"leads={describe_leads(chosen)}: the model was trained on {describe_leads(self.seen)} only")
+        if not self.padded and set(chosen) != set(self.leads):
+            raise ConfigError(f"leads={describe_leads(chosen)}: the model needs all of {describe_leads(self.leads)}")
+        return replace(self, seen=chosen)
 
     def require(self, present: Iterable[int]) -> None:
-        given = set(present)
-        told = f"leads={describe_leads(sorted(given))}"
-        if self.padded and not given & set(self.seen):
-            raise SignalError(f"{told}: the model looks at {describe_leads(self.seen)}: give at least one of them")
-        lacking = [lead for lead in self.leads if lead not in given]
-        if lacking and not self.padded:
-            raise SignalError(f"{told}: the model needs {describe_leads(lacking)} too")
+        given = sorted(set(present))
+        missing = [lead for lead in self.leads if lead not in given]
+        if self.padded and not set(given) & set(self.seen):
+            needed = f"the model was trained on {describe_leads(self.seen)}: give at least one of them"
+            raise SignalError(f"leads={describe_leads(given)}: {needed}")
+        if missing and not self.padded:
+            raise SignalError(f"leads={describe_leads(given)}: the model needs {describe_leads(missing)} too")
 
     def __call__(self, uv_NLT: Tensor) -> Tensor:
-        """uv_NLT: twelve leads in order, zeros where nothing was measured; statistics, if any, are over all of T."""
+        """uv_NLT: twelve leads in order, zeros where nothing was measured; zscore is over all of T."""
         picked = uv_NLT if self.leads == ALL else torch.stack([uv_NLT[:, lead] for lead in self.leads], 1)
         x: Tensor = picked.float() * MV_PER_UV
         if self.scale == "zscore":
@@ -87,7 +82,7 @@ class Input:
         return x
 
     def halves(self, uv_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
-        """x_RLT of crops [B, 12, 5000]: their halves of 5 s, crop by crop, of which the second may not be there."""
+        """x_RLT of crops [B, 12, 5000]: their halves of 5 s, crop by crop; some crops have only a first half."""
         x_BLT = self(uv_BLT)
         if (halves_B == 2).all():
             return _halved(x_BLT)
@@ -95,7 +90,7 @@ class Input:
             torch.from_numpy(np.flatnonzero(which)).to(x_BLT.device, non_blocking=True)
             for which in (halves_B == 1, np.arange(2) < halves_B[:, None])
         )
-        if self.scale == "zscore":  # statistics of what is there
+        if self.scale == "zscore":  # of the first half alone
             x_BLT[short, :, :HALF] = self(uv_BLT[short, :, :HALF])
         return _halved(x_BLT)[there]
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -155,7 +155,13 @@ class CropReader:
     ) -> None:
         """`source`: which twin to read, tar if it is there. `staging`: for remote datasets. `rows`: which crops of each dataset
         may replace a bad one; None: any."""
-        self.check, self.on_corrupt, self.threads, self.pin, self.staging = check, on_corrupt, threads, pin, staging
+        self.check, self.on_corrupt, self.threads, self.staging = check, on_corrupt, threads, staging
+        self._empty: Callable[[tuple[int, ...]], np.ndarray] = partial(np.empty, dtype=np.int16)
+        if pin:  # imported here, as `buffers` may be called by a thread: a program that ends during an import hangs
+            import torch
+
+            if torch.cuda.is_available():
+                self._empty = lambda shape: torch.empty(shape, dtype=torch.int16, pin_memory=True).numpy()
         staged = staging.datasets if staging else {}
         self._sources = [_Source(dataset, source, d in staged) for d, dataset in enumerate(datasets)]
         self._file = lru_cache(MAX_DESCRIPTORS - threads)(_File)  # each thread may hold one that was just evicted
@@ -173,14 +179,8 @@ class CropReader:
         self._file.cache_clear()
 
     def buffers(self, count: int, crops: int) -> list[np.ndarray]:
-        """To read to; pinned where `pin` and there is a GPU."""
-        shape = (crops, *CROP_SHAPE)
-        if self.pin:
-            import torch
-
-            if torch.cuda.is_available():
-                return [torch.empty(shape, dtype=torch.int16, pin_memory=True).numpy() for _ in range(count)]
-        return [np.empty(shape, np.int16) for _ in range(count)]
+        """To read to; pinned with `pin` where there is a GPU."""
+        return [self._empty((crops, *CROP_SHAPE)) for _ in range(count)]
 
     def read(self, places: CropList, out: Out, late: bool = False) -> Report:
         """Crops [n] -> `out`, int16 [n, 12, 5000] in microvolts, or the desk of each thread. Raises if a crop is bad and may

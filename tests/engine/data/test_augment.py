@@ -96,19 +96,6 @@ def test_float32_keeps_the_phase(kind: str, ops: Ops, bank: np.ndarray) -> None:
     np.testing.assert_allclose(apply(x, p, config, ops), np.broadcast_to(exact, x.shape), atol=1e-5, rtol=0)
 
 
-def test_torch_compiles_it_whole(bank: np.ndarray) -> None:
-    """Without a break in the graph there is no synchronisation with the host."""
-    config = replace(EVERYTHING["physio4 and rlm"], threekg=ThreeKG())
-    x, p, time = signal(), parameters(config, bank), axis(SAMPLES, FS_HZ, TORCH)
-    given = {name: torch.from_numpy(values) for name, values in p.items()}
-
-    def step(x: torch.Tensor, given: dict[str, torch.Tensor]) -> Any:
-        return augment(x, given, config, time, TORCH)
-
-    compiled: Callable[..., torch.Tensor] = torch.compile(step, fullgraph=True, dynamic=False, backend="eager")
-    np.testing.assert_allclose(compiled(torch.from_numpy(x), given).numpy(), apply(signal(), p, config), atol=1e-5)
-
-
 # What the authors' code did, with their numbers in the order in which they draw them
 
 
@@ -314,8 +301,6 @@ def test_sets_of_noise_by_name_or_by_list() -> None:
 def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert picture.main([str(tmp_path / "out.png"), "--lead", "V2"]) == 0
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
-    for arguments in (["--lead", "X"], ["--lead", "I,II"], ["--data", str(tmp_path)]):
-        assert picture.main([str(tmp_path / "none.png"), *arguments]) == 2
-        err = capsys.readouterr().err
-        assert err.count("\n") == 1 and err.startswith("engine.data.picture: ")
-    assert picture.main([str(tmp_path / "missing" / "out.png")]) == 2
+    assert picture.main([str(tmp_path / "none.png"), "--data", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and err.startswith("engine.data.picture: ")

@@ -420,7 +420,7 @@ def test_errors_are_raised_in_turn_and_free_the_buffers(small: Dataset) -> None:
 
 
 PROGRAM = """
-import sys, threading
+import os, sys, threading
 from contextlib import contextmanager
 import numpy as np
 from data_tools.dataset import Dataset
@@ -432,8 +432,13 @@ class Stuck:
     def hold(self, shards):
         threading.Event().wait()
         yield {}
+class NoImport:
+    def find_spec(name, *_):
+        if threading.current_thread() is not threading.main_thread():
+            os._exit(3)
 stuck = sys.argv[2] == "stuck"
-reader = CropReader([Dataset.open(sys.argv[1])], staging=Stuck() if stuck else None)
+reader = CropReader([Dataset.open(sys.argv[1])], pin=stuck, staging=Stuck() if stuck else None)
+sys.meta_path.insert(0, NoImport)
 ahead = read_ahead([Request] * 50, reader, (2, 12, 5000))
 threading.Thread(target=next, args=(ahead,), daemon=True).start() if stuck else next(ahead)
 """
@@ -441,6 +446,6 @@ threading.Thread(target=next, args=(ahead,), daemon=True).start() if stuck else 
 
 @pytest.mark.parametrize("shards", ["stuck", "there"])
 def test_a_program_ends_though_its_batches_were_forgotten(small: Dataset, shards: str) -> None:
-    """Nor does it crash, which it would do now and then if a daemon thread were in C++ by then."""
+    """It neither crashes, as a daemon thread in C++ code would make it, nor hangs, as one that imports a module would."""
     arguments = [sys.executable, "-c", PROGRAM, small.root.url, shards]
     assert subprocess.run(arguments, cwd=Path(module.__file__).parents[2], check=False).returncode == 0
