@@ -1,7 +1,7 @@
 """The input of a trained model, from crops as stored (int16 microvolts, twelve leads).
 
-    Input.of(preprocessing, channels)(uv_NLT)       -> x_NLT, the model's leads in its scale
-    model.input.halves(uv_BLT, halves_B)            -> x_RLT, segments of 5 s
+Input.of(preprocessing, channels)(uv_NLT)       -> x_NLT, the model's leads in its scale
+model.input.halves(uv_BLT, halves_B)            -> x_RLT, segments of 5 s
 """
 
 from collections.abc import Iterable, Mapping
