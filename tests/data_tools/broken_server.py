@@ -11,8 +11,10 @@ from typing import Any
 from tests.waiting import until
 
 STALL_S = 1.4
-ERROR_500 = b"<Error><Code>InternalError</Code><Message>try again</Message></Error>"
-ERROR_404 = b"<Error><Code>NoSuchKey</Code><Message>The specified key does not exist.</Message></Error>"
+ERRORS = {
+    "404": ("404 Not Found", b"<Error><Code>NoSuchKey</Code><Message>The specified key does not exist.</Message></Error>")
+}
+ERROR_500 = ("500 Internal Server Error", b"<Error><Code>InternalError</Code><Message>try again</Message></Error>")
 
 
 @dataclass
@@ -61,26 +63,24 @@ class Server:
                 fault.times -= 1
         if not fault:
             return self.app(environ, start_response)
-        if fault.how == "404":
-            start_response("404 Not Found", [("Content-Length", str(len(ERROR_404)))])
-            return [ERROR_404]
-        if fault.how in ("500", "stall", "kill"):
+        if fault.how in ("500", "404", "stall", "kill"):
             if fault.how == "kill":
                 until(lambda: fault.victim)
                 fault.victim.kill()
                 connection.wait([fault.victim.sentinel])
             time.sleep(STALL_S if fault.how == "stall" else 0)
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-            start_response("500 Internal Server Error", [("Content-Length", str(len(ERROR_500)))])
-            return [ERROR_500]
+            status, body = ERRORS.get(fault.how, ERROR_500)
+            start_response(status, [("Content-Length", str(len(body)))])
+            return [body]
         if fault.how == "drop":
             environ["werkzeug.socket"].shutdown(2)
             raise ConnectionResetError
-        told: list[Any] = []
-        body = b"".join(self.app(environ, lambda *head: told.extend(head)))
+        head: list[Any] = []
+        body = b"".join(self.app(environ, lambda *given: head.extend(given)))
         half = body[: len(body) // 2]
-        headers = [(k, str(len(half)) if k.lower() == "content-length" and fault.how == "lie" else v) for k, v in told[1]]
-        start_response(told[0], [(k, v) for k, v in headers if "checksum" not in k.lower()])
+        headers = [(k, str(len(half)) if k.lower() == "content-length" and fault.how == "lie" else v) for k, v in head[1]]
+        start_response(head[0], [(k, v) for k, v in headers if "checksum" not in k.lower()])
         return [half]
 
     def count(self, method: str, path: str) -> int:

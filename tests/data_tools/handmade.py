@@ -1,12 +1,16 @@
-"""Records and archives written byte by byte, as the formats' own documents say and by none of the project's writers."""
+"""Records and archives written byte by byte, as the formats' own documents say and by none of the project's writers; and
+datasets built and read back."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from data_tools.build import ShardOptions, shard
 from data_tools.dataset import Dataset
 from data_tools.record import LEADS
+from data_tools.sources import open_sources
 
 GEORGIA = "# Age: 78|# Sex: Female|# Dx: 426783006|# Rx: Unknown|# Hx: Unknown|# Sx: Unknown".split("|")  # noqa: SIM905
 
@@ -52,18 +56,35 @@ def write_challenge(place: Path, name: str, x: np.ndarray, **options: object) ->
     (place / f"{name}.mat").write_bytes(mat(x))
 
 
-def crops_of(dataset: Dataset) -> dict[tuple[str, str], list[dict[str, object]]]:
+def build(archive: Path | str, out: Path | str, **options: Any) -> Dataset:
+    return shard(open_sources(str(archive)), ShardOptions(str(out), quiet=True, **options))
+
+
+def files(root: Path) -> dict[str, bytes]:
+    """Relative path -> contents."""
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def flip(path: Path, at: int, bit: int = 0x10) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= bit
+    path.write_bytes(data)
+
+
+def crops_of(dataset: Dataset) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """(source, record) -> its rows of samples.parquet in order, each with its samples as `x`."""
-    found: dict[tuple[str, str], list[dict[str, object]]] = {}
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row, facts in enumerate(dataset.table().to_pylist()):
         found.setdefault((facts["source"], facts["record"]), []).append(facts | {"x": dataset.read(row)})
-    return {name: sorted(rows, key=lambda row: row["start_s"]) for name, rows in found.items()}  # type: ignore[arg-type, return-value]
+    return {name: sorted(rows, key=lambda row: row["start_s"]) for name, rows in found.items()}
+
+
+def rejected(dataset: Dataset) -> list[tuple[str, str]]:
+    """Record and reason of every line of rejects.csv."""
+    return [(record, reason) for _, record, reason, _ in dataset.rejects()]
 
 
 def everything_in(dataset: Dataset) -> bytes:
     """All bytes of all files, their names, and what the compressed tables say."""
-    root = Path(dataset.root.url)
-    files = [path for path in sorted(root.rglob("*")) if path.is_file()]
-    table = dataset.table()
-    said = [str(table.to_pydict()), str(table.schema.metadata), *(str(path.relative_to(root)) for path in files)]
-    return b"\n".join([path.read_bytes() for path in files] + [text.encode() for text in said])
+    table, content = dataset.table(), files(Path(dataset.root.url))
+    return b"\n".join([*content.values(), str([*content, table.to_pydict(), table.schema.metadata]).encode()])

@@ -1,7 +1,6 @@
 """A dataset as a whole: its bytes, its readers (ours, tarfile, webdataset, DALI, zarr), and repeated builds."""
 
 import csv
-import hashlib
 import json
 import shutil
 import tarfile
@@ -10,36 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import webdataset
-import zarr
-from handmade import ecg, write_challenge
+from handmade import build, ecg, files, write_challenge
 
 from data_tools.__main__ import main
 from data_tools.build import ShardOptions, shard
-from data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, SAMPLES, Dataset, fingerprint
+from data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, Dataset
 from data_tools.errors import DataError, DatasetError, StorageError
 from data_tools.plan import make_plan, permutation
 from data_tools.record import class_row
 from data_tools.sources import open_sources
-from data_tools.storage import LocalFolder
 from data_tools.synth import synthesise
 from data_tools.tar import member_header
-
-
-def digests(root: Path) -> dict[str, str]:
-    files = (path for path in root.rglob("*") if path.is_file())
-    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-def build(archive: Path, out: Path, **changes: object) -> Dataset:
-    return shard(open_sources(str(archive)), ShardOptions(str(out), quiet=True, **changes))  # type: ignore[arg-type]
-
-
-@pytest.fixture(scope="module")
-def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small archive. Read only."""
-    out = tmp_path_factory.mktemp("few") / "archive"
-    synthesise(out, patients=8, sessions=2, seed=1, progress=False)
-    return out
 
 
 @pytest.mark.parametrize("count", [1, 2, 97, 10_007])
@@ -50,11 +30,7 @@ def test_order_is_a_permutation_given_by_the_seed(count: int) -> None:
     if count > 3:
         assert (order != permutation(count, 6)).any()
         assert abs(np.corrcoef(order, np.arange(count))[0, 1]) < 4 / np.sqrt(count)
-
-
-def test_order_never_changes() -> None:
-    """Datasets built by any version with one seed are one dataset."""
-    assert permutation(10, 0).tolist() == [0, 3, 5, 7, 9, 6, 2, 8, 1, 4]
+    assert permutation(10, 0).tolist() == [0, 3, 5, 7, 9, 6, 2, 8, 1, 4]  # in every version
 
 
 def test_files_and_dataset_json(dataset: Dataset) -> None:
@@ -63,12 +39,7 @@ def test_files_and_dataset_json(dataset: Dataset) -> None:
     meta = json.loads((root / "dataset.json").read_text())
     assert (meta["format_version"], meta["fs_hz"], meta["uv_per_lsb"], meta["crop_samples"]) == (1, 500, 1.0, 5000)
     assert meta["leads"] == ["I", "II", "III", "aVR", "aVL", "aVF", "V1", "V2", "V3", "V4", "V5", "V6"]
-    for entry in meta["shards"]:
-        data = (root / "shards" / entry["name"]).read_bytes()
-        assert (len(data), hashlib.sha256(data).hexdigest()) == (entry["bytes"], entry["sha256"])
     assert sum(entry["crops"] for entry in meta["shards"]) == meta["crops"] == len(dataset)
-    assert all(s["records"]["seen"] == s["records"]["used"] + s["records"]["refused"] for s in meta["sources"])
-    assert meta["fingerprint"] == fingerprint(meta)
     assert dataset.table().schema.names == COLUMNS.names
 
 
@@ -124,14 +95,8 @@ def test_dali_reads_the_tars(dataset: Dataset) -> None:
             np.testing.assert_array_equal(np.array(crops.at(i)).reshape(CROP_SHAPE), dataset.read(16 * batch + i))
 
 
-def test_zarr_python_reads_the_copy(dataset: Dataset) -> None:
-    store = zarr.open_array(f"{dataset.root.url}/store.zarr", mode="r")
-    assert store.shape == (len(dataset), *CROP_SHAPE)
-    for row in range(0, len(dataset), 17):
-        np.testing.assert_array_equal(store[row], dataset.read(row))
-
-
 def test_the_copy_has_the_bytes_of_zarr_python(dataset: Dataset, tmp_path: Path) -> None:
+    import zarr
     from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, ShardingCodec
 
     inner = (BytesCodec(endian="little"), BloscCodec(cname="lz4", clevel=5, shuffle="bitshuffle", typesize=2), Crc32cCodec())
@@ -147,29 +112,28 @@ def test_the_copy_has_the_bytes_of_zarr_python(dataset: Dataset, tmp_path: Path)
         dimension_names=("crop", "lead", "sample"),
     )
     theirs[:] = np.stack([dataset.read(row) for row in range(len(dataset))])
-    assert digests(tmp_path / "store.zarr") == digests(Path(dataset.root.url, "store.zarr"))
+    assert files(tmp_path / "store.zarr") == files(Path(dataset.root.url, "store.zarr"))
 
 
-def test_a_dataset_of_zarr_alone(archive: Path, dataset: Dataset, tmp_path: Path) -> None:
-    lone = build(archive, tmp_path / "z", format="zarr")
+def test_a_dataset_of_zarr_alone(small: Path, tmp_path: Path) -> None:
+    lone, both = build(small, tmp_path / "z", format="zarr"), build(small, tmp_path / "both", format="both")
     assert not (tmp_path / "z" / "shards").exists() and lone.shards == []
-    for row in (0, 1, len(lone) - 1):
-        np.testing.assert_array_equal(lone.read(row), dataset.read(row))
+    for row in range(len(both)):
+        np.testing.assert_array_equal(lone.read(row), both.read(row))
 
 
-def test_same_input_same_dataset_and_other_options_are_refused(few: Path, tmp_path: Path) -> None:
+def test_same_input_same_dataset_and_other_options_are_refused(small: Path, tmp_path: Path) -> None:
     """A copy of the archive with other times gives the same bytes; another table of patients does not."""
-    first = build(few, tmp_path / "a", format="both")
-    before = digests(tmp_path / "a")
-    shutil.copytree(few, tmp_path / "copy", copy_function=shutil.copyfile)
+    first = build(small, tmp_path / "a", format="both")
+    before = files(tmp_path / "a")
+    shutil.copytree(small, tmp_path / "copy", copy_function=shutil.copyfile)
     assert build(tmp_path / "copy", tmp_path / "b", format="both").fingerprint == first.fingerprint
-    assert build(few, tmp_path / "a", format="both").fingerprint == first.fingerprint
-    changes = {"format": "tar"}, {"plan": "all"}, {"pseudonym_key": b"k" * 32}, {"seed": 1}
-    for change in changes:
+    assert build(small, tmp_path / "a", format="both").fingerprint == first.fingerprint
+    for change in ({"format": "tar"}, {"plan": "all"}, {"pseudonym_key": b"k" * 32}, {"seed": 1}):
         with pytest.raises(DatasetError, match="choose another --out"):
-            build(few, tmp_path / "a", **{"format": "both"} | change)
-    assert digests(tmp_path / "a") == digests(tmp_path / "b") == before
-    other = build(few, tmp_path / "c", seed=1)
+            build(small, tmp_path / "a", **{"format": "both"} | change)
+    assert files(tmp_path / "a") == files(tmp_path / "b") == before
+    other = build(small, tmp_path / "c", seed=1)
     assert other.fingerprint != first.fingerprint
     assert sorted(other.column("waveform")) == sorted(first.column("waveform"))
     copy = (tmp_path / "copy").rename(tmp_path / "corrected")  # tables are read once per process and place
@@ -179,13 +143,13 @@ def test_same_input_same_dataset_and_other_options_are_refused(few: Path, tmp_pa
         build(copy, tmp_path / "a", format="both")
 
 
-def test_several_archives_make_one_dataset(few: Path, tmp_path: Path) -> None:
+def test_several_archives_make_one_dataset(small: Path, tmp_path: Path) -> None:
     synthesise(tmp_path / "b", patients=6, sessions=2, seed=2, layout="ptbxl", progress=False)
-    sources = open_sources(str(few)) + open_sources(str(tmp_path / "b"))
+    sources = open_sources(str(small)) + open_sources(str(tmp_path / "b"))
     joint = shard(sources, ShardOptions(str(tmp_path / "d"), quiet=True))
     again = [reject for reject in joint.rejects() if reject[2] == "record read already"]
-    assert len(again) == 12  # the second archive's HR00001 to HR00012: the first came first
-    assert len({(r["source"], r["record"]) for r in joint.table().to_pylist()}) == 24
+    assert len(again) == 10  # HR00001 to HR00010: the first archive's came first
+    assert len({(r["source"], r["record"]) for r in joint.table().to_pylist()}) == 17
 
 
 def refusals(dataset: Dataset) -> tuple[list[str], dict[str, int]]:
@@ -214,13 +178,13 @@ def test_every_refused_record_has_its_row_and_its_path(layout: str, tmp_path: Pa
     assert paths == sorted([*headers, *headers, *doubles, doubles[2]])
     assert counts == {"seen": 16, "used": 2, "refused": len(paths)} and f"\n{len(paths)} records refused" in words
     assert made.meta["sources"][0]["dropped_s"] == 6.0
-    again = shard(open_sources(str(tmp_path / "src")), ShardOptions(str(tmp_path / "key"), pseudonym_key=b"k" * 32, quiet=True))
+    again = build(tmp_path / "src", tmp_path / "key", pseudonym_key=b"k" * 32)
     assert refusals(again)[1] == {"seen": 8, "used": 2, "refused": 6} and len(refusals(again)[0]) == 6
 
 
-def test_pseudonyms_depend_on_the_key_alone(few: Path, tmp_path: Path) -> None:
-    keys = (b"0123456789abcdef" * 2, b"0123456789abcdef" * 2, b"k" * 32, None)
-    made = [build(few, tmp_path / str(i), pseudonym_key=key, seed=i) for i, key in enumerate(keys)]
+def test_pseudonyms_depend_on_the_key_alone(small: Path, tmp_path: Path) -> None:
+    keys = (b"a" * 32, b"a" * 32, b"k" * 32, None)
+    made = [build(small, tmp_path / str(i), pseudonym_key=key, seed=i) for i, key in enumerate(keys)]
     names = [{row["record"] for row in one.table(["record"]).to_pylist()} for one in made]
     assert names[0] == names[1] and len(names[0]) == len(names[3])
     assert not names[0] & names[2] and not names[0] & names[3]
@@ -234,33 +198,29 @@ def test_roles_can_be_selected(dataset: Dataset) -> None:
     assert len(dataset.select(dx="train")) == dataset.meta["roles"]["dx"]["train"]
 
 
-def test_crops_of_a_record_are_spread_over_the_plan(archive: Path) -> None:
-    plan = make_plan(open_sources(str(archive)), 0)
-    assert len(plan.order) == plan.first_crop[-1] > len(plan.records)
-    crops, identity, content = plan.shard(0)
-    assert len({(label, part) for _, _, label, part in crops}) == len(crops)
-    assert (identity, content) == make_plan(open_sources(str(archive)), 0).shard(0)[1:]
-    assert identity != make_plan(open_sources(str(archive)), 1).shard(0).identity
+def test_the_plan_names_every_crop_once_and_depends_on_the_seed(small: Path) -> None:
+    plan, other = (make_plan(open_sources(str(small)), seed).shard(0) for seed in (0, 1))
+    assert len({(label, part) for _, _, label, part in plan.crops}) == len(plan.crops) == 15
+    assert plan.identity != other.identity
 
 
-def test_a_folder_with_other_files_is_left_alone(few: Path, tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_left_alone(small: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "shards").write_text("precious")
     with pytest.raises(DataError, match="not empty"):
-        build(few, tmp_path / "mine", format="zarr")
+        build(small, tmp_path / "mine", format="zarr")
     assert (tmp_path / "mine" / "shards").read_text() == "precious"
 
 
-@pytest.mark.parametrize("format", ["tar", "both"])
-def test_leftovers_of_a_killed_run_are_removed_and_nothing_else(few: Path, tmp_path: Path, format: str) -> None:
+def test_leftovers_of_a_killed_run_are_removed_and_nothing_else(small: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     left = ("shards/00009.tar", "shards/00009.idx", "store.zarr/zarr.json", "store.zarr/c/9/0/0")
     for name in (*left, "shards/notes.txt", ".build/x"):
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text("of another run")
-    build(few, out, format=format)
-    build(few, tmp_path / "fresh", format=format)
-    assert digests(out) == digests(tmp_path / "fresh") | {"shards/notes.txt": hashlib.sha256(b"of another run").hexdigest()}
+    build(small, out)
+    build(small, tmp_path / "fresh")
+    assert files(out) == files(tmp_path / "fresh") | {"shards/notes.txt": b"of another run"}
 
 
 def test_an_archive_without_a_usable_crop_is_one_line(tmp_path: Path) -> None:
@@ -269,27 +229,10 @@ def test_an_archive_without_a_usable_crop_is_one_line(tmp_path: Path) -> None:
         build(tmp_path / "a", tmp_path / "out")
 
 
-def test_a_full_disk_at_the_tables_is_one_line(few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    publish = LocalFolder.publish
-
-    def full(self: LocalFolder, path: Path, name: str) -> None:
-        if name == SAMPLES:
-            path = path.with_name("missing")
-        publish(self, path, name)
-
-    monkeypatch.setattr(LocalFolder, "publish", full)
-    with pytest.raises(StorageError, match=r"samples.parquet in .*/out: "):
-        build(few, tmp_path / "out")
-    monkeypatch.undo()
-    assert len(build(few, tmp_path / "out"))
-
-
-@pytest.mark.parametrize(("name", "size", "fits"), [("n" * 99, 8**11 - 1, True), ("n" * 100, 0, False), ("n", 8**11, False)])
-def test_a_tar_header_fits_or_is_refused(name: str, size: int, fits: bool) -> None:
-    if fits:
-        member = tarfile.TarInfo.frombuf(member_header(name, size), "ascii", "strict")
-        assert (member.name, member.size, member.mode, member.mtime) == (name, size, 0o644, 0)
-    else:
+def test_a_tar_header_fits_or_is_refused() -> None:
+    member = tarfile.TarInfo.frombuf(member_header("n" * 99, 8**11 - 1), "ascii", "strict")
+    assert (member.name, member.size, member.mode, member.mtime) == ("n" * 99, 8**11 - 1, 0o644, 0)
+    for name, size in (("n" * 100, 0), ("n", 8**11)):
         with pytest.raises(ValueError):
             member_header(name, size)
 

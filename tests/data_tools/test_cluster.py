@@ -10,13 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from handmade import build, files
 
 from data_tools import cluster, plan
 from data_tools.__main__ import main
 from data_tools.build import ShardOptions, shard
 from data_tools.errors import StorageError
 from data_tools.sources import open_sources
-from data_tools.synth import synthesise
 from tests.forks import CONTEXT, started
 from tests.waiting import until
 
@@ -25,26 +25,19 @@ PLACES = os.pathsep.join(str(Path(__file__).parents[up]) for up in (0, 2))  # th
 Dask = tuple[str, list[Any]]
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("cluster") / "archive"
-    synthesise(out, patients=20, sessions=2, seed=4, progress=False)
-    return out
-
-
-@pytest.fixture(autouse=True)
-def many_small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "SHARD_CROPS", 8)
-    monkeypatch.setenv("PYTHONPATH", PLACES)
-
-
-@pytest.fixture(scope="module")
-def right(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files as one process makes them."""
+@pytest.fixture(scope="module", autouse=True)
+def many_small_tasks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "SHARD_CROPS", 8)
-        out = tmp_path_factory.mktemp("right") / "out"
-        shard(open_sources(str(small)), ShardOptions(str(out), format="both", quiet=True))
+        patch.setattr(plan, "SHARD_CROPS", 2)
+        patch.setattr(plan, "SCAN_CHUNK", 5)
+        patch.setenv("PYTHONPATH", PLACES)
+        yield
+
+
+@pytest.fixture(scope="module")
+def right(small: Path, many_small_tasks: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files as one process makes them."""
+    build(small, out := tmp_path_factory.mktemp("right") / "out", format="both")
     return files(out)
 
 
@@ -83,22 +76,24 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "multiprocessing", instead)
 
 
-def test_processes_make_the_same_bytes(
-    small: Path, right: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plan, "SCAN_CHUNK", 16)
-    shard(open_sources(str(small)), ShardOptions(str(tmp_path), format="both", workers=2, quiet=True))
+@pytest.mark.usefixtures("forked")
+def test_processes_make_the_same_bytes(small: Path, right: dict[str, bytes], tmp_path: Path) -> None:
+    build(small, tmp_path, format="both", workers=2)
     assert files(tmp_path) == right
 
 
+def fatal(archive: Path, out: Path, victim: int | str = "", **settings: Any) -> None:
+    """A build whose source kills once, in the middle of the fifth shard."""
+    crops = plan.make_plan(open_sources(str(archive)), seed=0).shard(4).crops
+    Path(f"{archive}.fatal").write_text(f"{crops[1][1]} {victim}")
+    shard(open_sources(str(archive), "fatal:Fatal"), ShardOptions(str(out), format="both", quiet=True, **settings))
+
+
 def test_dask_with_a_dying_worker_makes_the_same_bytes(
-    small: Path, right: dict[str, bytes], tmp_path: Path, dask: Dask, monkeypatch: pytest.MonkeyPatch
+    small: Path, right: dict[str, bytes], tmp_path: Path, dask: Dask
 ) -> None:
     address, (_, *workers) = dask
-    monkeypatch.setattr(plan, "SCAN_CHUNK", 16)
-    trap(small)
-    sources = open_sources(str(small), "fatal:Fatal")
-    shard(sources, ShardOptions(str(tmp_path), format="both", cluster=address, quiet=True))
+    fatal(small, tmp_path, cluster=address)
     assert files(tmp_path) == right
     assert sorted(str(worker.exitcode) for worker in workers) == ["-9", "None"]
 
@@ -106,12 +101,10 @@ def test_dask_with_a_dying_worker_makes_the_same_bytes(
 @pytest.mark.usefixtures("forked")
 def test_process_that_dies(small: Path, right: dict[str, bytes], tmp_path: Path) -> None:
     """No process of a pool can be replaced: the run ends, says so, and what was finished is kept."""
-    trap(small)
-    settings = ShardOptions(str(tmp_path), format="both", workers=2, quiet=True)
     with pytest.raises(StorageError, match=r"worker process died.*run the same command again"):
-        shard(open_sources(str(small), "fatal:Fatal"), settings)
+        fatal(small, tmp_path, workers=2)
     kept = {path.stem: (tmp_path / f"shards/{path.stem}.tar").stat().st_ino for path in tmp_path.glob(".build/0*.parquet")}
-    shard(open_sources(str(small), "fatal:Fatal"), settings)
+    build(small, tmp_path, format="both")
     assert files(tmp_path) == right
     assert kept  # else this shows nothing
     assert all((tmp_path / f"shards/{name}.tar").stat().st_ino == inode for name, inode in kept.items())
@@ -123,42 +116,32 @@ def test_no_scheduler(
 ) -> None:
     monkeypatch.setattr(cluster, "CONNECT_S", 1)
     assert main(["shard", str(small), "--out", str(tmp_path), "--cluster", address]) == 2
-    told = capsys.readouterr().err
-    assert f"--cluster {address}: no scheduler answers" in told
-    assert len(told.splitlines()) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--cluster {address}: no scheduler answers" in line
 
 
 def test_scheduler_that_dies(small: Path, right: dict[str, bytes], tmp_path: Path, dask: Dask) -> None:
-    address, (scheduler, *_) = dask
-    trap(small, scheduler.pid)
+    address, (scheduler, *workers) = dask
     with pytest.raises(StorageError, match="scheduler lost: run the same command again"):
-        shard(open_sources(str(small), "fatal:Fatal"), ShardOptions(str(tmp_path), cluster=address, quiet=True))
-    shard(open_sources(str(small)), ShardOptions(str(tmp_path), format="both", quiet=True))
+        fatal(small, tmp_path, scheduler.pid, cluster=address)
+    for worker in workers:
+        worker.join()  # it may still be at work on a shard, and ends without a scheduler
+    build(small, tmp_path, format="both")
     assert files(tmp_path) == right
 
 
 def test_cluster_that_cannot_work(small: Path, tmp_path: Path, dask: Dask, monkeypatch: pytest.MonkeyPatch) -> None:
     address, (_, *workers) = dask
-    settings = ShardOptions(str(tmp_path / "out"), cluster=address, quiet=True)
     (tmp_path / "only_here.py").write_text("from fatal import PhysioNet2021\nclass Own(PhysioNet2021): pass\n")
+    sources = open_sources(str(small), f"{tmp_path / 'only_here.py'}:Own")
     with pytest.raises(StorageError, match="--source's module, is not installed there"):
-        shard(open_sources(str(small), f"{tmp_path / 'only_here.py'}:Own"), settings)
+        shard(sources, ShardOptions(str(tmp_path / "out"), cluster=address, quiet=True))
     for worker in workers:
         worker.kill()
         worker.join()
     monkeypatch.setattr(cluster, "WORKERS_S", 1)
     with pytest.raises(StorageError, match="no worker in 1 s"):
-        shard(open_sources(str(small)), settings)
-
-
-def trap(archive: Path, victim: int | str = "") -> None:
-    """Lay it at a record in the middle of the fourth shard."""
-    crops = plan.make_plan(open_sources(str(archive)), seed=0).shard(3).crops
-    Path(f"{archive}.fatal").write_text(f"{crops[4][1]} {victim}")
-
-
-def files(place: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+        build(small, tmp_path / "out", cluster=address)
 
 
 def test_processes_that_cannot_be_started_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

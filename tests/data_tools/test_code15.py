@@ -6,12 +6,11 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from handmade import crops_of
+from handmade import crops_of, rejected
 from twins import EXAMS, crop, said, write_code15
 
 from data_tools.__main__ import main
 from data_tools.build import ShardOptions, shard
-from data_tools.dataset import REJECTS
 from data_tools.errors import ReadError
 from data_tools.record import LEADS, EcgRecord
 from data_tools.sources.code15 import Code15
@@ -23,14 +22,12 @@ def test_code15_in_whatever_unit(tmp_path: Path, unit: str, per_mv: float) -> No
     made = write_code15(tmp_path, EXAMS, per_mv)
     source = Code15(folder(tmp_path))
     assert f"the unit of the tracings is {unit}," in source.notes()[0]
-    *keys, _ = (key for key in source.keys() if not key.endswith("#2"))  # noqa: SIM118
     records = {record.name: record for record in map(source.read, [key for key in source.keys() if not key.endswith("#2")])}  # noqa: SIM118
     assert set(records) == set(made)
     for name, mv in made.items():
         np.testing.assert_array_equal(records[name].signal, mv * np.float32(per_mv))
         in_mv = EcgRecord("x", mv.astype(float), 400.0, LEADS)
         np.testing.assert_allclose(crop(records[name]), crop(in_mv), rtol=0, atol=1)  # float32 of another unit
-        assert source.header(keys[0]).samples == records[source.read(keys[0]).name].signal.shape[1]
     assert said(records["1169160"]) == ("11", 38.0, "M", ())
     assert said(records["2873686"]) == ("12", 90.0, "F", ("270492004", "59118001", "164889003"))
     assert said(records["168405"]) == ("11", 17.0, "M", ("427084000",))
@@ -45,9 +42,8 @@ def test_code15_rows_without_an_exam_are_counted_and_fillers_are_not(tmp_path: P
     with h5py.File(tmp_path / "exams_part1.hdf5", "r+") as file:
         file["tracings"][1] = np.nan
     made = shard([Code15(folder(tmp_path))], ShardOptions(str(tmp_path / "out"), quiet=True))
-    lines = [tuple(line.split(",")[1:3]) for line in Path(made.root.url, REJECTS).read_text().splitlines()[1:]]
     flat = [("exams_part0_0", "no valid lead"), ("271011", "no valid lead")]
-    assert lines == sorted([("exams_part0_2", "not in exams.csv"), *flat])
+    assert rejected(made) == sorted([("exams_part0_2", "not in exams.csv"), *flat])
     assert {name for _, name in crops_of(made)} == {"168405", "2873686"}
 
 
@@ -110,17 +106,8 @@ def _create(name: str, *shape: int, **options: object) -> Callable[[Path], None]
     def change(path: Path) -> None:
         with h5py.File(path, "r+") as file:
             del file[name]
-            file.create_dataset(name, shape, **options)
-
-    return change
-
-
-def _remove(name: str, group: bool = False) -> Callable[[Path], None]:
-    def change(path: Path) -> None:
-        with h5py.File(path, "r+") as file:
-            del file[name]
-            if group:
-                file.create_group(name)
+            if shape:
+                file.create_dataset(name, shape, **options)
 
     return change
 
@@ -137,12 +124,9 @@ def _symlink(path: Path) -> None:
         (_replace("exam_id", h5py.ExternalLink("nowhere.hdf5", "exam_id")), "HDF5 points elsewhere"),
         (_replace("tracings", h5py.SoftLink("/exam_id")), "HDF5 points elsewhere"),
         (_virtual, "HDF5 points elsewhere"),
-        (
-            _create("tracings", 3, 4096, 12, dtype="f4", external=[("/etc/passwd", 0, 3 * 4096 * 12 * 4)]),
-            "HDF5 points elsewhere",
-        ),
-        (_remove("tracings"), "unexpected HDF5 shape"),
-        (_remove("exam_id", group=True), "unexpected HDF5 shape"),
+        (_create("tracings", 3, 4096, 12, dtype="f4", external=[("/etc/passwd", 0, 589_824)]), "HDF5 points elsewhere"),
+        (_create("tracings"), "unexpected HDF5 shape"),
+        (_create("exam_id"), "unexpected HDF5 shape"),
         (_create("tracings", 3, 4096, 8, dtype="f4"), "unexpected HDF5 shape"),
         (_create("tracings", 3, 4096, 12, dtype="i8"), "unexpected HDF5 shape"),
         (_create("tracings", 3, 10**9, 12, dtype="f4", chunks=(1, 1000, 12)), "unexpected HDF5 shape"),

@@ -2,14 +2,10 @@
 
 import csv
 import io
-from pathlib import Path
 
 import pytest
-from handmade import ecg, write_challenge
 
-from data_tools.build import ShardOptions, shard
 from data_tools.dataset import as_csv, unquoted
-from data_tools.sources import open_sources
 
 FORMULAS = ["=1+1", "+1+1|x", "-2+3+cmd", "@SUM(A1)", "\t=1", "-", "+-5"]
 KEPT = ["-5", "-0.25", "+1e-3", "-0.2 0.3", "-inf", "a=1", "", "'", "georgia"]
@@ -24,12 +20,3 @@ def test_formulas_are_quoted_and_numbers_are_not(cell: str) -> None:
 
 def test_a_carriage_return_starts_no_line() -> None:
     assert as_csv([("a\r=1", "\r=1")]) == "a =1,' =1\n"
-
-
-def test_names_of_records_are_not_formulas_in_rejects(tmp_path: Path) -> None:
-    for name in ("-cmd", "-7", "E1"):
-        write_challenge(tmp_path / "src" / "georgia", name, ecg() * (name == "E1"))
-    made = shard(open_sources(str(tmp_path / "src")), ShardOptions(str(tmp_path / "out"), quiet=True))
-    text = (tmp_path / "out" / "rejects.csv").read_text()
-    assert "\ngeorgia,'-cmd," in text and "\ngeorgia,-7," in text
-    assert {record for _, record, *_ in made.rejects()} >= {"-cmd", "-7"}

@@ -6,6 +6,7 @@ imports. Half of them die after a drawn time of work, half at a drawn file-syste
 
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import random
@@ -22,15 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from handmade import build, files
 
 from data_tools import plan, zarr_writer
 from data_tools.__main__ import main
-from data_tools.build import ShardOptions, shard
 from data_tools.dataset import META, Dataset
 from data_tools.errors import DatasetError
-from data_tools.sources import open_sources
 from data_tools.storage import LocalFolder
-from data_tools.synth import synthesise
 from data_tools.verify import verify
 from tests.waiting import until
 
@@ -51,13 +50,6 @@ if __name__ in ("__main__", "__mp_main__"):  # the victims and their workers: ma
     LocalFolder.write = write_or_hang
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("kill") / "archive"
-    synthesise(out, patients=6, sessions=2, seed=3, progress=False)
-    return out
-
-
 def test_killed_over_and_over(small: Path, tmp_path: Path) -> None:
     told = _script("storm", small, tmp_path, KILLS, SEED)
     assert told["kills"] >= KILLS
@@ -71,28 +63,27 @@ def test_killed_with_worker_processes(small: Path, tmp_path: Path) -> None:
 
 def test_two_runs_at_once_then_other_settings(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The second is refused in one line and harms nothing. After the first was killed, any settings may take the folder,
-    and nothing of the killed run stays."""
-    command = ["shard", str(small), "--workers", "1", "--out"]
-    with _stopped(small, tmp_path / "out", crops=8, parts=3):
-        held = _files(tmp_path / "out")
-        assert main([*command, str(tmp_path / "out")]) == 2
-        told = capsys.readouterr().err
-        assert len(told.splitlines()) == 1
-        assert "another run is writing there" in told
-        assert _files(tmp_path / "out") == held
-    assert main([*command, str(tmp_path / "out")]) == main([*command, str(tmp_path / "fresh")]) == 0
-    assert _files(tmp_path / "out") == _files(tmp_path / "fresh")
+    and nothing of the killed run stays: its parts hold plain names, and the next run has a key."""
+    out, (command, environment) = tmp_path / "out", _command("held", small, tmp_path / "out", 8, 1)
+    run = subprocess.Popen(command, env=environment)
+    try:
+        assert os.WIFSTOPPED(os.waitpid(run.pid, os.WUNTRACED)[1])
+        before = files(out)
+        assert [name for name in before if name.endswith(".parquet")]
+        assert main(["shard", str(small), "--workers", "1", "--out", str(out)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "another run is writing there" in line
+        assert files(out) == before
+    finally:
+        run.kill()
+        run.wait()
+    named = build(small, out, pseudonym_key=b"k" * 32).table()["record"].to_pylist()
+    build(small, tmp_path / "fresh", pseudonym_key=b"k" * 32)
+    assert files(out) == files(tmp_path / "fresh")
+    assert not [name for name in named if name.startswith(("HR", "A0", "JS", "E0"))]
 
 
-def test_pseudonymised_after_a_kill_without(small: Path, tmp_path: Path) -> None:
-    """Parts of a killed run without the key hold plain names: none may be taken over."""
-    with _stopped(small, tmp_path / "out", crops=1024, parts=1):
-        assert list(tmp_path.glob("out/.build/*.parquet"))
-    dataset = shard(open_sources(str(small)), ShardOptions(str(tmp_path / "out"), pseudonym_key=b"k" * 32, quiet=True))
-    assert not [name for name in dataset.table()["record"].to_pylist() if name.startswith(("HR", "A0", "JS", "E0"))]
-
-
-def test_interrupted(small: Path, tmp_path: Path) -> None:
+def test_interrupted(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C reaches the whole group: one line, no traceback of any process, 130; run again, it finishes."""
     command, environment = _command("typed", small, tmp_path / "out", 2, SEED)
     environment["HANG_AT"] = "3"
@@ -104,11 +95,8 @@ def test_interrupted(small: Path, tmp_path: Path) -> None:
     told = run.communicate()[1]
     assert (run.returncode, told) == (130, "interrupted: run the same command again to continue\n")
     assert members(run.pid) == []
-    assert _script("typed", small, tmp_path / "out", 1, SEED) == 0
-
-
-def _files(place: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    monkeypatch.setattr(plan, "SHARD_CROPS", 4)
+    assert main(["shard", str(small), "--out", str(tmp_path / "out"), "--format", "both", "--workers", "1"]) == 0
 
 
 def _command(*arguments: object) -> tuple[list[str], dict[str, str]]:
@@ -123,19 +111,6 @@ def _script(*arguments: object) -> dict[str, Any]:
     assert done.returncode == 0
     told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return told
-
-
-@contextlib.contextmanager
-def _stopped(archive: Path, out: Path, crops: int, parts: int) -> Any:
-    """While another process's run holds still, having made some parts of so many crops; then it is killed."""
-    command, environment = _command("held", archive, out, crops, parts)
-    run = subprocess.Popen(command, env=environment)
-    try:
-        assert os.WIFSTOPPED(os.waitpid(run.pid, os.WUNTRACED)[1])
-        yield
-    finally:
-        run.kill()
-        run.wait()
 
 
 # The script
@@ -156,26 +131,15 @@ def fork(call: Callable[[], object], wait_s: float | None = None) -> Status:
     return os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
 
 
-def build(archive: str, out: Path, **settings: Any) -> Dataset:
-    return shard(open_sources(archive), ShardOptions(str(out), format="both", quiet=True, **settings))
-
-
-def at_call(number: int, out: Path, call: Callable[[], object]) -> None:
+def die_at_call(number: int, out: Path) -> None:
     """Before the process's n-th file-system call (open, rename, remove, mkdir, ...) below `out`."""
-    count = 0
+    calls = itertools.count(1)
 
     def hook(event: str, arguments: tuple[object, ...]) -> None:
-        nonlocal count
-        if arguments and str(arguments[0]).startswith(str(out)):
-            count += 1
-            if count == number:
-                call()
+        if arguments and str(arguments[0]).startswith(str(out)) and next(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def phase(out: Path) -> str:
@@ -200,7 +164,7 @@ def reference(archive: str, out: Path) -> tuple[float, int, list[int]]:
                     opened.append(str(arguments[0]).removeprefix(str(out)).lstrip("/"))
 
         sys.addaudithook(hook)
-        build(archive, out)
+        build(archive, out, format="both")
         assert [name for name in opened if not name.startswith(".build/") and not name.endswith(".partial")] == []
         notes.write_text(json.dumps([calls, sorted(set(sys.modules) - {"__main__"})]))
 
@@ -219,7 +183,7 @@ def reference(archive: str, out: Path) -> tuple[float, int, list[int]]:
 
 def check_unfinished(out: Path, right: dict[str, bytes]) -> None:
     """What a killed run left: every file that has a final name is the right one; finished only if it verifies."""
-    for name, data in _files(out).items() if out.exists() else ():
+    for name, data in files(out).items() if out.exists() else ():
         if not name.startswith(".build/") and not name.endswith(".partial"):
             assert right[name] == data, name
     if (out / META).exists():
@@ -236,20 +200,19 @@ def holds(out: Path) -> None:
 def storm(archive: str, root: Path, kills: int, seed: int) -> dict[str, Any]:
     rng = random.Random(seed)
     seconds, calls, worst = reference(archive, root / "right")
-    right = _files(root / "right")
+    right = files(root / "right")
     during, datasets = Counter[str](), 0
     while during.total() < kills or worst:
         out = root / f"out{datasets}"
         datasets += 1
         while True:
-            call, wait_s = (worst.pop(), None) if worst and not out.exists() else (rng.randint(1, calls), None)
-            if out.exists() and rng.random() < 0.7:
-                wait_s = rng.uniform(0, seconds)
+            call = worst.pop() if worst and not out.exists() else rng.randint(1, calls)
+            wait_s = rng.uniform(0, seconds) if out.exists() and rng.random() < 0.7 else None
 
-            def victim(out: Path = out, call: int | None = call if wait_s is None else None) -> None:
+            def victim(out: Path = out, call: int | None = None if wait_s else call) -> None:
                 if call:
-                    at_call(call, out, die)
-                build(archive, out)
+                    die_at_call(call, out)
+                build(archive, out, format="both")
 
             code, _ = fork(victim, wait_s)
             if code == 0:
@@ -257,7 +220,7 @@ def storm(archive: str, root: Path, kills: int, seed: int) -> dict[str, Any]:
             assert code == -(signal.SIGKILL if wait_s is None else signal.SIGPROF)
             during[phase(out)] += 1
             check_unfinished(out, right)
-        assert _files(out) == right, f"dataset {datasets} of seed {seed}"
+        assert files(out) == right, f"dataset {datasets} of seed {seed}"
         shutil.rmtree(out)
     return {"seed": seed, "kills": during.total(), "datasets": datasets, "during": during, "calls": calls, "seconds": seconds}
 
@@ -281,15 +244,15 @@ def under_way(group: int, out: Path, parts: int) -> bool:
 
 def workers(archive: str, root: Path, kills: int, seed: int) -> dict[str, Any]:
     rng = random.Random(seed)
-    assert fork(lambda: build(archive, root / "right"))[0] == 0
-    right, out, orphans = _files(root / "right"), root / "out", 0
+    assert fork(lambda: build(archive, root / "right", format="both"))[0] == 0
+    right, out, orphans = files(root / "right"), root / "out", 0
     for number in range(kills + 1):
         alone = number == 0
         child = os.fork()
         if not child:
             os.setsid()
             os.environ["HANG_AT"] = str(number + 4)
-            build(archive, out, workers=2)
+            build(archive, out, format="both", workers=2)
             os._exit(0)
         until(partial(under_way, child, out, number))
         time.sleep(rng.uniform(0, 0.05))
@@ -299,8 +262,8 @@ def workers(archive: str, root: Path, kills: int, seed: int) -> dict[str, Any]:
             orphans += 1
             os.kill(orphan, signal.SIGKILL)
         check_unfinished(out, right)
-    assert fork(lambda: build(archive, out))[0] == 0
-    assert _files(out) == right
+    assert fork(lambda: build(archive, out, format="both"))[0] == 0
+    assert files(out) == right
     return {"kills": kills + 1, "orphans": orphans}
 
 
@@ -320,7 +283,7 @@ def held(archive: str, out: Path, crops: int, parts: int) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     LocalFolder.write = write_then_stop
-    build(archive, out)
+    build(archive, out, format="both")
 
 
 if __name__ == "__main__":

@@ -35,33 +35,15 @@ def words(where: Figure | Axes) -> list[str]:
     return [text.get_text() for text in where.texts]
 
 
-def rhythm_name(figure: Figure) -> str:
-    return next(text.get_text() for text in reversed(figure.axes[0].texts) if str(text.get_label()).startswith("name "))
-
-
-def pixels(figure: Figure) -> np.ndarray:
+def test_page_is_a4_one_mv_ten_mm_and_one_second_25_mm_in_pixels() -> None:
+    figure = ecg_figure(square_waves(), FS_HZ)
     figure.set_dpi(DPI)
     figure.canvas.draw()
-    return np.asarray(figure.canvas.buffer_rgba())[..., :3]  # type: ignore[attr-defined]
-
-
-def dark(figure: Figure, x_mm: tuple[float, float], y_mm: tuple[float, float]) -> np.ndarray:
-    """Ink in a window of the paper, [rows from the top, columns]; the grid is too pale to count."""
-    image = pixels(figure)
-    left, bottom = figure.axes[0].transData.transform((x_mm[0], y_mm[0])).round().astype(int)
-    right, top = figure.axes[0].transData.transform((x_mm[1], y_mm[1])).round().astype(int)
-    return (image.max(axis=2) < 110)[image.shape[0] - top : image.shape[0] - bottom, left:right]
-
-
-def test_page_is_a4_and_axes_count_millimetres() -> None:
-    figure = ecg_figure(square_waves(), FS_HZ)
-    assert pixels(figure).shape[:2] == (2100, 2970)
-    low, high = figure.axes[0].transData.transform([(0, 0), (100, 100)])
-    assert high - low == pytest.approx([100 * PX_PER_MM, 100 * PX_PER_MM])
-
-
-def test_one_mv_is_ten_mm_and_one_second_25_mm_in_pixels() -> None:
-    ink = dark(ecg_figure(square_waves(), FS_HZ), (TRACE_X_MM + 14, TRACE_X_MM + 249), (ROWS_Y_MM[3] - 8, ROWS_Y_MM[3] + 16))
+    image = np.asarray(figure.canvas.buffer_rgba())[..., :3]  # type: ignore[attr-defined]
+    assert image.shape[:2] == (2100, 2970)
+    corners = [(TRACE_X_MM + 14, ROWS_Y_MM[3] - 8), (TRACE_X_MM + 249, ROWS_Y_MM[3] + 16)]
+    (left, bottom), (right, top) = figure.axes[0].transData.transform(corners).round().astype(int)
+    ink = (image.max(axis=2) < 110)[2100 - top : 2100 - bottom, left:right]  # the grid is too pale to count
     rows = np.flatnonzero(ink.sum(axis=1) > ink.shape[1] // 4)  # the two levels of the wave
     upper, lower = rows[rows < rows.mean()], rows[rows > rows.mean()]
     assert lower.mean() - upper.mean() == pytest.approx(10 * PX_PER_MM, abs=1)
@@ -72,16 +54,12 @@ def test_one_mv_is_ten_mm_and_one_second_25_mm_in_pixels() -> None:
 
 
 def test_calibration_pulse_in_every_row() -> None:
-    figure = ecg_figure(np.zeros((12, 5000)), FS_HZ)
-    pulses = [points(line) for line in lines(figure, "calibration")]
+    pulses = [points(line) for line in lines(ecg_figure(np.zeros((12, 5000)), FS_HZ), "calibration")]
     assert [pulse[0, 1] for pulse in pulses] == list(ROWS_Y_MM)
     for pulse in pulses:
         high = pulse[pulse[:, 1] > pulse[0, 1]]
         assert np.ptp(high[:, 0]) == 5 and np.ptp(pulse[:, 1]) == 10
         assert pulse[:, 0].max() < TRACE_X_MM
-    ink = dark(figure, (3, 12), (ROWS_Y_MM[0] + 1, ROWS_Y_MM[0] + 9))
-    flanks = np.flatnonzero(ink.all(axis=0))
-    assert np.ptp(flanks) == pytest.approx(5 * PX_PER_MM, abs=5)
 
 
 def test_columns_are_contiguous_in_time() -> None:
@@ -122,17 +100,11 @@ def test_half_gain_only_when_needed_and_announced() -> None:
     assert "   5 mm/mV   " in footer(40.0) and "cut at the edge" in footer(40.0)
 
 
-def test_short_record_ends_where_it_ends() -> None:
-    figure = ecg_figure(square_waves(5.0), FS_HZ, missing=["aVF", "V6"])
-    assert points(lines(figure, "trace II")[1])[:, 0].max() <= TRACE_X_MM + 125  # the rhythm strip
-    assert not dark(figure, (TRACE_X_MM + 126, 269), (1, 38)).any()
-    assert any("5 s long" in text for text in words(figure))
-
-
-def test_short_record_shows_every_lead_from_its_start_again() -> None:
+def test_short_record_ends_where_it_ends_and_shows_every_lead_from_its_start_again() -> None:
     """A crop of 5 s still has chest leads: their columns show its own time, not an empty paper."""
-    mv = np.tile(np.linspace(0, 1, 2500), (12, 1))
-    figure = ecg_figure(mv, FS_HZ)
+    figure = ecg_figure(np.tile(np.linspace(0, 1, 2500), (12, 1)), FS_HZ)
+    assert points(lines(figure, "trace II")[1])[:, 0].max() <= TRACE_X_MM + 125  # the rhythm strip
+    assert any("5 s long" in text for text in words(figure))
     for lead, like, columns in (("V1", "I", 2), ("V4", "aVR", 2)):
         moved = points(lines(figure, f"trace {lead}")[0]) - points(lines(figure, f"trace {like}")[0])
         np.testing.assert_allclose(moved, np.tile([columns * 62.5, 0.0], (len(moved), 1)), atol=1e-9)
@@ -141,10 +113,9 @@ def test_short_record_shows_every_lead_from_its_start_again() -> None:
 @pytest.mark.parametrize("how", ["flat", "missing", "nan"])
 def test_rhythm_strip_takes_another_lead_when_ii_is_useless(how: str) -> None:
     mv = square_waves()
-    assert rhythm_name(ecg_figure(mv, FS_HZ)) == "II"
+    assert len(lines(ecg_figure(mv, FS_HZ), "trace II")) == 2
     mv[1] = {"flat": 0.7, "missing": mv[1], "nan": np.nan}[how]
     figure = ecg_figure(mv, FS_HZ, missing=["I", "II"] if how == "missing" else ["I"])
-    assert rhythm_name(figure) == "III"
     strip = points(lines(figure, "trace III")[1])
     assert strip[0, 1] == ROWS_Y_MM[3] and len(strip) == 5000
 
@@ -172,7 +143,7 @@ def tick_names(axes: Axes) -> list[str]:
     return [label.get_text() for label in axes.get_yticklabels()]
 
 
-@pytest.mark.parametrize("sources", [1, 2, 15])
+@pytest.mark.parametrize("sources", [1, 15])
 def test_summary_names_and_counts_everything(sources: int) -> None:
     counts = {f"source_{i}": {"train": 1000 * (i + 1), "valid": 10 + i} for i in range(sources)}
     counts["source_0"]["test"] = 7
@@ -184,23 +155,14 @@ def test_summary_names_and_counts_everything(sources: int) -> None:
     assert words(left) == [f"{totals[source]:,}" for source in tick_names(left)]
     lengths = np.array([[bar.get_width() for bar in group] for group in left.containers])
     assert lengths.sum(axis=0).tolist() == [totals[source] for source in tick_names(left)]
-    starts = np.array([[bar.get_x() for bar in group] for group in left.containers])
-    assert np.array_equal(starts, np.cumsum(lengths, axis=0) - lengths)
-    roles = ("train", "valid", "test")
     legend = [text.get_text() for text in left.get_legend().get_texts()]  # type: ignore[union-attr]
-    assert legend == [f"{role}  {sum(part.get(role, 0) for part in counts.values()):,}" for role in roles]
-    assert sorted(tick_names(right)) == sorted(ABBREVIATIONS)
-    assert tick_names(right)[:12] == list(reversed(ABBREVIATIONS[:12]))
+    assert legend == [f"{role}  {sum(part.get(role, 0) for part in counts.values()):,}" for role in ("train", "valid", "test")]
+    assert tick_names(right)[:12] == list(reversed(ABBREVIATIONS[:12])) and len(tick_names(right)) == 26
     assert words(right) == [f"{classes.get(name, 0):,}" for name in tick_names(right)]
-    assert right.get_xscale() == "log"
-    ends = [bar.get_x() + bar.get_width() for bar in right.patches]  # type: ignore[attr-defined]
-    assert ends == [classes.get(name, right.get_xlim()[0]) for name in tick_names(right)]
     figure.canvas.draw()
-    for axes in (left, right):
-        for text in (*axes.texts, *axes.get_yticklabels()):
-            box = text.get_window_extent()
-            assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
-            assert text not in axes.texts or box.x1 <= axes.bbox.x1
+    for text in (text for axes in (left, right) for text in (*axes.texts, *axes.get_yticklabels())):
+        box = text.get_window_extent()
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
 
 
 @pytest.mark.parametrize("counts", [{}, {"a": {}}, {"a": {"train": 5}}])

@@ -1,10 +1,12 @@
 """Roles: what the paper says, no leak in any draw, and nobody moves when data is added."""
 
+import dataclasses
+
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from data_tools.splits import GALLERY, PROBE, TEST, TRAIN, VALID, CropRoles, Records, RoleSources, assign, leaks
+from data_tools.splits import GALLERY, PROBE, TEST, TRAIN, VALID, Records, RoleSources, assign, leaks
 
 SOURCES = ("cpsc_2018", "georgia", "ningbo", "ptb-xl")
 EVERYBODY = RoleSources(id_share=1.0)  # all patients with two sessions are tested
@@ -61,35 +63,33 @@ def test_no_patient_and_no_waveform_stands_on_two_sides(seed: int) -> None:
     records = archive(600, seed, duplicates=80)
     roles = assign(records, "paper", seed)
     assert leaks(records, roles) == []
+    assert (roles.dx != assign(records, "paper", seed + 1).dx).any()
 
 
 def test_shares_are_those_of_the_paper() -> None:
     records = archive(12_000)
     roles = assign(records, "paper", 0)
     in_dx = records.is_from("cpsc_2018", "georgia")[records.crop_record]
-    assert ((roles.dx != 0) == in_dx).all()
-    for role, share in ((TRAIN, 0.8), (VALID, 0.1), (TEST, 0.1)):
-        assert np.mean(roles.dx[in_dx] == role) == pytest.approx(share, abs=0.015)
     trained = np.isin(roles.identity, (TRAIN, VALID))
-    assert np.mean(roles.identity[trained] == TRAIN) == pytest.approx(0.8, abs=0.015)
-    assert (trained <= roles.pretrain).all()
+    assert ((roles.dx != 0) == in_dx).all() and (trained <= roles.pretrain).all()
+    shares = [np.mean(roles.dx[in_dx] == role) for role in (TRAIN, VALID, TEST)]
+    assert [*shares, np.mean(roles.identity[trained] == TRAIN)] == pytest.approx([0.8, 0.1, 0.1, 0.8], abs=0.015)
 
 
 def test_gallery_and_probe_hold_one_crop_of_two_sessions_of_every_patient_who_has_them() -> None:
     records = archive(600)
     roles = assign(records, "paper", 0, EVERYBODY)
     patients = np.array(records.patients.to_pylist(), dtype=object)
-    sessions = {p: {r for r in range(600) if patients[r] == p} for p in set(patients.tolist()) - {None}}
-    for patient, owned in sessions.items():
-        picked = {}
-        for role in (GALLERY, PROBE):
-            crops = [c for c in np.flatnonzero(roles.identity == role) if patients[records.crop_record[c]] == patient]
-            assert len(crops) == (len(owned) >= 2)
-            picked[role] = [records.crop_record[c] for c in crops]
-            assert all(records.crop_start[c] == 0 for c in crops)
+    for patient in set(patients.tolist()) - {None}:
+        owned = np.flatnonzero(patients == patient)
+        gallery, probe = (
+            np.flatnonzero((roles.identity == role) & (patients[records.crop_record] == patient)) for role in (GALLERY, PROBE)
+        )
+        assert len(gallery) == len(probe) == (len(owned) >= 2)
+        assert not records.crop_start[[*gallery, *probe]].any()
         if len(owned) >= 2:
-            assert picked[GALLERY] != picked[PROBE]
-            assert not roles.pretrain[np.isin(records.crop_record, list(owned))].any()
+            assert records.crop_record[gallery] != records.crop_record[probe]
+            assert not roles.pretrain[np.isin(records.crop_record, owned)].any()
 
 
 def patients_of(sessions: np.ndarray) -> Records:
@@ -118,8 +118,8 @@ def test_at_most_a_share_of_the_patients_is_tested(returning: float) -> None:
 
 
 def test_the_real_archive_keeps_all_its_patients_with_two_sessions() -> None:
-    sessions = np.where(np.arange(18_885) < 2_127, 2, 1)
-    assert len(drawn(patients_of(sessions))) == 2_127
+    """2,127 of 18,885; here a tenth."""
+    assert len(drawn(patients_of(np.where(np.arange(1_888) < 213, 2, 1)))) == 213
 
 
 def test_new_patients_move_no_patient_between_training_and_test() -> None:
@@ -190,24 +190,20 @@ def test_a_duplicate_from_another_source_does_not_move_a_diagnosis_record() -> N
 def test_every_kind_of_leak_is_seen() -> None:
     records = archive(300, 1)
     clean = assign(records, "paper", 0)
-    group_of_two = np.flatnonzero(np.bincount(records.crop_record) >= 2)
-    dx_record = next(r for r in group_of_two if records.is_from("cpsc_2018")[r])
+    of_two = np.flatnonzero(np.bincount(records.crop_record) >= 2)
+    dx_record = next(r for r in of_two if records.is_from("cpsc_2018")[r])
     first, second = np.flatnonzero(records.crop_record == dx_record)[:2]
-
-    def changed(field: str, values: dict[int, int | bool]) -> CropRoles:
-        columns = {name: getattr(clean, name).copy() for name in ("pretrain", "dx", "identity")}
+    test_crop, gallery = np.flatnonzero(clean.dx == TEST)[0], np.flatnonzero(clean.identity == GALLERY)[0]
+    for finding, field, values in (
+        ("train, valid and test", "dx", {first: TRAIN, second: TEST}),
+        ("pre-training and diagnosis", "pretrain", {test_crop: True}),
+        ("gallery or probe", "pretrain", {gallery: True}),
+        ("identification train and valid", "identity", {first: TRAIN, second: VALID}),
+    ):
+        changed = getattr(clean, field).copy()
         for crop, value in values.items():
-            columns[field][crop] = value
-        return CropRoles(**columns)
-
-    gallery = int(np.flatnonzero(clean.identity == GALLERY)[0])
-    assert "train, valid and test" in leaks(records, changed("dx", {first: TRAIN, second: TEST}))[0]
-    test_crop = int(np.flatnonzero(clean.dx == TEST)[0])
-    assert "pre-training and diagnosis" in leaks(records, changed("pretrain", {test_crop: True}))[0]
-    assert "gallery or probe" in leaks(records, changed("pretrain", {gallery: True}))[0]
-    assert any(
-        "identification train and valid" in x for x in leaks(records, changed("identity", {first: TRAIN, second: VALID}))
-    )
+            changed[crop] = value
+        assert finding in " ".join(leaks(records, dataclasses.replace(clean, **{field: changed})))
     assert leaks(records, clean) == []
 
 
@@ -226,8 +222,3 @@ def test_paper_split_leaks_as_the_authors_code_does_and_all_gives_everything() -
     assert everything.pretrain.all()
     assert not everything.dx.any()
     assert not everything.identity.any()
-
-
-def test_another_seed_draws_other_roles() -> None:
-    records = archive(500)
-    assert (assign(records, "paper", 0).dx != assign(records, "paper", 1).dx).any()

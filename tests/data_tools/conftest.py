@@ -1,0 +1,15 @@
+"""What the tests of data_tools share."""
+
+from pathlib import Path
+
+import pytest
+
+from data_tools.synth import synthesise
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A synthetic archive of 15 records of 10 s; ten of them are two sessions of five PTB-XL patients. Read only."""
+    out = tmp_path_factory.mktemp("small") / "archive"
+    synthesise(out, patients=5, sessions=2, seed=7, progress=False)
+    return out
