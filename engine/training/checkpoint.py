@@ -56,7 +56,7 @@ class WriteError(Exception):
 
 @contextmanager
 def locked(run: Path, ranks: Ranks) -> Iterator[None]:
-    """Two processes that train in one folder would delete each other's checkpoints."""
+    """Refuses a second process in the same folder: they would delete each other's checkpoints."""
     with ExitStack() as held:
         on_first_rank(ranks, lambda: _lock(run, held))
         yield
@@ -152,12 +152,12 @@ def _named(root: Path, pointer: str) -> Path | None:
 
 def _complete(root: Path) -> list[Path]:
     """Finished checkpoints, the newest first."""
-    found = (path for path in root.glob("step-*") if step_of(path) >= 0 and (path / MANIFEST).is_file())
-    return sorted(found, key=step_of, reverse=True)
+    complete = (path for path in root.glob("step-*") if step_of(path) >= 0 and (path / MANIFEST).is_file())
+    return sorted(complete, key=step_of, reverse=True)
 
 
 def fault(path: Path) -> str | None:
-    """Why a checkpoint is not what was written; None if it is."""
+    """What is missing or damaged in a checkpoint; None if it is as it was written."""
     try:
         for name, expected in json.loads((path / MANIFEST).read_text()).items():
             file = path / name
@@ -171,7 +171,7 @@ def fault(path: Path) -> str | None:
 
 
 def newest(run: Path, warn: Any = None) -> Path | None:
-    """The checkpoint that `latest` names, else the newest complete one; `warn` is told what was skipped and why."""
+    """The checkpoint that `latest` names, else the newest complete one; `warn` is called with what was skipped and why."""
     root = run / "checkpoints"
     latest, complete = _named(root, LATEST), _complete(root)
     if latest is None and not complete and not (root / LATEST).exists():

@@ -101,7 +101,7 @@ def lost_a_rank(error: Exception) -> bool:
 
 
 def close() -> None:
-    """Afterwards this process can train again. DeepSpeed forgets its own groups only if it is asked itself."""
+    """Closes all process groups, so that this process can train again. DeepSpeed's own are closed by its own function."""
     deepspeed = sys.modules.get("deepspeed")
     if deepspeed is not None and deepspeed.comm.is_initialized():
         deepspeed.comm.destroy_process_group()
@@ -110,7 +110,7 @@ def close() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit without tearing down the interpreter: gloo's threads may still hold tensors, which would end it as SIGABRT."""
+    """Exits without shutting down the interpreter: gloo's threads may still hold tensors, which would end it with SIGABRT."""
     code = show("") or code
     sys.stderr.flush()
     os._exit(code)
@@ -133,7 +133,7 @@ def on_first_rank(ranks: Ranks, work: Callable[[], T]) -> T:
 
 
 class AnyRank:
-    """Flags that any rank has set, known to all ranks one step late: the exchange overlaps with that step."""
+    """Tells all ranks which flags any rank has set, one step later: the exchange overlaps with that step."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.group = ranks.control

@@ -228,7 +228,7 @@ def read_start(start: str) -> Start:
 
 
 def select_leads(start: Start, config: FinetuneConfig) -> dict[str, Tensor]:
-    """The encoder's weights for the leads of this fine-tuning: as if the others were zeros."""
+    """The encoder's weights for the leads of this fine-tuning: the output is the same as with zeros for the other leads."""
     assert start.weights is not None
     had, leads = list(start.leads), list(config.augment.output_leads)
     if not set(leads) <= set(had):
@@ -240,7 +240,7 @@ def select_leads(start: Start, config: FinetuneConfig) -> dict[str, Tensor]:
 
 
 def diagnosis_labels(datasets: Sequence[Dataset]) -> tuple[list[np.ndarray], list[str]]:
-    """Labels of every crop [crops, 26], and what a reader should know of the classes."""
+    """Labels of every crop [crops, 26], and a remark on classes without positive examples."""
     labels = [dataset.labels.astype(np.float32) for dataset in datasets]
     positives = np.sum([labels[n][d.select(dx="train")].sum(0) for n, d in enumerate(datasets)], 0)
     if not positives.any():
@@ -250,7 +250,7 @@ def diagnosis_labels(datasets: Sequence[Dataset]) -> tuple[list[np.ndarray], lis
 
 
 def identity_labels(datasets: Sequence[Dataset]) -> tuple[list[np.ndarray], list[np.ndarray], int]:
-    """Patient of every crop; its class (0 where it is not trained on); number of classes."""
+    """By dataset, the patient of every crop and its class (arbitrary if not trained on); the number of classes."""
     patients = patient_ids(datasets)
     trained = np.unique(np.concatenate([patients[n][d.select(identity="train")] for n, d in enumerate(datasets)]))
     return patients, [np.clip(np.searchsorted(trained, ids), 0, len(trained) - 1) for ids in patients], len(trained)

@@ -104,7 +104,7 @@ def open_tensorboard(run: Path, config: RunConfig, step: int, run_id: str | None
     hook = threading.excepthook
 
     def ignore_writer(failed: threading.ExceptHookArgs) -> None:
-        """The next call raises what TensorBoard's thread failed with; a traceback would say it twice."""
+        """No traceback of TensorBoard's thread: the next call raises its error."""
         if not type(failed.thread).__module__.startswith("tensorboard."):
             hook(failed)
 
@@ -196,7 +196,7 @@ class RunLogger:
         self._each(lambda service: service.close())
 
     def _write(self, name: str, line: Row, curves: Row) -> None:
-        """`curves` go to the services; a line of a file holds a fixed set of keys."""
+        """`line` goes to the file, `curves` to the services."""
         self.files[name].write(json.dumps({k: v if _is_finite(v) else None for k, v in line.items()}, allow_nan=False) + "\n")
         shown = {k: v for k, v in curves.items() if not k.endswith("step") and v is not None and _is_finite(v)}
         self._each(lambda service: service.log(shown, int(line["step"])))

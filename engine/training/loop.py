@@ -37,7 +37,7 @@ DROPOUT_STREAM = 200
 
 
 class TrainError(Exception):
-    """The run failed: one line, exit code 1."""
+    """The run failed (exit code 1): one line."""
 
 
 @dataclass
@@ -217,7 +217,7 @@ class Loop:
 
 
 def run_facts(config: RunConfig, datasets: Sequence[Dataset], ranks: Ranks) -> dict[str, Any]:
-    """What a checkpoint says of the run."""
+    """Facts about a run, for its checkpoints and run.json."""
     return {
         "format": 1,
         "datasets": [dataset.fingerprint for dataset in datasets],

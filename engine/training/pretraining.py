@@ -106,7 +106,7 @@ class PretrainTask(TrainingTask):
         return {"gumbel_tau": temperature(self.config.model, step) if self.config.objective.local else None}
 
     def warning(self, values: dict[str, float]) -> str | None:
-        """An early sign of collapse, once."""
+        """Warns once, and early, when the quantizer collapses."""
         codes, m = values.get("code_perplexity"), self.config.model
         if codes is None:
             return None
@@ -120,7 +120,7 @@ class PretrainTask(TrainingTask):
         )
 
     def diagnostics(self, engine: Any, batch: Batch) -> dict[str, np.ndarray]:
-        """What the model makes of the first crops of the batch, without dropout."""
+        """Similarities of encodings for the first crops of the batch, without dropout."""
         few = min(DIAGNOSED, micro_batch(self.config, self.ranks.world)[0])
         part = (a if a is None or a.ndim == 0 else a[:few] for a in self.arguments(batch, 0))
         with eval_mode(engine), Capture(engine.module) as captured, torch.no_grad():

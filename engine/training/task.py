@@ -53,8 +53,8 @@ class TrainingTask(ABC):
 
     @abstractmethod
     def explained(self) -> dict[str, Any]:
-        """For run.json: `chance`, what guessing gives, by curve (validation: valid/NAME); `validation`: how it differs from
-        training."""
+        """For run.json: `chance`, the value of each curve when guessing (validation: valid/NAME); `validation`, how validation
+        differs from training."""
 
     def diagnostics(self, engine: Any, batch: Batch) -> dict[str, np.ndarray]:
         """Called by all ranks at the end, with the last batch: arrays for RUN/diagnostics.npz."""

@@ -28,6 +28,7 @@ from data_tools.dataset import META, DataError, Dataset
 from engine.common import ConfigError, Parser, describe_leads
 from engine.config import RunConfig, build, check, deepspeed_json, flatten, load, micro_batch, schema, zero_stage
 from engine.data.loader import Loader
+from engine.data.preprocess import SCALES
 from engine.evaluation.run_report import write_report
 from engine.model import folder
 from engine.training import checkpoint, distributed
@@ -130,7 +131,7 @@ def explain(error: BaseException) -> tuple[str, int]:
 
 
 def train(config: RunConfig, task: type[TrainingTask]) -> Path:
-    """Begins or resumes config.run; its folder."""
+    """Starts or resumes the run; returns its folder."""
     check(config, distributed.environment()[1])
     require_installed(config)
     datasets, run = open_datasets(config), Path(config.run)
@@ -299,13 +300,7 @@ def export_run(run: Path, kind: type[RunConfig], task: type[TrainingTask]) -> Pa
     config: Any = saved_config(path, state, kind)
     weights = {name: w for name, w in checkpoint.full_weights(path).items() if task.exports(config, name)}
     leads, seen = (describe_leads(which).split(",") for which in (config.augment.output_leads, config.augment.seen))
-    signal_spec = {
-        "fs_hz": 500,
-        "leads": leads,
-        "segment_s": 5.0,
-        "scale": "millivolt",
-        "meaning": "millivolts, not normalised",
-    }
+    signal_spec = {"fs_hz": 500, "leads": leads, "segment_s": 5.0, "scale": "millivolt", "meaning": SCALES["millivolt"]}
     signal_spec |= ({"seen": seen} if seen != leads else {}) | {"sha256": state["preprocessing_sha256"]}
     trained = {name: state[name] for name in ("step", "crops_seen", "datasets", "preprocessing_sha256")}
     trained["precision"] = config.train.precision

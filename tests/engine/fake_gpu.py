@@ -6,8 +6,9 @@ calls `errors` in a process of its own.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import backend_registration
 
-from engine.config import load
+from engine.config import CONFIGS, load
 from engine.data.augmenter import Augmenter, parameters
 from engine.data.order import Places
 from engine.model.classifier import Classifier
@@ -42,21 +43,9 @@ SMALL = {
     "kernels": "all",
 }
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-Step = tuple[str, str, str]  # what, of what, in which precision
 
 
-def steps(configs: Path) -> Iterator[Step]:
-    for path in sorted((configs / "pretrain").glob("*.yaml")):
-        yield "pretrain", str(path), "bf16"
-    yield "pretrain", str(configs / "pretrain" / "w2v_cmsc_rlm.yaml"), "fp32"
-    yield from (("finetune", task, precision) for task in ("diagnosis", "identification") for precision in PRECISIONS)
-
-
-def name_of(step: Step) -> str:
-    return " ".join((step[0], Path(step[1]).stem, step[2]))
-
-
-def pretrain(path: str, dtype: torch.dtype) -> None:
+def pretrain(path: Path, dtype: torch.dtype) -> None:
     config = load(path)
     crops = np.arange(CROPS)
     places = Places(crops * 0, crops, crops * 0)
@@ -85,14 +74,14 @@ def train(model: nn.Module, dtype: torch.dtype, *arguments: torch.Tensor) -> Non
     losses = model(*arguments)
     losses["loss"].backward()
     adam.step()
-    told = losses | {"norm": adam.norm, "skipped": adam.skipped}
-    left = [name for name, value in told.items() if value.device.type != GPU.type]
+    values = losses | {"norm": adam.norm, "skipped": adam.skipped}
+    left = [name for name, value in values.items() if value.device.type != GPU.type]
     assert not left, f"{left} are on the CPU"
     assert all(p.grad.device.type == GPU.type for p in model.parameters() if p.grad is not None)
 
 
 def wait() -> None:
-    """What must be found."""
+    """An error that must be found, as in `leave_behind`."""
     with GPU:
         torch.ones(()).item()
 
@@ -103,17 +92,20 @@ def leave_behind() -> None:
     there + torch.from_numpy(np.ones(2, np.float32))
 
 
-def errors(configs: Path, out: Path) -> None:
+def errors(out: Path) -> None:
     """Writes the error of each step, or nothing."""
-    do = {"pretrain": pretrain, "finetune": finetune}
-    cases = {name_of(step): (do[step[0]], (step[1], PRECISIONS[step[2]])) for step in steps(configs)}
-    cases |= {"wait": (wait, ()), "leave behind": (leave_behind, ())}
-    found = {}
-    for name, (function, arguments) in cases.items():
+    cases: dict[str, Callable[[], None]] = {"wait": wait, "leave behind": leave_behind}
+    for path in (CONFIGS / "pretrain").glob("*.yaml"):
+        cases[f"pretrain {path.stem}"] = partial(pretrain, path, torch.bfloat16)
+    cases["pretrain fp32"] = partial(pretrain, CONFIGS / "pretrain" / "w2v_cmsc_rlm.yaml", torch.float32)
+    for precision, dtype in PRECISIONS.items():
+        for task in ("diagnosis", "identification"):
+            cases[f"finetune {task} {precision}"] = partial(finetune, task, dtype)
+    found = dict.fromkeys(cases, "")
+    for name, step in cases.items():
         try:
             with FakeTensorMode(allow_non_fake_inputs=True):
-                function(*arguments)
-            found[name] = ""
+                step()
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"[:300]
     out.write_text(json.dumps(found))

@@ -57,6 +57,10 @@ def train(arguments: Sequence[str], before: Callable[[], None] | None = None) ->
     return code
 
 
+def nothing() -> None:
+    """For `before`: a process of its own, with nothing patched."""
+
+
 def start(
     tmp: Path, arguments: Sequence[str], world: int = 1, before: Callable[[], None] | None = None, **env: str
 ) -> list[Any]:

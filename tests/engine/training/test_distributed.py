@@ -1,11 +1,14 @@
 """Several ranks: equal to one, resumed on another number, lost, on several nodes each with its own launcher."""
 
+import ctypes
 import os
 import re
+import runpy
 import shutil
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +22,7 @@ from data_tools.dataset import Dataset
 from tests.forks import started
 from tests.waiting import until
 
+CLONE_NEWNET = 0x40000000  # of setns: a network namespace
 SCRIPT = str(Path(__file__).parents[3] / "engine" / "pretrain.py")
 OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
 STILL = {f"model__{name}dropout": 0 for name in ("", "attention_", "input_", "feature_")}
@@ -73,14 +77,15 @@ def test_validation_of_fewer_batches_than_ranks(dataset: Dataset, tmp_path: Path
 
 
 def count_graphs() -> None:
-    """The compiler's, which are run as they are."""
+    """The compiler's, on rank 0; they are run as they are. Rank 1 is not compiled: it makes the same calls."""
     from engine.training import train
 
     def counted(graph: Any, inputs: Any) -> Any:
         print(f"a graph of {len(graph.graph.nodes)} operations", flush=True)
         return graph.forward
 
-    train.compile_model = partial(train.compile_model, backend=counted)  # type: ignore[assignment]
+    compiled = partial(train.compile_model, backend=counted)
+    train.compile_model = compiled if os.environ["RANK"] == "0" else lambda *_: None  # type: ignore[assignment]
 
 
 def test_a_step_of_two_ranks_compiles_in_few_graphs(dataset: Dataset, tmp_path: Path) -> None:
@@ -133,43 +138,44 @@ def test_a_port_in_use_or_no_port_is_one_line(dataset: Dataset, tmp_path: Path) 
             assert f"MASTER_PORT='{port}'" in ended.one_line() and "--master_port" in ended.output
 
 
-def deepspeed(tmp: Path, node: int, address: str, port: str) -> list[str]:
-    """The hosts named in the file are only counted."""
-    hostfile = tmp / "hosts"
-    hostfile.write_text("node-a slots=1\nnode-b slots=1\n")
-    words = ["--hostfile", str(hostfile), "--no_ssh", "--node_rank", str(node), "--master_addr", address]
-    return [sys.executable, "-m", "deepspeed.launcher.runner", *words, "--master_port", port, SCRIPT]
+class Forked(subprocess.Popen):  # type: ignore[type-arg]
+    """`python ...` as a fork of this process, which has imported what it needs: what launchers start."""
+
+    def _execute_child(self, args: list[str], *options: Any) -> None:  # executable, preexec, close_fds, pass_fds, cwd, env, ...
+        self.pid, self._child_created = os.fork(), True  # type: ignore[misc]
+        if self.pid:
+            return
+        os.environ.clear()
+        os.environ.update(options[5])
+        sys.argv = [word for word in args[1:] if word != "-u"]
+        code: Any = 1
+        try:
+            if sys.argv[0] == "-m":
+                del sys.argv[0]
+                runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(sys.argv[0], run_name="__main__")
+            code = 0
+        except SystemExit as ended:
+            code = ended.code
+        except Exception:
+            traceback.print_exc()
+        finally:
+            os._exit(int(code or 0))
 
 
-def torchrun(node: int, port: str) -> list[str]:
-    words = ["--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(node), "--master-addr", "127.0.0.1"]
-    return [*words, "--master-port", port, SCRIPT]
-
-
-def agent(words: list[str]) -> int:
-    """torchrun, in a process that has imported torch."""
-    from torch.distributed.run import main
+def launch(launcher: str, arguments: list[str], namespace: str) -> None:
+    from deepspeed.launcher import runner  # type: ignore[import-untyped]
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     for name in OF_A_RANK:
         os.environ.pop(name, None)
-    main(words)
-    return 0
-
-
-def test_two_nodes_by_torchrun(dataset: Dataset, tmp_path: Path) -> None:
-    arguments, port = settings(tmp_path, dataset.root.url, train__steps=1), str(free_port())
-    outs = [tmp_path / f"node-{node}.txt" for node in range(2)]
-    env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    nodes = [started(agent, [*torchrun(node, port), *arguments], out=out, env=env) for node, out in enumerate(outs)]
-    for node in nodes:
-        node.join()
-    check(tmp_path, [node.exitcode for node in nodes], [out.read_text() for out in outs])
-
-
-def check(tmp: Path, codes: list[int], outputs: list[str]) -> None:
-    assert codes == [0, 0], "\n".join(outputs)
-    assert "2 x cpu" in outputs[0] and "step 1/1" in outputs[0] and "step 1/1" not in outputs[1]
-    assert rows(tmp / "run")[-1]["step"] == 1 and (tmp / "run" / "model" / "model.safetensors").exists()
+    if namespace:
+        with open(f"/var/run/netns/{namespace}") as file:
+            assert ctypes.CDLL(None).setns(file.fileno(), CLONE_NEWNET) == 0
+    subprocess.Popen = subprocess_handler.Popen = Forked  # type: ignore[misc, attr-defined]
+    (torchrun if launcher == "torchrun" else runner).main(arguments)
 
 
 @pytest.fixture
@@ -193,25 +199,26 @@ def _ip(line: str) -> int:
     return subprocess.run(["ip", *line.split()], capture_output=True, check=False).returncode
 
 
-@pytest.mark.slow
-def test_two_nodes_by_deepspeed_without_ssh(networks: tuple[str, ...], dataset: Dataset, tmp_path: Path) -> None:
-    """No loopback, no port of the host: only the cable between them. The disk is shared, as RUN must be. Else on loopback."""
-    arguments = settings(tmp_path, dataset.root.url, train__steps=1)
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_two_nodes(launcher: str, networks: tuple[str, ...], dataset: Dataset, tmp_path: Path) -> None:
+    """Each with its own launcher. No loopback, no port of the host: only the cable between them, if networks can be made. The
+    disk is shared, as RUN must be."""
     address, port = ("10.77.0.1", "29500") if networks else ("127.0.0.1", str(free_port()))
-    env = {name: value for name, value in os.environ.items() if name not in OF_A_RANK}
-    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    (tmp_path / "hosts").write_text("node-a slots=1\nnode-b slots=1\n")  # their number counts, not their names
     nodes, outs = [], [tmp_path / f"node-{node}.txt" for node in range(2)]
     for node, out in enumerate(outs):
-        command = [*deepspeed(tmp_path, node, address, port), *arguments]
-        own = env | ({"GLOO_SOCKET_IFNAME": f"cable{node}"} if networks else {})
-        inside = ["ip", "netns", "exec", networks[node]] if networks else []
-        with open(out, "w") as file:
-            words = [*inside, *command]
-            nodes.append(subprocess.Popen(words, cwd=tmp_path, env=own, stdout=file, stderr=file, start_new_session=True))
-    try:
-        codes = [node.wait() for node in nodes]
-    finally:
-        for running in nodes:
-            if running.poll() is None:
-                os.killpg(running.pid, 9)
-    check(tmp_path, codes, [out.read_text() for out in outs])
+        env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+        env |= {"GLOO_SOCKET_IFNAME": f"cable{node}"} if networks else {}
+        options = {"node_rank": node, "master_addr": address, "master_port": port}
+        more = ["--hostfile", str(tmp_path / "hosts"), "--no_ssh"]
+        if launcher == "torchrun":
+            more = ["--nnodes", "2", "--nproc-per-node", "1"]
+        words = [f"--{name}={value}" for name, value in options.items()] + [*more, SCRIPT]
+        words += settings(tmp_path, dataset.root.url, train__steps=1)
+        nodes.append(started(launch, launcher, words, networks[node] if networks else "", out=out, env=env))
+    for running in nodes:
+        running.join()
+    outputs = [out.read_text() for out in outs]
+    assert [running.exitcode for running in nodes] == [0, 0], "\n".join(outputs)
+    assert "2 x cpu" in outputs[0] and "step 1/1" in outputs[0] and "step 1/1" not in outputs[1]
+    assert rows(tmp_path / "run")[-1]["step"] == 1 and (tmp_path / "run" / "model" / "model.safetensors").exists()

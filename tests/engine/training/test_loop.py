@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import curve, pretrain, rows, settings, start, tuning, wait
+from ranks import curve, nothing, pretrain, rows, settings, start, tuning, wait
 
 from data_tools.dataset import Dataset
 from engine.config import CONFIGS, Config, build, load
@@ -94,10 +93,6 @@ def test_compiled_equals_eager(dataset: Dataset, tmp_path: Path, monkeypatch: py
         assert ended.ok, ended.output
     one, two = ([(row["loss"], row["grad_norm"]) for row in rows(tmp_path / how)] for how in ("eager", "layers"))
     np.testing.assert_allclose(two, one, rtol=2e-5)
-
-
-def nothing() -> None:
-    """A process of its own: what is compiled stays in it."""
 
 
 @pytest.mark.parametrize(("task", "asked"), [("pretraining", "SIGTERM"), ("diagnosis", "SIGINT")])
@@ -233,23 +228,15 @@ def test_too_little_memory_is_one_line(dataset: Dataset, tmp_path: Path) -> None
     assert "pretrain.py: out of memory: lower train.micro_batch" in ended.output.splitlines()[-1]
 
 
-def lose(how: Callable[[Path], None]) -> Callable[[Loop, Any], Any]:
-    """RUN goes after the third step."""
+def test_a_run_that_is_moved_away_ends_in_one_line(dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Loop._step
 
     def losing(self: Loop, batch: Any) -> Any:
-        if self.progress.step == 3 and self.ranks.first:
-            how(self.run)
+        if self.progress.step == 3:
+            self.run.rename(self.run.with_name("elsewhere"))
         return step(self, batch)
 
-    return losing
-
-
-@pytest.mark.parametrize("how", [lambda run: run.rename(run.with_name("elsewhere")), shutil.rmtree])
-def test_a_run_that_is_moved_or_deleted_ends_in_one_line(
-    how: Any, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Loop, "_step", lose(how))
+    monkeypatch.setattr(Loop, "_step", losing)
     ended = pretrain(tmp_path, dataset.root.url, train__steps=10_000, train__save_every_steps=5)
     assert ended.codes == [1] and "run/checkpoints" in ended.output.splitlines()[-1], ended.output
     assert "Traceback" not in ended.output and "step 9/" not in ended.output and not (tmp_path / "run").exists()
