@@ -343,7 +343,6 @@ def check(config: RunConfig, world: int) -> None:
     t, weights, datasets = config.train, config.pipeline.weights, config.data.datasets
     stage = zero_stage(config)
     micro_batch(config, world)
-    _ = config.loader  # checks its own settings
     problems = [
         (not config.run or "://" in config.run, f"run={config.run!r}: must be a local folder: --set run=runs/first"),
         (not datasets, "data.datasets=[]: name a dataset: --set data.datasets=[DATASET]"),
