@@ -77,7 +77,7 @@ def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 class _YamlLoader(yaml.SafeLoader):  # type: ignore[misc]
-    """Bounded, since files come from strangers: an alias counts as many values as it repeats ("billion laughs"), and integers
+    """Bounded, as a file may come from anyone: an alias counts as many values as it repeats ("billion laughs"), and integers
     have at most 63 bits. And 5e-5 is a number, not a string as in YAML 1.1."""
 
     def __init__(self, stream: bytes | str) -> None:

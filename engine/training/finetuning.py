@@ -88,7 +88,7 @@ class FinetuneTask(TrainingTask):
         self.kept_per_crop = kept_per_crop(self.architecture, HALF)
 
     def facts(self) -> dict[str, Any]:
-        """A resumed run must have begun from the same model, and an export needs its architecture."""
+        """The model it starts from: a resumed run must have the same one, and an export needs its architecture."""
         facts = {"finetuning": {"architecture": asdict(self.architecture), "start": self.start.name}}
         plain: dict[str, Any] = json.loads(json.dumps(facts))  # as it comes back from a checkpoint
         return plain | ({"splits_before": self.start.splits} if self.start.splits else {})

@@ -49,9 +49,9 @@ class PretrainTask(TrainingTask):
     def _validation_remark(self) -> str | None:
         data = self.config.data
         if self.held_out.crops:
-            seen = 0 if data.hold_out else self.held_out.trained_on()
+            shared = 0 if data.hold_out else self.held_out.trained_on()
             return (
-                f"validates on {seen} crops that it is trained on (data.train, data.valid): no held-out loss" if seen else None
+                f"{shared} validation crops are trained on too (data.train, data.valid): no held-out loss" if shared else None
             )
         if data.hold_out:
             raise ConfigError(f"data.hold_out={data.hold_out}: selects no patient of these datasets: raise it, or leave it out")
