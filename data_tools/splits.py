@@ -94,14 +94,14 @@ def assign(records: Records, plan: str, seed: int, sources: RoleSources = PAPER_
     group = _groups(records)
     in_dx = records.is_from(*sources.dx)
     chance_dx, chance_id = _chances(records, group, seed, in_dx)
-    dx_of_group = _train_valid_test(chance_dx)
+    group_dx = _train_valid_test(chance_dx)
     identity, tested = _gallery_probe(records, seed, sources)
     kept_out = np.bincount(group, weights=tested) > 0  # groups that no training may see
-    kept_out |= (np.bincount(group, weights=in_dx) > 0) & (dx_of_group != TRAIN)
-    of_crop = group[records.crop_record]
-    pretrain = ~kept_out[of_crop] & _pretrains(records, sources)[records.crop_record]
-    dx = np.where(in_dx[records.crop_record], dx_of_group[of_crop], NONE)
-    identity[pretrain] = np.where(chance_id < 0.8, TRAIN, VALID)[of_crop[pretrain]]
+    kept_out |= (np.bincount(group, weights=in_dx) > 0) & (group_dx != TRAIN)
+    crop_group = group[records.crop_record]
+    pretrain = ~kept_out[crop_group] & _pretrains(records, sources)[records.crop_record]
+    dx = np.where(in_dx[records.crop_record], group_dx[crop_group], NONE)
+    identity[pretrain] = np.where(chance_id < 0.8, TRAIN, VALID)[crop_group[pretrain]]
     return CropRoles(pretrain, dx.astype(np.int8), identity)
 
 
@@ -210,12 +210,12 @@ def _tested_patients(
     texts = (f"{source_names[source]}/{patient}" for source, patient in both)
     chances = keyed_uniform(texts, f"gallery {seed}")[:, 0]
     patients = np.bincount(np.array([source for source, _ in sessions], np.int64), minlength=len(source_names))
-    of_source = np.array([source for source, _ in both], np.int64)
+    patient_source = np.array([source for source, _ in both], np.int64)
     drawn = np.ones(len(both), bool)
     limit = 1.0
-    while (too_many := np.bincount(of_source[drawn], minlength=len(source_names)) > share * patients).any():
+    while (too_many := np.bincount(patient_source[drawn], minlength=len(source_names)) > share * patients).any():
         limit /= 2
-        drawn &= ~too_many[of_source] | (chances < limit)
+        drawn &= ~too_many[patient_source] | (chances < limit)
     return [both[i] for i in np.flatnonzero(drawn)]
 
 
@@ -231,8 +231,8 @@ def _assign_by_crop(records: Records, seed: int, sources: RoleSources) -> CropRo
     chance = keyed_uniform((f"{labels[record]}/{start:g}" for record, start in crops), f"roles {seed}")[:, 0]
     dx = np.where(records.is_from(*sources.dx)[records.crop_record], _train_valid_test(chance), NONE).astype(np.int8)
     identity, _ = _gallery_probe(records, seed, sources)
-    of_record = keyed_uniform(labels, f"identity {seed}")[:, 0]
+    record_chance = keyed_uniform(labels, f"identity {seed}")[:, 0]
     pretrains = _pretrains(records, sources)
-    trained = np.where(pretrains, np.where(of_record < 0.8, TRAIN, VALID), NONE).astype(np.int8)[records.crop_record]
+    trained = np.where(pretrains, np.where(record_chance < 0.8, TRAIN, VALID), NONE).astype(np.int8)[records.crop_record]
     pretrain = (dx != VALID) & (dx != TEST) & pretrains[records.crop_record]
     return CropRoles(pretrain, dx, np.where(identity == NONE, trained, identity))

@@ -295,8 +295,8 @@ def synthesise(
         counts[block.database] += sum(map(len, block.ids))
     rows: list[dict[str, object]] = []
     with tqdm(total=counts.total(), unit=" records", disable=not progress) as bar:
-        for made, of_ptbxl in cluster.run(partial(write_block, out, layout), blocks, workers):
-            rows += of_ptbxl
+        for made, ptbxl_rows in cluster.run(partial(write_block, out, layout), blocks, workers):
+            rows += ptbxl_rows
             bar.update(made)
     with open(out / "ptbxl_database.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, CSV_COLUMNS, lineterminator="\n")

@@ -139,8 +139,7 @@ def _draw_findings(rng: np.random.Generator, chronic: Findings, without: Names) 
     """What the session's ECG shows: rhythm, ectopy, ST-T, and the chronic findings that the rhythm lets be seen."""
     present = {name: np.zeros(BLOCK, bool) for name in ABBREVIATIONS} | {k: v.copy() for k, v in chronic.items()}
     rhythm = np.where(chronic["PR"], "", _choose(rng, RHYTHM, without))
-    for name in RHYTHM:
-        present[name] = rhythm == name
+    present |= {name: rhythm == name for name in RHYTHM}
     sinus = np.isin(rhythm, ("NSR", "SB", "STach"))
     u = rng.random(BLOCK)
     present["PAC"] = (u < 0.09) & sinus
@@ -148,10 +147,7 @@ def _draw_findings(rng: np.random.Generator, chronic: Findings, without: Names) 
     present["IAVB"] &= sinus | present["SA"]
     hidden = present["PR"] | present["LBBB"] | present["RBBB"] | present["AFL"]
     st_t = np.where(hidden, "", _choose(rng, REPOLARISATION, without))
-    for name in REPOLARISATION:
-        if name:
-            present[name] = st_t == name
-    return present
+    return present | {name: st_t == name for name in REPOLARISATION if name}
 
 
 def _rhythm(

@@ -128,8 +128,8 @@ def _parse_columns(
     formats: tuple[str, ...], gains: tuple[str, ...], zeros: tuple[str, ...], leads: tuple[str, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], tuple[int, ...]]:
     """-> formats, offsets, gains, baselines."""
-    of_leads = {gain for gain, lead in zip(gains, leads, strict=True) if lead.upper() in LEAD_INDEX}
-    gain_of = {text: _gain(text) if text in of_leads else _any_gain(text) for text in set(gains)}
+    lead_gains = {gain for gain, lead in zip(gains, leads, strict=True) if lead.upper() in LEAD_INDEX}
+    gain_of = {text: _gain(text) if text in lead_gains else _any_gain(text) for text in set(gains)}
     codes, offsets = zip(*map(_format, formats), strict=True)
     baselines = ((gain_of[gain][1], int(zero)) for gain, zero in zip(gains, zeros, strict=True))
     return (

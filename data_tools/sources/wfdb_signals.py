@@ -61,13 +61,11 @@ def _read_format_16(root: Folder, name: str, header: WfdbHeader) -> np.ndarray:
 
 def _compare(header: WfdbHeader, signal: np.ndarray) -> list[tuple[str, str]]:
     sums = np.add.reduce(signal, axis=1, dtype=np.int16).astype(np.int64)  # wraps like the format's checksum
-    differing = (
-        ("checksum differs", (sums - header.checksums) % 65536),  # some write it signed, some not
-        ("first value differs", signal[:, 0] - np.array(header.initials)),
-    )
+    first = signal[:, 0] - np.array(header.initials)
+    differing = {"checksum differs": (sums - header.checksums) % 65536, "first value differs": first}  # some sums are signed
     return [
         (reason, f"{np.count_nonzero(difference)} leads, first {header.leads[int(np.argmax(difference != 0))][:8]}")
-        for reason, difference in differing
+        for reason, difference in differing.items()
         if difference.any()
     ]
 
