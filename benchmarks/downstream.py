@@ -40,7 +40,9 @@ def gather(archives: list[tuple[str, str]], number: int) -> dict[str, Any]:
             refuse(f"{name}={place}: no {path.name} in it: run engine.reproduce --table {number} --out {place}")
         table = json.loads(path.read_text())
         data = {key: value for key, value in table["data"].items() if key != "path"}
-        inputs.setdefault(name, []).append({"protocol": table["protocol"], "data": data, "runs": settings_of(Path(place))})
+        files = sorted(path for path in (Path(place) / "settings").glob("*.json") if path.stem != "data")
+        runs = {path.stem: json.loads(path.read_text()) for path in files}
+        inputs.setdefault(name, []).append({"protocol": table["protocol"], "data": data, "runs": runs})
         for cell in table["cells"]:
             if cell["state"] == "done":
                 results[f"{name}: {cell['row']}, {cell['task']}, {cell['column']}"] = result(cell, Path(place))
@@ -76,11 +78,6 @@ def evaluations(cell: dict[str, Any], place: Path) -> list[Path]:
     leads = cell["column"].removesuffix("-lead")
     files = sorted((place / "scores" / model).glob(f"{TASKS[cell['task']]}-{leads}-seed[0-9].json"))
     return files[: len(cell["scores"])]  # there may be more than this table asked for
-
-
-def settings_of(place: Path) -> dict[str, Any]:
-    files = sorted(path for path in (place / "settings").glob("*.json") if path.stem != "data")
-    return {path.stem: json.loads(path.read_text()) for path in files}
 
 
 if __name__ == "__main__":

@@ -124,6 +124,9 @@ def pretrain(run: LoopRun, log: str, *settings: str) -> None:
 def measure_sides(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> dict[str, Any]:
     import torch
 
+    from benchmarks import step
+    from engine.training.train import COMPILED
+
     loader = EndlessLoader(loop.loader)
     batch, state = next(loader.stream)
     held = replace(batch, x_BSLT=batch.x_BSLT.clone())  # its buffer will be used again
@@ -143,7 +146,9 @@ def measure_sides(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> dict
             advance()
         synchronize()
 
-    advance = bare_step(run) if "bare" in run.sides else bare
+    if "bare" in run.sides:
+        kind: dict[str, Any] = {"device": run.device, "compiled": COMPILED[run.device]}
+        advance = step.ours(step.StepRun(step.OURS, precision(), run.batch, run.model, **kind))
     sides = {"bare": bare, "held": lambda: steps((held, state)), "loaded": steps}
     rows = take_turns({name: sides[name] for name in run.sides}, run.turns)
     del loop._save
@@ -178,14 +183,6 @@ def precision() -> str:
     from engine.config import has_bf16
 
     return "bf16" if has_bf16() else "fp32"
-
-
-def bare_step(run: LoopRun) -> Callable[[], None]:
-    from benchmarks import step
-    from engine.training.train import COMPILED
-
-    how: dict[str, Any] = {"device": run.device, "compiled": COMPILED[run.device]}
-    return step.ours(step.StepRun(step.OURS, precision(), run.batch, run.model, **how))
 
 
 def figures(measured: dict[str, Any], run: LoopRun) -> dict[str, Any]:

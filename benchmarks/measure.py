@@ -152,7 +152,7 @@ def timed(function: Callable[..., Any], arguments: tuple[Any, ...], repeats: int
         cpu, wall = cpu_s(), time.perf_counter()
         units = next(stream) if stream else function(*arguments)
         wall, cpu = time.perf_counter() - wall, cpu_s() - cpu
-        samples.append({"units": units, "wall_s": wall, "cpu_s": cpu, "peak_mb": _peak_mb()} | gpu_peak_mb())
+        samples.append({"units": units, "wall_s": wall, "cpu_s": cpu} | peaks_mb())
     if stream:  # its threads and workers end before the interpreter does
         with contextlib.suppress(StopIteration):
             stream.send(True)
@@ -172,16 +172,12 @@ def take_turns(sides: Mapping[str, Callable[[], Any]], turns: int) -> dict[str, 
     return rows
 
 
-def _peak_mb() -> float:
+def peaks_mb() -> dict[str, float]:
     """Of this process, without workers. getrusage would not do: a child begins with its parent's peak."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) / 1024
-
-
-def gpu_peak_mb() -> dict[str, float]:
-    torch = sys.modules.get("torch")
-    on_gpu = torch is not None and torch.cuda.is_initialized()
-    return {"gpu_peak_mb": torch.cuda.max_memory_allocated() / 2**20} if on_gpu else {}
+    peaks = {"peak_mb": int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024}
+    if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
+        peaks["gpu_peak_mb"] = torch.cuda.max_memory_allocated() / 2**20
+    return peaks
 
 
 def cpu_s() -> float:

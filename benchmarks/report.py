@@ -163,7 +163,14 @@ def huge(input: Part) -> bool:
     return int(input["crops"]) >= TEN_MILLION
 
 
+def four_threads(input: Part) -> bool:
+    return "threads" in input and int(input["threads"]) <= 4
+
+
 OURS, TO_GPU = r": (torch|resident), batch \d+(, first epoch)?$", r" to cuda, batch (256|1024)$"  # the first: with one thread
+FROM_TAR = "crops a second to a GPU from tar, lead masking, batches of 256 and 1024, 4 threads"
+H200_STEP = "crops a second through the paper's model on an H200"
+EMBED, EMBEDDED = "ECGs of 500 Hz to embeddings, % of the encoder's own speed", "^(tar|WFDB|arrays, 500 Hz):"
 LOADER, STEP = "times the re-creation of fairseq-signals' loader", "times the re-creation of fairseq-signals' in fp32"
 TEN_M, TAR = "10,000,000 crops:", "^ingest: omnilead, tar$"
 BARS = {
@@ -174,21 +181,19 @@ BARS = {
     "loader": (
         Bar(f"lead masking, torch and resident, one thread, {LOADER}", f"^RLM{OURS}", times_recreation, 10, "cpu"),
         Bar(f"noise, torch and resident, one thread, {LOADER}", rf"^physio\S*{OURS}", times_recreation, 15, "cpu"),
-        Bar(
-            *(
-                "crops a second to a GPU from tar, lead masking, batches of 256 and 1024, 4 threads",
-                f"^RLM: (torch|dali){TO_GPU}",
-            ),
-            *(median("per_s"), 27_000, "cuda", False, lambda input: int(input.get("threads", TEN_MILLION)) <= 4),
-        ),
+        Bar(FROM_TAR, f"^RLM: (torch|dali){TO_GPU}", median("per_s"), 27_000, "cuda", asks=four_threads),
         Bar("crops a second on a GPU, resident, lead masking", f"^RLM: resident{TO_GPU}", median("per_s"), 500_000, "cuda"),
     ),
     "step": (
         Bar(f"the paper's model in bf16, {STEP}", "^omnilead: (autocast|bf16), .*crops$", times_step, 3, "cpu", asks=paper),
         Bar(f"the paper's model in fp32, {STEP}", "^omnilead: fp32, .*crops$", times_step, 1.1, "cpu", asks=paper),
         Bar(
-            *("crops a second through the paper's model on an H200", "^omnilead: ", median("per_s"), 2700, "cuda", False),
-            lambda input: paper(input) and "H200" in input["device"],
+            H200_STEP,
+            "^omnilead: ",
+            median("per_s"),
+            2700,
+            "cuda",
+            asks=lambda input: paper(input) and "H200" in input["device"],
         ),
     ),
     "e2e": (
@@ -196,29 +201,24 @@ BARS = {
         Bar("overhead of the loop alone, %", "", median("loop_pct"), 2, at_most=True),
         Bar("stall, % of the time", "", median("stall_pct"), 1, at_most=True),
     ),
-    "embed": (
-        Bar(
-            *("ECGs of 500 Hz to embeddings, % of the encoder's own speed", "^(tar|WFDB|arrays, 500 Hz):"),
-            *(median("share_pct"), 90),
-        ),
-    ),
+    "embed": (Bar(EMBED, EMBEDDED, median("share_pct"), 90),),
     "start": (Bar("seconds from the command to the first step", "^first step", median("seconds"), 20, "cpu", at_most=True),),
     "scaling": (
         Bar(f"{TEN_M} seconds to a rank's first batch", "^open", lambda n, r: 1 / median("per_s")(n, r), 10, "", True, huge),
         Bar(f"{TEN_M} a rank's memory, MB", "^open", lambda n, r: float(r[n]["peak_mb"]), 1000, "", True, huge),
     ),
 }
-BEST = ("step",)  # its cases are ways to do one thing: the best counts, elsewhere the worst
 
 
 def judged(part: Part) -> Iterator[tuple[str, float, Bar]]:
-    """Of each bar of this device: the case that counts and its figure; "" and NaN if it was not measured."""
+    """Of each bar of this device: the case that counts and its figure; "" and NaN if it was not measured. The worst case
+    counts; of a step, whose cases are ways to do one thing, the best."""
     results = part["results"]
     for bar in BARS.get(part["benchmark"], ()):
         if bar.device in ("", device_of(part)):
             cases = [name for name in results if re.search(bar.cases, name)] if bar.asks(part["input"]) else []
             values = {name: value for name in cases if (value := bar.figure(name, results)) == value}
-            highest = bar.at_most != (part["benchmark"] in BEST)
+            highest = bar.at_most != (part["benchmark"] == "step")
             counts = (max if highest else min)(values, key=lambda name: values[name], default="")
             yield counts, values.get(counts, nan), bar
 

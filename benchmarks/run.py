@@ -267,10 +267,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         for names, option, kind, text in options:
             if name in names:
                 command.add_argument(option, type=kind, help=text)
-        command.set_defaults(**dict.fromkeys(("model", "batch", "steps", "only", "compiled")))
-        if name in ("step", "explain"):
-            ways = ("eager", "layers", "step")
-            command.add_argument("--compiled", choices=ways, help="by torch.compile (default: eager on a CPU, layers on a GPU)")
+        command.set_defaults(**dict.fromkeys(("model", "batch", "steps", "only")))
     parsed = parser.parse_args(arguments)
     if parsed.benchmark != "suite":  # which leaves it to each
         parsed.repeats = parsed.repeats or (5 if parsed.device == "cuda" else REPEATS.get(parsed.benchmark, 3))
@@ -304,7 +301,10 @@ def environment() -> Part:
     first = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     cpu = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first)}
     name, generation = cpu.get("model name", ""), [f"{key} {cpu[key]}" for key in ("cpu family", "model") if key in cpu]
-    gpus = gpu_facts()
+    gpus, installed = gpu_facts(), {"python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            installed[package] = version(package)
     short = gpus[0]["name"] if gpus else " ".join(name.split()[:2]) or platform.machine()
     return {
         "format": 1,
@@ -318,7 +318,7 @@ def environment() -> Part:
             "load_before": os.getloadavg()[0],
             "gpus": gpus,
         },
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES if installed(name)},
+        "versions": installed,
         "page_cache": "warm: each case runs once uncounted in its own process",
     }
 
@@ -326,27 +326,16 @@ def environment() -> Part:
 def gpu_facts() -> list[dict[str, str]]:
     """What nvidia-smi says of the GPUs that torch sees; none without nvidia-smi, or where all are hidden."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    query = [
-        "nvidia-smi",
-        f"--query-gpu={','.join(GPU_FACTS)}",
-        "--format=csv,noheader",
-        *([f"--id={visible}"] if visible else []),
-    ]
     if visible == "":
         return []
+    query = ["nvidia-smi", f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader"]
+    query += [f"--id={visible}"] if visible else []
     try:
         answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError):
         return []
     rows = [[part.strip() for part in line.split(",")] for line in answer.splitlines()]
     return [dict(zip(GPU_FACTS, row, strict=True)) for row in rows]
-
-
-def installed(package: str) -> bool:
-    try:
-        return bool(version(package))
-    except PackageNotFoundError:
-        return False
 
 
 def revision() -> Part:

@@ -91,10 +91,8 @@ def config_file(name: str) -> str:
 
 def base_run(options: argparse.Namespace) -> StepRun:
     """What all runs share."""
-    device = options.device
-    compiled = options.compiled or COMPILED[device]
-    steps = options.steps or STEPS[device]
-    return StepRun(OURS, "bf16", model=options.model or "paper", device=device, steps=steps, compiled=compiled)
+    device, model = options.device, options.model or "paper"
+    return StepRun(OURS, "bf16", model=model, device=device, steps=options.steps or STEPS[device], compiled=COMPILED[device])
 
 
 def describe(run: StepRun) -> dict[str, Any]:
@@ -107,7 +105,11 @@ def prepare(work: Path, options: argparse.Namespace) -> Benchmark:
     base = base_run(options)
     chosen = runs(base, [options.batch] if options.batch else BATCHES[base.device])
     say("do both sides agree on a loss?")
-    difference = agreed(base, call_fresh(disagreement, base))
+    difference, limit = call_fresh(disagreement, base), TOLERANCE[base.device]
+    if not difference <= limit:
+        raise SystemExit(
+            f"benchmarks.step: the two losses differ by {difference:.1e}, more than {limit:.0e}: nothing was timed"
+        )
     cases = {run.name: (product if run.side == PRODUCT else step, (run,)) for run in chosen}
     return Benchmark(describe(base) | {"loss_difference": difference}, cases)
 
@@ -262,12 +264,3 @@ def disagreement(run: StepRun) -> float:
     with torch.no_grad():
         (_, mine), (_, authors_loss) = both_sides(run.config, 2, run.device)
     return abs(float(mine / authors_loss) - 1)
-
-
-def agreed(run: StepRun, difference: float) -> float:
-    limit = TOLERANCE[run.device]
-    if not difference <= limit:
-        raise SystemExit(
-            f"benchmarks.step: the two losses differ by {difference:.1e}, more than {limit:.0e}: nothing was timed"
-        )
-    return difference

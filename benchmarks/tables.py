@@ -58,9 +58,8 @@ def step(part: Part) -> Iterator[str]:
                     times.append(f"{r[figure]['median'] / peer[figure]['median']:.2f}x{label}")
         cells = [name, middle(r["per_s"]) + unit, number(per_cpu(r)) + unit, reach(r[figure]), mfu, " ".join(times)]
         rows.append([*cells, f"{r.get('gpu_peak_mb', r['peak_mb']) / 1024:.1f} GB"])
-    yield markdown(
-        "| | crops a second | a CPU-second | lowest to highest | MFU | against the re-creation | peak memory |", rows
-    )
+    head = "| | crops a second | a CPU-second | lowest to highest | MFU | against the re-creation | peak memory |"
+    yield markdown(head, rows)
     if ours := [name for name in results if name.startswith("omnilead: bf16")]:
         yield f"Fastest in bf16: {max(ours, key=lambda name: float(results[name][clock(part)]['median']))}."
     if any(name.startswith("re-creation") and "autocast" in name for name in results):
@@ -105,10 +104,9 @@ def embed(part: Part) -> Iterator[str]:
 
 
 def start(part: Part) -> Iterator[str]:
-    rows = [
-        [name, f"{r['seconds']['median']:.1f}", reach(r["seconds"]), f"{r['cpu_seconds']['median']:.1f}"]
-        for name, r in part["results"].items()
-    ]
+    rows = []
+    for name, r in part["results"].items():
+        rows.append([name, f"{r['seconds']['median']:.1f}", reach(r["seconds"]), f"{r['cpu_seconds']['median']:.1f}"])
     yield markdown("| | seconds | lowest to highest | CPU-seconds |", rows)
 
 

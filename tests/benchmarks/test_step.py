@@ -191,7 +191,7 @@ def test_a_gpus_baseline_is_also_the_authors_autocast() -> None:
 @pytest.mark.parametrize("difference", [2e-4, float("nan")])
 def test_nothing_is_timed_while_the_sides_disagree(difference: float, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "call_fresh", lambda *_: difference)
-    options = argparse.Namespace(device="cpu", model=tiny, batch=2, steps=None, compiled=None)
+    options = argparse.Namespace(device="cpu", model=tiny, batch=2, steps=None)
     with pytest.raises(SystemExit, match="nothing was timed"):
         step.prepare(Path(), options)
     monkeypatch.setattr(step, "call_fresh", lambda *_: 5e-5)
