@@ -113,11 +113,8 @@ class RunFiles:
 
 
 def write_diagnostics(path: Path, **arrays: np.ndarray) -> None:
-    for name, array in arrays.items():
-        if DIAGNOSTIC_AXES.get(name) != np.ndim(array):
-            raise ValueError(f"{name}: of shape {np.shape(array)}: names and axes are {DIAGNOSTIC_AXES}")
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, **{name: np.asarray(array) for name, array in arrays.items()})  # type: ignore[arg-type]
+    np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
     write_whole(path, buffer.getvalue())
 
 
