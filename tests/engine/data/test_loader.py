@@ -5,7 +5,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import time
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,18 +22,9 @@ from engine.data.augment import AugmentConfig, ThreeKG
 from engine.data.augmenter import parameters, single_threaded
 from engine.data.dali import InFlight
 from engine.data.device import Resident
-from engine.data.loader import Loader, LoaderConfig, StageTimer
+from engine.data.loader import Loader, LoaderConfig
 from tests.forks import started
 from tests.waiting import until
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_without_augmentation_the_halves_are_the_crops(backend: str, dataset: Dataset) -> None:
-    for batch, _ in some(loader(dataset, backend, augment=AugmentConfig(rlm=0)), 3):
-        assert batch.x_BSLT.shape == (16, 2, 12, 2500)
-        for i, row in enumerate(batch.places.row):
-            halves = dataset.read(int(row)).reshape(12, 2, 2500).transpose(1, 0, 2)
-            np.testing.assert_allclose(batch.x_BSLT[i].numpy(), halves / 1000.0, rtol=1e-6)
 
 
 @pytest.mark.parametrize("backend", ["dali", "resident"])
@@ -71,18 +61,8 @@ def test_a_restored_loader_goes_on_bit_for_bit_twice_and_over_an_epochs_end(
     assert whole[0][1]["crops_seen"] == 16
 
 
-def test_epochs_differ_and_each_is_a_permutation(dataset: Dataset) -> None:
-    source = loader(dataset)
-    batches = [batch.places.row for batch, _ in some(source, 2 * source.steps_per_epoch)]
-    one, two = np.split(np.concatenate(batches), 2)
-    assert len(set(one.tolist())) == len(one)
-    assert len(set(two.tolist())) == len(two)
-    assert (one != two).any()
-
-
-@pytest.mark.parametrize("world", [2, 8])
-def test_every_world_size_gives_the_same_global_batches(world: int, dataset: Dataset) -> None:
-    alone = some(loader(dataset), 2)
+def test_every_world_size_gives_the_same_global_batches(dataset: Dataset) -> None:
+    alone, world = some(loader(dataset), 2), 4
     ranks = [some(loader(dataset, rank=rank, world=world), 2) for rank in range(world)]
     for step, (batch, state) in enumerate(alone):
         together = torch.cat([taken[step][0].x_BSLT for taken in ranks])
@@ -152,7 +132,7 @@ def batches_for_ever(url: str, backend: str, state: dict[str, Any] | None) -> No
         print(json.dumps([hashlib.sha256(batch.x_BSLT.numpy().tobytes()).hexdigest(), after]), flush=True)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["torch", "dali"])
 def test_kill_minus_9_twice_with_prefetch_in_flight_over_an_epochs_end(backend: str, dataset: Dataset, tmp_path: Path) -> None:
     source = loader(dataset, backend, batch_crops=32)
     assert source.steps_per_epoch < 8  # of nine that are compared
@@ -215,11 +195,6 @@ def test_what_a_gpu_compiles_is_one_graph_and_the_same(views: str, augment: Augm
     source.close()
 
 
-@pytest.mark.parametrize("source", ["tar", "zarr"])
-def test_both_twins_give_the_same_tensors(source: str, dataset: Dataset) -> None:
-    assert same(some(loader(dataset), 2), some(loader(dataset, source=source), 2))
-
-
 def test_reading_threads_compute_alone(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """A team of OpenMP threads for each of them would take the cores of the training step."""
     if not hasattr(ctypes.CDLL(None), "omp_set_num_threads"):
@@ -251,16 +226,6 @@ def test_the_meter_says_where_time_went(backend: str, leads: str, dataset: Datas
     assert all(value > 0 for value in facts.values())
     assert facts["data_read_wait_pct"] <= facts["data_wait_pct"] <= 100
     assert source.meter.snapshot()["crops_per_s"] == 0
-
-
-def test_a_stage_within_a_stage_is_counted_once() -> None:
-    meter = StageTimer()
-    with meter.timed("augment", without="read_wait"), meter.timed("read_wait"):
-        time.sleep(0.05)
-    waited = meter._busy_s["read_wait"]
-    facts = meter.snapshot()
-    assert waited >= 0.05 and facts["data_read_wait_pct"] > 0
-    assert 0 <= facts["data_augment_pct"] + facts["data_read_wait_pct"] <= 100
 
 
 @pytest.mark.parametrize(

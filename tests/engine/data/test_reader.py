@@ -23,7 +23,7 @@ from shards_made import Batch, batches, flip, make_dataset, read, take_all, tar_
 from data_tools import zarr_writer
 from data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset, DatasetError
 from engine.data import reader as module
-from engine.data.reader import BadCrop, CropReader, Report, read_ahead
+from engine.data.reader import CropReader, read_ahead
 from tests.waiting import until
 
 
@@ -231,23 +231,16 @@ def test_zeros_that_zarr_does_not_write_are_read(tmp_path: Path, monkeypatch: py
     assert all(np.array_equal(crop, store[row]) for crop, row in zip(out, [0, 1, 6, 7], strict=True))
 
 
-ZARR_JSON = {
-    "endian": ('"little"', '"big"'),
-    "data_type is 'uint16'": ('"int16"', '"uint16"'),
-    "name is 'zstd' and not 'blosc'": ('"blosc"', '"zstd"'),
-    "index_location": ('"end"', '"start"'),
-    "crc32c": ('"crc32c"', '"crc32"'),
-    "JSON": ("{", "["),
-    "shape is 21 and not 20": ("20,", "21,"),
-}
+ZARR_JSON = [('"little"', '"big"'), ('"int16"', '"uint16"'), ('"blosc"', '"zstd"'), ('"end"', '"start"')]
+ZARR_JSON += [('"crc32c"', '"crc32"'), ("{", "["), ("20,", "21,")]
 
 
 def test_another_layout_of_zarr_is_refused(twin: Dataset) -> None:
     path = Path(twin.root.url, "store.zarr/zarr.json")
     text = path.read_text()
-    for named, (old, new) in ZARR_JSON.items():
+    for old, new in ZARR_JSON:
         path.write_text(text.replace(old, new))
-        with pytest.raises(DatasetError, match=rf"zarr\.json: [^\n]*{named}"):
+        with pytest.raises(DatasetError, match=r"^[^\n]*zarr\.json: [^\n]*$"):
             CropReader([Dataset.open(twin.root.url)], source="zarr")
 
 
@@ -292,21 +285,6 @@ def test_a_full_machine_is_no_reason_to_skip(small: Dataset, monkeypatch: pytest
     with pytest.raises(OSError, match="Too many"):
         read(reader, [3])
     assert reader.skipped == 0
-
-
-@pytest.mark.parametrize("position", [0, 3, 4, 7])
-def test_a_bad_crop_is_reported_by_its_own_batch(position: int) -> None:
-    """Of two that were read together; first and last of each."""
-    rows, bad = np.arange(8), BadCrop(position, 0, position, "it is bad")
-    for number, these in enumerate((slice(0, 4), slice(4, 8))):
-        mine = Report(rows, (bad,)).part(these)
-        assert mine.row.tolist() == rows[these].tolist()
-        assert [one.position for one in mine.skipped] == [position % 4] * (position // 4 == number)
-        if position // 4 == number:
-            with pytest.raises(DatasetError, match="it is bad"):
-                Report(rows, (), bad).part(these)
-        else:
-            assert Report(rows, (), bad).part(these).skipped == ()
 
 
 def test_descriptors_and_memory_are_bounded(tmp_path: Path) -> None:
