@@ -37,9 +37,8 @@ from engine.model.config import ModelConfig, current_settings, flops_per_crop, k
 from engine.model.encoder import Encoder
 from engine.model.init_weights import initialise
 from engine.training.distributed import Ranks
-from engine.training.similarity import pairs
 from engine.training.task import TrainingTask, best_metric, best_step_text
-from engine.training.validation import count_crops, dtype_of, eval_mode, predict_on_ranks, to_device
+from engine.training.validation import count_crops, dtype_of, eval_mode, pairs, predict_on_ranks, to_device
 
 DIAGNOSED = 64  # crops
 RANDOM = "random "  # before the settings, in the name of a start without weights

@@ -20,9 +20,8 @@ from engine.model.config import flops_per_crop, kept_per_crop, masked_share
 from engine.model.pretrainer import Pretrainer
 from engine.model.quantizer import temperature
 from engine.training.distributed import Ranks
-from engine.training.similarity import Capture
 from engine.training.task import TrainingTask, best_metric, best_step_text
-from engine.training.validation import PatientProbe, ValidationLoss, eval_mode, model_inputs, training_roles
+from engine.training.validation import Capture, PatientProbe, ValidationLoss, eval_mode, model_inputs, training_roles
 
 DIAGNOSED = 16  # crops of a rank
 COLLAPSED_SHARE, COLLAPSED_LOGS = 0.02, 3  # of all codes; log lines in a row
