@@ -174,8 +174,8 @@ def attempt(stage: str, words: str, options: argparse.Namespace, record: Part, p
     left_out = record["left_out"] = {k: v for k, v in record["left_out"].items() if k.partition(": ")[0] != stage}
     model = ["--model", options.model] if options.model and stage not in ("ingest", "loader", "start") else []
     repeats = ["--repeats", str(options.repeats)] if options.repeats and "--repeats" not in words else []
-    given = parse([*shlex.split(words), "--device", options.device, *model, *repeats])
-    name = RECORDED.get(given.benchmark, given.benchmark)
+    parsed = parse([*shlex.split(words), "--device", options.device, *model, *repeats])
+    name = RECORDED.get(parsed.benchmark, parsed.benchmark)
     old = next((part for part in record["parts"] if part["benchmark"] == name), {"results": {}})
 
     def keep(part: Part) -> None:
@@ -189,7 +189,7 @@ def attempt(stage: str, words: str, options: argparse.Namespace, record: Part, p
         if measure.deadline is not None and measure.deadline - time.monotonic() < LEAST_S:
             raise CaseError(OUT_OF_TIME)
         with tempfile.TemporaryDirectory(prefix="omnilead-suite-") as work:
-            keep(measured(Path(work), given, old["results"], keep))
+            keep(measured(Path(work), parsed, old["results"], keep))
     except (CaseError, SystemExit) as error:
         left_out[stage] = str(error)
         say(f"{stage}: left out: {error}")

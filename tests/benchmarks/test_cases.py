@@ -28,13 +28,13 @@ def test_the_loop_beside_the_bare_step(dataset: Dataset, tiny: str, tmp_path: Pa
     """From an object store, if one can be served here."""
     far = all(importlib.util.find_spec(name) for name in ("moto", "s3fs"))
     mine = loop_run(dataset, tiny, tmp_path, settings=e2e.SOURCES["s3" if far else "tar"])
-    found = call_fresh(e2e.on_s3 if far else e2e.compare, mine)
-    assert found["backend"] == "torch" and found["repeats"] == 3
+    measured = call_fresh(e2e.on_s3 if far else e2e.compare, mine)
+    assert measured["backend"] == "torch" and measured["repeats"] == 3
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["step"] == 2 * 2 * (1 + 3)  # held and loaded, two steps a turn, a warm-up and three turns
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step-16"  # the one that was timed
     assert not far or list((tmp_path / "cache").rglob("*.tar"))
-    assert 0 < found["stall_pct"]["median"] < 100 and found["per_s"]["median"] > 0 and found["checkpoint_s"] > 0
+    assert 0 < measured["stall_pct"]["median"] < 100 and measured["per_s"]["median"] > 0 and measured["checkpoint_s"] > 0
 
 
 def test_overhead_is_of_turns_side_by_side(dataset: Dataset, tiny: str, tmp_path: Path) -> None:
@@ -42,8 +42,8 @@ def test_overhead_is_of_turns_side_by_side(dataset: Dataset, tiny: str, tmp_path
         kind: [{"wall_s": 2 * s * drift, "cpu_s": s * drift, "waited_s": 0.04 * s * drift} for drift in (1, 5, 2)]
         for kind, s in (("bare", 1.0), ("held", 1.05), ("loaded", 1.1))
     }
-    found = {"rows": rows, "checkpoint_s": 18.0, "backend": "torch"}
-    result = e2e.figures(found, loop_run(dataset, tiny, tmp_path, batch=32, steps=4))
+    measured = {"rows": rows, "checkpoint_s": 18.0, "backend": "torch"}
+    result = e2e.figures(measured, loop_run(dataset, tiny, tmp_path, batch=32, steps=4))
     assert result["overhead_pct"] == pytest.approx({"median": 10, "low": 10, "high": 10})  # whatever the machine's drift
     assert result["loader_pct"]["median"] == pytest.approx(100 * (1.1 / 1.05 - 1))
     assert result["stall_pct"]["median"] == pytest.approx(2.0)
@@ -56,8 +56,8 @@ def test_a_loop_that_cannot_begin_says_why(dataset: Dataset, tiny: str, tmp_path
 
 
 def test_two_ranks(dataset: Dataset, tiny: str, tmp_path: Path) -> None:
-    found = scaling.ranks(loop_run(dataset, tiny, tmp_path, steps=1), 2)
-    assert found["batch"] == 4 and found["per_cpu_s"]["low"] > 0
+    measured = scaling.ranks(loop_run(dataset, tiny, tmp_path, steps=1), 2)
+    assert measured["batch"] == 4 and measured["per_cpu_s"]["low"] > 0
     lines = [json.loads(line) for line in (tmp_path / "run-2" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["crops_seen"] == 8 * (lines[-1]["step"] + 1)  # the first batch was put aside
 

@@ -14,11 +14,11 @@ def filled(place: Path) -> Path:
     scores = place / "scores" / "w2v_rlm-12"
     scores.mkdir(parents=True)
     for seed, value in enumerate((0.2, 0.4)):
-        told = {"score": value, "n": 7, "metrics": {"accuracy": value, "top5": 0.5, "chance": 0.1}}
-        (scores / f"identification-P-1-seed{seed}.json").write_text(json.dumps(told))
+        evaluation = {"score": value, "n": 7, "metrics": {"accuracy": value, "top5": 0.5, "chance": 0.1}}
+        (scores / f"identification-P-1-seed{seed}.json").write_text(json.dumps(evaluation))
     cell: dict[str, Any] = {"table": 3, "row": "W2V+RLM", "task": "Id", "leads": 1, "column": "P-1-lead", "seeds_done": 2}
     cells = [cell | {"state": "done", "scores": [0.2, 0.4]}, cell | {"row": "W2V", "state": "not yet", "scores": []}]
-    (place / "table-3.json").write_text(json.dumps({"protocol": "as told", "data": {}, "cells": cells}))
+    (place / "table-3.json").write_text(json.dumps({"protocol": "the test's", "data": {}, "cells": cells}))
     (place / "settings").mkdir()
     (place / "settings" / "identification.json").write_text(json.dumps({"train.steps": 9}))
     return place

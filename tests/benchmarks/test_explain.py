@@ -14,11 +14,11 @@ MACHINE = {"name": "a machine", "tflops": 0.01, "gb_per_s": 1.0, "source": "made
 
 def test_a_step_by_its_stages(tiny: str) -> None:
     run = step.StepRun(step.OURS, "bf16", batch=2, model=tiny, threads=1)
-    found = explain.measured(run)
-    flops = sum(stage["flops"] for name, stage in found.items() if name != explain.WHOLE and not stage["within"])
+    measured = explain.measured(run)
+    flops = sum(stage["flops"] for name, stage in measured.items() if name != explain.WHOLE and not stage["within"])
     assert 1 <= flops / (2 * flops_per_crop(run.config)) < 1.2  # the local loss computes more than the formula asks for
-    assert found["fc1 of a layer"]["flops"] == 3 * 2 * run.config.layers * 4 * run.config.tokens(2500) * 48 * 96
-    results = explain.compare(found, MACHINE)
+    assert measured["fc1 of a layer"]["flops"] == 3 * 2 * run.config.layers * 4 * run.config.tokens(2500) * 48 * 96
+    results = explain.compare(measured, MACHINE)
     *stages, (_, summed), (_, whole) = results.items()
     gaps = [r["gap_ms"] for _, r in stages]
     assert gaps == sorted(gaps, reverse=True) and len(gaps) == len(explain.STAGES) + 1
@@ -33,8 +33,8 @@ def test_what_a_stage_must_do() -> None:
     assert flops == 3 * 2 * 10 * 8 * 4
     assert moved == 4 * (3 * 80 + 3 * (32 + 4) + 2 * 40)  # input, weights, output
     stage = {"flops": 1e9, "bytes": 1e6, "times_ms": [7.0, 5.0, 6.0], "within": False}
-    found = {"a": stage, "b": stage | {"within": True, "bytes": 1e9}, explain.WHOLE: {"times_ms": [9.0]}}
-    results = explain.compare(found, MACHINE)
+    measured = {"a": stage, "b": stage | {"within": True, "bytes": 1e9}, explain.WHOLE: {"times_ms": [9.0]}}
+    results = explain.compare(measured, MACHINE)
     assert results["a"]["predicted_ms"] == pytest.approx(100) and results["a"]["bound"] == "compute"
     assert results["b"]["predicted_ms"] == pytest.approx(1000) and results["b"]["bound"] == "memory"
     assert results[explain.SUM]["ms"]["median"] == 6.0 and results[explain.SUM]["gflop"] == 1.0  # without b, which lies within

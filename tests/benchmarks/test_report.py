@@ -55,10 +55,10 @@ def suite(device: str) -> dict[str, Any]:
     record = json.loads(max(report.RESULTS.glob("ingest_*.json")).read_text())
     shared = {name: record[name] for name in report.OF_RECORD} | {"date": "2999-01-01T00:00:00"}
     shared["hardware"] = shared["hardware"] | {"gpus": [{"name": "NVIDIA H200"}] if device == "cuda" else []}
-    given = {"archive": "synthetic", "dataset": "0" * 64, "crops": 4, "precision": "bf16", "model": "paper", "device": device}
-    given |= {"gflop_per_crop": 0.61}
+    facts = {"archive": "synthetic", "dataset": "0" * 64, "crops": 4, "precision": "bf16", "model": "paper", "device": device}
+    facts |= {"gflop_per_crop": 0.61}
     parts = [
-        {"benchmark": name, "config": {"device": device, "repeats": 3}, "input": given, "results": results} | MORE.get(name, {})
+        {"benchmark": name, "config": {"device": device, "repeats": 3}, "input": facts, "results": results} | MORE.get(name, {})
         for name, results in RESULTS.items()
     ]
     return shared | {"benchmark": "suite", "parts": parts}
@@ -79,7 +79,7 @@ def test_a_suites_record_becomes_tables_and_pictures(device: str, tmp_path: Path
     parts = write(tmp_path, "suite", suite(device))
     assert [part["benchmark"] for part in parts] == list(RESULTS) and {*RESULTS} == {*tables.TABLES}
     text = report.whole(parts)
-    for told in (
+    for expected in (
         "| omnilead: bf16, 4 crops | 100 | 50 |",
         "| 61 % |",
         "1.5 %",
@@ -90,7 +90,7 @@ def test_a_suites_record_becomes_tables_and_pictures(device: str, tmp_path: Path
         "| 0.400 ± 0.100 | 0.400 ± 0.100 |",
         "| overhead of the loop alone, % | at most 2 | 1.5 |",
     ):
-        assert told in text, told
+        assert expected in text, expected
     assert ("on NVIDIA H200" in text) == ("measured on one" in text) == (device == "cuda") and "estimated" in text
     drawn = dict(report.pictures(report.newest(parts)))
     assert set(drawn) == (
@@ -164,7 +164,7 @@ def test_a_part_of_a_benchmark_takes_no_whole_ones_place(config: dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
         (lambda r: r["hardware"].pop("gpus"), "hardware.gpus"),
         (lambda r: r.update(parts=[]), "not a record"),
@@ -186,10 +186,10 @@ def test_a_part_of_a_benchmark_takes_no_whole_ones_place(config: dict[str, Any],
         (lambda r: r["parts"][1]["results"]["RLM: torch, batch 256"]["per_s"].update(median=None), "not a record"),
     ],
 )
-def test_what_a_record_lacks_is_named(change: Any, told: str, tmp_path: Path) -> None:
+def test_what_a_record_lacks_is_named(change: Any, expected: str, tmp_path: Path) -> None:
     record = json.loads(json.dumps(suite("cuda")))
     change(record)
-    with pytest.raises(report.RecordError, match=told) as refused:
+    with pytest.raises(report.RecordError, match=expected) as refused:
         write(tmp_path, "suite", record)
     assert str(refused.value).startswith("suite.json: ") and len(str(refused.value).splitlines()) == 1
 
@@ -201,8 +201,8 @@ def test_what_is_no_record_is_one_line(text: str, tmp_path: Path) -> None:
         report.load(tmp_path / "r.json")
 
 
-def judged(benchmark: str, results: dict[str, Any], device: str = "cpu", **given: Any) -> list[tuple[str, float]]:
-    part = {"benchmark": benchmark, "config": {"device": device}, "input": given, "results": results}
+def judged(benchmark: str, results: dict[str, Any], device: str = "cpu", **facts: Any) -> list[tuple[str, float]]:
+    part = {"benchmark": benchmark, "config": {"device": device}, "input": facts, "results": results}
     return [(case, round(value, 3)) for case, value, _ in report.judged(part) if case]
 
 
@@ -217,8 +217,8 @@ def test_the_worst_case_is_held_against_the_bar() -> None:
         ("RLM: torch, batch 64, first epoch", 9.0)
     ]
     ingest = {"ingest: omnilead, tar": 50.0, "ingest: re-creation of it": 4.0, "ingest: omnilead, tar, 2 workers": 30.0}
-    found = judged("ingest", {name: rate(value) for name, value in ingest.items()})
-    assert found == [("ingest: omnilead, tar", 50.0), ("ingest: omnilead, tar", 12.5)]
+    figures = judged("ingest", {name: rate(value) for name, value in ingest.items()})
+    assert figures == [("ingest: omnilead, tar", 50.0), ("ingest: omnilead, tar", 12.5)]
 
 
 def test_a_smaller_job_does_not_pass_the_bar_of_a_larger_one() -> None:
@@ -230,8 +230,8 @@ def test_a_smaller_job_does_not_pass_the_bar_of_a_larger_one() -> None:
         len(judged("start", RESULTS["start"])) == 1 and judged("start", RESULTS["start"], "cuda") == []
     )  # it is compiled first
     for threads, bars in ((4, 1), (16, 0), (None, 0)):
-        given = {} if threads is None else {"threads": threads}
-        assert len(judged("loader", {"RLM: dali to cuda, batch 256": RATES}, "cuda", **given)) == bars
+        facts = {} if threads is None else {"threads": threads}
+        assert len(judged("loader", {"RLM: dali to cuda, batch 256": RATES}, "cuda", **facts)) == bars
 
 
 def test_workers_memory_and_other_units_are_left_blank() -> None:

@@ -35,9 +35,9 @@ def fails(text: str) -> dict[str, Any]:
 @pytest.fixture
 def cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Cases of the benchmark `start`, in place of its own; records go to tmp_path / "results"."""
-    found = {"first step: a": (result, ("",))}
+    made = {"first step: a": (result, ("",))}
     module = ModuleType("benchmarks.start")
-    module.prepare = lambda work, options: Benchmark(INPUT, found)  # type: ignore[attr-defined]
+    module.prepare = lambda work, options: Benchmark(INPUT, made)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "benchmarks.start", module)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(run, "RESULTS", tmp_path / "results")
@@ -45,7 +45,7 @@ def cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(run, "CPU", (("start", "start"),))
     monkeypatch.setattr(measure, "deadline", None)
     monkeypatch.setattr(measure, "limit_s", None)
-    return found
+    return made
 
 
 @pytest.mark.parametrize(
@@ -159,10 +159,10 @@ def test_the_gpus_of_a_record_are_the_visible_ones(visible: str | None, option: 
     rows = "A, 570, 1 MiB, 700 W, 1980 MHz\nB, 570, 1 MiB, 700 W, 1980 MHz\n"
     monkeypatch.setattr(run.subprocess, "run", lambda words, **_: asked.append(words) or SimpleNamespace(stdout=rows))
     monkeypatch.setattr(os, "environ", {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
-    found = run.gpu_facts()
-    assert [gpu["name"] for gpu in found] == ([] if option is None else ["A", "B"])
+    gpus = run.gpu_facts()
+    assert [gpu["name"] for gpu in gpus] == ([] if option is None else ["A", "B"])
     assert [words[3:] for words in asked] == ([] if option is None else [option])
-    assert all(list(gpu) == list(run.GPU_FACTS) for gpu in found)
+    assert all(list(gpu) == list(run.GPU_FACTS) for gpu in gpus)
 
 
 def test_a_suite_goes_on_where_it_stopped(cases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,14 +151,14 @@ def test_the_bare_step_never_waits(tiny: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def part_of(rates: dict[str, float], on: str = "cpu", **given: Any) -> dict[str, Any]:
+def part_of(rates: dict[str, float], on: str = "cpu", **facts: Any) -> dict[str, Any]:
     spreads = {name: {"median": rate, "low": rate, "high": rate} for name, rate in rates.items()}
     results = {name: {"per_s": each, "per_cpu_s": each, "peak_mb": 1024.0} for name, each in spreads.items()}
     config = {"device": on, "repeats": 3}
     return {
         "benchmark": "step",
         "config": config,
-        "input": {"model": "paper", "gflop_per_crop": 175.9} | given,
+        "input": {"model": "paper", "gflop_per_crop": 175.9} | facts,
         "results": results,
     }
 
