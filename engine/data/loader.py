@@ -106,7 +106,7 @@ class StageTimer:
         self._begin()
 
     def _begin(self) -> None:
-        self._crops, self._since, self._busy_s = 0, time.perf_counter(), defaultdict[str, float](float)
+        self.crops, self._since, self._busy_s = 0, time.perf_counter(), defaultdict[str, float](float)
 
     @contextmanager
     def timed(self, stage: str, without: str = "") -> Iterator[None]:
@@ -120,11 +120,8 @@ class StageTimer:
     def add(self, stage: str, seconds: float) -> None:
         self._busy_s[stage] += seconds
 
-    def done(self, crops: int) -> None:
-        self._crops += crops
-
     def snapshot(self) -> dict[str, float]:
-        seconds, crops = max(time.perf_counter() - self._since, 1e-9), self._crops
+        seconds, crops = max(time.perf_counter() - self._since, 1e-9), self.crops
         shares = {f"data_{stage}_pct": 100 * busy / seconds for stage, busy in sorted(self._busy_s.copy().items())}
         self._begin()
         return {"crops_per_s": crops / seconds, "data_bytes_per_s": crops * CROP_BYTES / seconds, "data_wait_pct": 0.0} | shares
@@ -183,7 +180,7 @@ class Loader:
         while True:
             with self.meter.timed("wait", without="gpu_wait"):
                 batch, blob = next(batches)
-            self.meter.done(len(batch.places))
+            self.meter.crops += len(batch.places)
             self.step += 1
             yield batch, {"crops_seen": self.step * self.config.batch_crops, "recipe": self.recipe, "dali": blob}
 

@@ -1,4 +1,4 @@
-"""Which crop comes when: a pure function of the seed, the position and the datasets, whose whole state is `crops_seen`.
+"""The order of crops: a pure function of the seed, the position and the datasets. Its whole state is `crops_seen`.
 
     rows = DatasetRows.of(Dataset.open("DATASET"), pretrain=True)
     order = Order((rows,), batch_crops=512, seed=0)
@@ -6,17 +6,14 @@
     order.slice(step, rank, world)          # this rank's part of it
     order.places(crops_seen, 512).row       # resuming means asking again
 
-Nothing is shuffled in memory: a keyed permutation maps a position to a row, so step 10**7 costs the same as step 0: 0.20 ms
-for 512 of 10**7 crops, 0.26 ms in block order.
+Nothing is shuffled in memory: a keyed permutation maps a position to a row, in 0.20 ms for 512 of 10**7 crops at any step.
 
-One dataset: position p of epoch e is permute(p, N, key(seed, e)). An epoch ends with its last full batch; the rows left over
-differ from epoch to epoch. Several datasets: each is a stream with epochs of its own and nothing left over; `deal` says which
-dataset a position belongs to.
+One dataset: position p of epoch e is permute(p, N, key(seed, e)). The last incomplete batch of an epoch is dropped, other rows
+in each epoch. Several datasets: each has epochs of its own and nothing is dropped; `deal` says which dataset a position is of.
 
 Block order (block_shards = G > 0) permutes the shards, then the crops within each block of G shards, so that a batch needs
-G shards instead of all. Shards are written as a permutation of all crops, so its batches are mixed too: for 10**6 crops in 977
-shards and batches of 512, the middle 95 % of a batch's rows span 95 % of the dataset without blocks, 94 % with G = 128, 92 %
-with 32, 78 % with 8 and 3 % with 1 (benchmarks/RESULTS.md, "shuffle quality").
+G shards instead of all. Shards are written as a permutation of all crops, so its batches are well mixed for G of 8 and more
+(benchmarks/RESULTS.md, "shuffle quality").
 """
 
 import math

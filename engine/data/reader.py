@@ -1,11 +1,11 @@
-"""Crops by offset, straight out of the shards into reused buffers, checked, read ahead by a thread.
+"""Read crops by offset from the shards into reused buffers, check them, and read ahead in a thread.
 
 A batch is two arrays, dataset and row. Its reads are sorted by shard and offset and split among threads; each is one os.preadv
-of 120,000 bytes to the crop's place in the batch. Nothing is copied or pickled, and memory grows with the dataset by 17 bytes a
-crop. Instead of filling a batch, each thread can read to a Desk, where crops become tensors while they are in its core's cache.
+of 120,000 bytes to the crop's place in the batch: no copies, and 17 bytes of memory for each crop of the dataset. Instead of
+filling a batch, a thread can read to its Desk, where crops become tensors while they are in the cache of its core.
 
-A crop's crc32c is checked when it is first read by this process (`check`), before its bytes are handed out: 5 us in hardware.
-The zarr twin is decoded chunk by chunk (data_tools/zarr_reader.py): half the bytes, five times the CPU time.
+A crop's crc32c is checked when this process first reads it (`check`), in 5 us. The zarr copy is decoded chunk by chunk
+(data_tools/zarr_reader.py): half the bytes, five times the CPU time.
 
     reader = CropReader([dataset])
     report = reader.read(places, out)                            # int16 [n, 12, 5000]
@@ -92,7 +92,7 @@ class Desk(NamedTuple):
 
 
 class _File:
-    """A descriptor that closes when its last user lets go: eviction from the cache cannot close it under a reading thread."""
+    """A file descriptor, closed when its last user is done: eviction from the cache cannot close it during a read."""
 
     def __init__(self, path: str) -> None:
         self.fd = -1
@@ -153,8 +153,8 @@ class CropReader:
         staging: Staging | None = None,
         rows: Sequence[DatasetRows] | None = None,
     ) -> None:
-        """`source`: which twin to read, tar if it is there. `staging`: for remote datasets. `rows`: which crops of each dataset
-        may replace a bad one; None: any."""
+        """`source`: the format to read; None: tar if there is one. `staging`: for remote datasets. `rows`: the crops of each
+        dataset that may replace a bad one; None: any."""
         self.check, self.on_corrupt, self.threads, self.staging = check, on_corrupt, threads, staging
         self._empty: Callable[[tuple[int, ...]], np.ndarray] = partial(np.empty, dtype=np.int16)
         if pin:  # imported here, as `buffers` may be called by a thread: a program that ends during an import hangs
@@ -171,7 +171,7 @@ class CropReader:
 
     @property
     def skipped(self) -> int:
-        """Bad crops met by this process, each counted once."""
+        """Number of bad crops in this process, each counted once."""
         return len(self._bad)
 
     def close(self) -> None:
@@ -184,7 +184,7 @@ class CropReader:
 
     def read(self, places: CropList, out: Out, late: bool = False) -> Report:
         """Crops [n] -> `out`, int16 [n, 12, 5000] in microvolts, or the desk of each thread. Raises if a crop is bad and may
-        not be skipped; `out` is then not to be used. `late`: leaves that to Report.part."""
+        not be skipped (`late`: only in Report.part); `out` is then invalid."""
         index, rows = np.asarray(places.dataset, np.int64), np.array(places.row, np.int64)
         if isinstance(out, np.ndarray) and not (out.dtype == np.int16 and out.shape == (len(rows), *CROP_SHAPE)):
             raise ValueError(f"{out.dtype} {list(out.shape)} cannot hold {len(rows)} crops of int16 {list(CROP_SHAPE)}")
@@ -196,7 +196,7 @@ class CropReader:
         return Report(rows, tuple(skip for one in bad for skip in self._substitute(one, rows, out)))
 
     def _substitute(self, bad: BadCrop, rows: np.ndarray, out: Out) -> Iterator[BadCrop]:
-        """Reads the next good row that takes part instead: the same one on every rank and after every restart."""
+        """Reads the next good row that takes part instead: the same row on every rank and after every restart."""
         p, d, allowed = bad.position, bad.dataset, self._rows[bad.dataset]
         for tries in count(1):
             if (d, bad.row) not in self._bad:
@@ -234,7 +234,7 @@ class CropReader:
         return bad
 
     def _read_all(self, reads: list[_Read], out: Out, retry: bool = True) -> list[BadCrop]:
-        """Shares the reads out among the threads. Files of the cache that are damaged are fetched again, once."""
+        """Divides the reads among the threads. Damaged files of the cache are downloaded again, once."""
         shards = dict.fromkeys(read[:2] for read in reads if self._sources[read.dataset].staged)
         held: AbstractContextManager[Paths] = self.staging.hold(shards) if self.staging and shards else nullcontext({})
         with held as paths:
@@ -308,7 +308,7 @@ class CropReader:
 
 
 def _read_crop(fd: int, crop: Any, offset: int) -> int:
-    """-> how many of its bytes were there."""
+    """-> number of bytes read."""
     got = os.preadv(fd, [crop], offset)
     while 0 < got < CROP_BYTES:  # the end of the file, or a network file system that gives what it has
         more = os.preadv(fd, [crop.reshape(-1).view(np.uint8)[got:]], offset + got)
