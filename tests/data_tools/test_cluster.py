@@ -45,16 +45,16 @@ def right(small: Path, many_small_tasks: None, tmp_path_factory: pytest.TempPath
 def dask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dask]:
     """A scheduler and two workers, each a process of its own, as on a real cluster. -> address, the three processes."""
     running: list[Any] = []
-    told = tmp_path_factory.mktemp("dask") / "said.txt"
+    output = tmp_path_factory.mktemp("dask") / "output.txt"
 
     def start(kind: str, *arguments: str) -> None:
         options = [*arguments, "--host", "127.0.0.1", "--no-dashboard"]
-        running.append(started(command, kind, options, out=told, env={"OMP_NUM_THREADS": "1"}))
+        running.append(started(command, kind, options, out=output, env={"OMP_NUM_THREADS": "1"}))
 
     try:
         start("scheduler", "--port", "0")
-        until(lambda: told.exists() and "Scheduler at:" in told.read_text())
-        address = next(line.split()[-1] for line in told.read_text().splitlines() if "Scheduler at:" in line)
+        until(lambda: output.exists() and "Scheduler at:" in output.read_text())
+        address = next(line.split()[-1] for line in output.read_text().splitlines() if "Scheduler at:" in line)
         for _ in range(2):
             start("worker", address, "--no-nanny", "--nthreads", "1")
         yield address, running

@@ -55,8 +55,8 @@ def test_bytes_and_rows(made: Dataset) -> None:
     assert [one["sha256"][:16] for one in made.meta["shards"]] == ["e0ce29e9d4423f79"]
     rows = made.table().to_pylist()
     assert digest(json.dumps([[row["waveform"], row["crc32c"], row["offset"]] for row in rows])) == "a62ef70aa5c55e84"
-    told = ("source", "record", "patient", "start_s", "halves", "missing_leads", "flags", "dx", "labels", "fs_source_hz")
-    assert digest(json.dumps([[row[name] for name in told] for row in rows])) == "6998bf6270a94c06"
+    columns = ("source", "record", "patient", "start_s", "halves", "missing_leads", "flags", "dx", "labels", "fs_source_hz")
+    assert digest(json.dumps([[row[name] for name in columns] for row in rows])) == "6998bf6270a94c06"
     assert digest(Path(made.root.url, "rejects.csv").read_text()) == "0489953901749419"
 
 
@@ -70,8 +70,8 @@ def test_bytes_and_rows(made: Dataset) -> None:
 )
 def test_roles(plan: str, seed: int, before: str, now: str, made: Dataset) -> None:
     """`before`: of a dataset.json that says nothing of `id_share`."""
-    for whose, roles in ((RoleSources.from_meta({}), before), (RoleSources(), now)):
-        table = assign_roles(made.table(), plan, seed, whose).select(["pretrain", "dx_role", "id_role"])
+    for sources, roles in ((RoleSources.from_meta({}), before), (RoleSources(), now)):
+        table = assign_roles(made.table(), plan, seed, sources).select(["pretrain", "dx_role", "id_role"])
         assert digest(json.dumps(table.to_pylist())) == roles
 
 

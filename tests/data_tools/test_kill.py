@@ -51,9 +51,9 @@ if __name__ in ("__main__", "__mp_main__"):  # the victims and their workers: ma
 
 
 def test_killed_over_and_over(small: Path, tmp_path: Path) -> None:
-    told = _script("storm", small, tmp_path, KILLS, SEED)
-    assert told["kills"] >= KILLS
-    assert min(told["during"][phase] for phase in ("shards", "zarr", "tables")) >= 5  # kills fell where something can break
+    result = _script("storm", small, tmp_path, KILLS, SEED)
+    assert result["kills"] >= KILLS
+    assert min(result["during"][phase] for phase in ("shards", "zarr", "tables")) >= 5  # kills fell where something can break
 
 
 def test_killed_with_worker_processes(small: Path, tmp_path: Path) -> None:
@@ -92,8 +92,8 @@ def test_interrupted(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     signal.signal(signal.SIGINT, before)
     until(lambda: len(list(tmp_path.glob("out/.build/*.parquet"))) >= 3)
     os.killpg(run.pid, signal.SIGINT)
-    told = run.communicate()[1]
-    assert (run.returncode, told) == (130, "interrupted: run the same command again to continue\n")
+    error = run.communicate()[1]
+    assert (run.returncode, error) == (130, "interrupted: run the same command again to continue\n")
     assert members(run.pid) == []
     monkeypatch.setattr(plan, "SHARD_CROPS", 4)
     assert main(["shard", str(small), "--out", str(tmp_path / "out"), "--format", "both", "--workers", "1"]) == 0
@@ -109,8 +109,8 @@ def _script(*arguments: object) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     print(done.stdout, done.stderr)
     assert done.returncode == 0
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return told
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 # The script
@@ -152,9 +152,9 @@ def phase(out: Path) -> str:
 def reference(archive: str, out: Path) -> tuple[float, int, list[int]]:
     """An uninterrupted build, which opens no file for writing under its final name. -> its CPU seconds, its file-system calls,
     and which of them are the worst to die at: every rename and the last ones. What it imports lazily is imported here."""
-    notes = out.parent / "told.json"
+    notes = out.parent / "calls.json"
 
-    def told() -> None:
+    def recorded() -> None:
         calls, opened = [], []
 
         def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -170,7 +170,7 @@ def reference(archive: str, out: Path) -> tuple[float, int, list[int]]:
 
     for _ in range(2):
         shutil.rmtree(out, ignore_errors=True)
-        code, seconds = fork(told)
+        code, seconds = fork(recorded)
         assert code == 0
         calls, modules = json.loads(notes.read_text())
         for name in modules:
@@ -288,6 +288,6 @@ def held(archive: str, out: Path, crops: int, parts: int) -> None:
 
 if __name__ == "__main__":
     scene, archive, place, number, seed = sys.argv[1:]
-    told = globals()[scene](archive, Path(place), int(number), int(seed))
-    print(json.dumps(told))
-    sys.exit(told if scene == "typed" else 0)
+    result = globals()[scene](archive, Path(place), int(number), int(seed))
+    print(json.dumps(result))
+    sys.exit(result if scene == "typed" else 0)

@@ -128,7 +128,7 @@ def test_ones_own_sources_get_roles_where_they_are_named(tmp_path: Path, capsys:
     assert run(capsys, *command, tmp_path / "x", "--plan", "all", "--id-sources", "ningbo")[0] == 2
 
 
-def test_the_papers_sets_and_what_is_left_out_are_told(
+def test_the_papers_sets_and_what_is_left_out_are_printed(
     archive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All eight databases of the Challenge: the paper pre-trains on six."""
@@ -155,7 +155,7 @@ def test_the_papers_sets_and_what_is_left_out_are_told(
 
 
 def test_names_in_another_encoding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a record, of the archive's folder and of a stray file: told. Of the dataset: refused, pyarrow opens no such file."""
+    """Of a record, of the archive's folder and of a stray file: named. Of the dataset: refused, pyarrow opens no such file."""
     bad = os.fsdecode(b"\xff") + "é\n"
     src, out = tmp_path / f"src{bad}", tmp_path / "out"
     for name in ("E1", "E2"):
@@ -176,7 +176,7 @@ def test_names_in_another_encoding(tmp_path: Path, capsys: pytest.CaptureFixture
         assert code == 2 and "out\\xff" in line and "UTF-8" in line
 
 
-def test_a_wrong_unit_and_copies_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_unit_and_copies_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Microvolts that are called millivolts; a waveform under two names."""
     for name, form in (("A1", "16x1+24 1(0)/mV 16 0"), ("A2", "16x1+24 1000(0)/mV 16 0"), ("A3", "16x1+24 1000(0)/mV 16 0")):
         write_challenge(tmp_path / "src" / "cpsc_2018" / "g1", name, np.maximum(ecg(), -32767), form=form)
@@ -194,8 +194,8 @@ def test_interrupted_synth_is_begun_again(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("data_tools.synth.synthesise", stopped)
-    told = f"interrupted: delete {tmp_path} and run it again\n"
-    assert run(capsys, "synth", tmp_path) == (130, "", told)
+    error = f"interrupted: delete {tmp_path} and run it again\n"
+    assert run(capsys, "synth", tmp_path) == (130, "", error)
 
 
 @pytest.mark.parametrize("command", [(), ("synth",), ("shard",), ("verify",), ("show",)])

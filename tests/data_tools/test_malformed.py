@@ -117,8 +117,8 @@ def test_read_as_meant(written: tuple[Path, dict[str, Made]], case: str, kind: t
     found = bounded(kind(folder(root)), f"{PLACE}/{NAMES[case]}.hea")
     assert not isinstance(found, str), found
     record, crops, missing = found
-    _, lacking, reasons, dx = READ[case]
-    assert set(missing) == {lacking}
+    _, absent, reasons, dx = READ[case]
+    assert set(missing) == {absent}
     assert {reason for reason, _ in record.warnings} == reasons - {"lead not measured", "flat lead"}
     assert record.dx == dx
     same(crops, cases[case].x)

@@ -198,7 +198,7 @@ def test_used_in_place(
 
 
 def test_public_bucket(s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without credentials: --anonymous signs nothing, and its absence is told at once."""
+    """Without credentials: --anonymous signs nothing, and its absence is an error at once."""
     public, made = f"{BUCKET}/public", str(tmp_path / "made")
     build(ARCHIVE, public, format="both")
     fs = storage._connect(BUCKET, False)
@@ -256,8 +256,8 @@ def test_training_over_a_bad_network(
     s3.faults += [Fault(how, "HEAD", path, 1)] if how in ("500", "404") and source == "zarr" else []
     staging = Staging({0: dataset}, str(tmp_path / "cache"), 2**30, [(0, shard) for shard in range(len(dataset.shards))])
     out = np.empty((len(rows), *CROP_SHAPE), np.int16)
-    with closing(staging), closing(CropReader([dataset], source=source, staging=staging)) as gather:
-        gather.read(Places(rows * 0, rows, rows), out)
+    with closing(staging), closing(CropReader([dataset], source=source, staging=staging)) as reader:
+        reader.read(Places(rows * 0, rows, rows), out)
     assert [fault for fault in s3.faults if fault.times] == []
     assert all(np.array_equal(crop, local.read(row)) for crop, row in zip(out, rows.tolist(), strict=True))
     if how not in ("404", "lie"):  # those that never end take their time
@@ -265,9 +265,9 @@ def test_training_over_a_bad_network(
     s3.faults = [Fault(how, "GET", path, float("inf"))]
     monkeypatch.setattr(storage, "RETRIES", 2)
     staging = Staging({0: dataset}, str(tmp_path / "empty"), 2**30)
-    gather = CropReader([dataset], source=source, staging=staging)
-    with closing(staging), closing(gather), pytest.raises(DataError, match=rf"^{BUCKET}/made/[^\n]*$"):
-        gather.read(Places(rows[:1] * 0, rows[:1], rows[:1]), out[:1])
+    reader = CropReader([dataset], source=source, staging=staging)
+    with closing(staging), closing(reader), pytest.raises(DataError, match=rf"^{BUCKET}/made/[^\n]*$"):
+        reader.read(Places(rows[:1] * 0, rows[:1], rows[:1]), out[:1])
 
 
 @pytest.mark.parametrize(
@@ -360,5 +360,5 @@ def test_wrong_addresses(s3: Server, url: str, small: Path, tmp_path: Path, caps
     for command in (["shard", url, "--out", str(tmp_path / "made")], ["verify", url], ["show", url]):
         assert main(command) == 2
     assert main(["shard", str(small), "--out", url, "--workers", "1"]) == (0 if url.startswith(BUCKET) else 2)
-    told = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
-    assert len(told) == (3 if url.startswith(BUCKET) else 4)
+    errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
+    assert len(errors) == (3 if url.startswith(BUCKET) else 4)

@@ -98,8 +98,8 @@ def patients_of(sessions: np.ndarray) -> Records:
     return records_of(["ptb-xl"] * len(patients), patients, names=[f"HR{i:05d}" for i in range(len(patients))])
 
 
-def drawn(records: Records, **whose: float) -> set[str]:
-    roles = assign(records, "paper", 0, RoleSources(**whose))  # type: ignore[arg-type]
+def drawn(records: Records, **sources: float) -> set[str]:
+    roles = assign(records, "paper", 0, RoleSources(**sources))  # type: ignore[arg-type]
     assert leaks(records, roles) == []
     gallery, probe = (np.array(records.patients)[roles.identity == role].tolist() for role in (GALLERY, PROBE))
     assert sorted(gallery) == sorted(probe) and len(set(gallery)) == len(gallery)
@@ -144,8 +144,8 @@ def test_the_papers_six_sets_pre_train_and_others_if_they_are_named() -> None:
     names = ("clinic", "georgia", "ptb", "st_petersburg_incart")
     of = records_of([name for name in names for _ in range(10)], [None] * 40)
 
-    def trained(plan: str = "paper", **whose: tuple[str, ...]) -> set[str]:
-        roles = assign(of, plan, 0, RoleSources(dx=(), **whose))  # type: ignore[arg-type]
+    def trained(plan: str = "paper", **sources: tuple[str, ...]) -> set[str]:
+        roles = assign(of, plan, 0, RoleSources(dx=(), **sources))  # type: ignore[arg-type]
         assert ((roles.identity != 0) == roles.pretrain).all()
         return {names[i] for i in of.source[roles.pretrain]}
 

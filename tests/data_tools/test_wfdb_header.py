@@ -113,8 +113,8 @@ def test_ways_to_write_a_field(where: tuple[str, str], meant: dict[str, object])
         signal.gain = signal.gain.replace("(0)", "") if where[0] == "zero" else signal.gain  # no baseline: the ADC's zero
     header, plain = parsed(text.render()), parsed(Text().render())
     for name in ("files", "formats", "offsets", "gains", "baselines", "initials", "checksums", "leads"):
-        wanted = (meant[name],) * 12 if name in meant else getattr(plain, name)
-        assert getattr(header, name) == (pytest.approx(wanted, rel=1e-12) if name == "gains" else wanted), name
+        expected = (meant[name],) * 12 if name in meant else getattr(plain, name)
+        assert getattr(header, name) == (pytest.approx(expected, rel=1e-12) if name == "gains" else expected), name
 
 
 def test_a_record_name_may_end_in_mat_and_a_rate_have_a_counter() -> None:
