@@ -102,12 +102,14 @@ def _replace(name: str, value: object) -> Callable[[Path], None]:
     return change
 
 
-def _create(name: str, *shape: int, **options: object) -> Callable[[Path], None]:
+def _create(name: str, *shape: int, group: bool = False, **options: object) -> Callable[[Path], None]:
     def change(path: Path) -> None:
         with h5py.File(path, "r+") as file:
             del file[name]
             if shape:
                 file.create_dataset(name, shape, **options)
+            elif group:
+                file.create_group(name)
 
     return change
 
@@ -126,7 +128,7 @@ def _symlink(path: Path) -> None:
         (_virtual, "HDF5 points elsewhere"),
         (_create("tracings", 3, 4096, 12, dtype="f4", external=[("/etc/passwd", 0, 589_824)]), "HDF5 points elsewhere"),
         (_create("tracings"), "unexpected HDF5 shape"),
-        (_create("exam_id"), "unexpected HDF5 shape"),
+        (_create("exam_id", group=True), "unexpected HDF5 shape"),
         (_create("tracings", 3, 4096, 8, dtype="f4"), "unexpected HDF5 shape"),
         (_create("tracings", 3, 4096, 12, dtype="i8"), "unexpected HDF5 shape"),
         (_create("tracings", 3, 10**9, 12, dtype="f4", chunks=(1, 1000, 12)), "unexpected HDF5 shape"),

@@ -160,11 +160,14 @@ def test_names_in_another_encoding(tmp_path: Path, capsys: pytest.CaptureFixture
     src, out = tmp_path / f"src{bad}", tmp_path / "out"
     for name in ("E1", "E2"):
         write_challenge(src, name, ecg())
+    write_challenge(src, "-cmd", ecg() * 0)
     (src / "E1.hea").rename(src / f"E{bad}.hea")
     (src / f"patients{bad}.csv").write_text("patient_id\n")
     code, _, err = run(capsys, "shard", src, "--out", out, "--workers", 1)
     assert code == 0 and "patients are unknown" in err
-    rows = [line for line in (out / "rejects.csv").read_text().splitlines() if "file name" in line]
+    rejects = (out / "rejects.csv").read_text()
+    assert ",'-cmd,no valid lead" in rejects  # no formula of a spreadsheet
+    rows = [line for line in rejects.splitlines() if "file name" in line]
     assert len(rows) == 1 and "E\\xffé\\n.hea" in rows[0]
     (out / "shards" / f"x{bad}").touch()
     code, text, _ = run(capsys, "verify", out, "--source", src, "--workers", 1)
