@@ -93,7 +93,9 @@ def save(engine: Any, run: Path, state: dict[str, Any], loader_state: dict[str, 
 
 def _make_room(root: Path, path: Path) -> None:
     """Removes what a kill has left unfinished."""
-    root.mkdir(exist_ok=True)  # fails if RUN was moved or deleted
+    if not root.parent.is_dir():
+        raise WriteError(f"{root.parent}: was moved or deleted during training: the same command starts anew")
+    root.mkdir(exist_ok=True)
     for unfinished in root.glob("step-*"):
         if step_of(unfinished) >= 0 and not (unfinished / MANIFEST).is_file():
             shutil.rmtree(unfinished, ignore_errors=True)

@@ -238,7 +238,7 @@ def test_a_run_that_is_moved_away_ends_in_one_line(dataset: Dataset, tmp_path: P
 
     monkeypatch.setattr(Loop, "_step", losing)
     ended = pretrain(tmp_path, dataset.root.url, train__steps=10_000, train__save_every_steps=5)
-    assert ended.codes == [1] and "run/checkpoints" in ended.output.splitlines()[-1], ended.output
+    assert ended.codes == [1] and "was moved or deleted" in ended.output.splitlines()[-1], ended.output
     assert "Traceback" not in ended.output and "step 9/" not in ended.output and not (tmp_path / "run").exists()
 
 
