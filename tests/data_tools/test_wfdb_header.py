@@ -231,7 +231,7 @@ def headers(draw: st.DrawFn) -> bytes:
     return Text("E1.mat", str(len(signals)), fs, samples, rest, signals, [comment]).render()
 
 
-@settings(max_examples=40, derandomize=True)
+@settings(max_examples=80, derandomize=True)
 @given(headers(), st.sampled_from([b"\n", b"\r\n"]))
 def test_a_valid_header_says_exactly_its_fields(data: bytes, line_end: bytes) -> None:
     found = parsed(data.replace(b"\n", line_end))

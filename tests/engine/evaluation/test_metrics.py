@@ -136,7 +136,7 @@ def rated(draw: st.DrawFn, least: int = 1) -> tuple[np.ndarray, np.ndarray]:
     return rng.random((n, 26)) < draw(st.sampled_from([0.02, 0.2, 0.6])), rng.integers(0, levels + 1, (n, 26)) / levels
 
 
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(rated(2))
 def test_areas_agree_with_loops(rows_: tuple[np.ndarray, np.ndarray]) -> None:
     labels, scores = rows_
@@ -145,7 +145,7 @@ def test_areas_agree_with_loops(rows_: tuple[np.ndarray, np.ndarray]) -> None:
             assert (of["auroc"], of["auprc"]) == pytest.approx(slow_areas(labels[:, k], scores[:, k]), abs=1e-12)
 
 
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(rated(), st.randoms(use_true_random=False))
 def test_the_order_of_the_rows_does_not_matter(rows_: tuple[np.ndarray, np.ndarray], random: Any) -> None:
     labels, scores = rows_
@@ -155,7 +155,7 @@ def test_the_order_of_the_rows_does_not_matter(rows_: tuple[np.ndarray, np.ndarr
     assert challenge_score(labels[order], outputs_of(scores)[order]) == whole  # to the bit
 
 
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(rated(), st.integers(0, 2**32 - 1))
 def test_a_weight_counts_as_so_many_copies(rows_: tuple[np.ndarray, np.ndarray], seed: int) -> None:
     labels, scores = rows_
