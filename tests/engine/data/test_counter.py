@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -142,7 +142,6 @@ def test_permute_stays_inside_and_apart_for_any_size(n: int, key: int, start: in
     assert len(np.unique(out)) == len(np.unique(i))
 
 
-@settings(max_examples=20)
 @given(st.lists(st.tuples(st.integers(1, 3000), keys), min_size=1, max_size=20))
 def test_permute_broadcasts_sizes_and_keys(blocks: list[tuple[int, int]]) -> None:
     sizes, block_keys = np.array([n for n, _ in blocks]), np.array([key for _, key in blocks], np.uint64)

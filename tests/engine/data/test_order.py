@@ -80,7 +80,7 @@ def test_each_of_several_datasets_goes_through_its_own_epochs_in_full(order: Ord
             assert set(part) <= set(numbers(rows)) if len(part) < len(rows) else sorted(part) == numbers(rows)
 
 
-@settings(max_examples=15)
+@fewer
 @given(any_order(), st.integers(0, 300), st.integers(0, 100))
 def test_resumed_anywhere_it_goes_on_as_if_never_stopped(order: Order, crops_seen: int, count: int) -> None:
     uninterrupted = list(islice(walk(order), crops_seen + count))
@@ -98,7 +98,7 @@ def test_several_steps_at_once_are_those_steps(order: Order, step: int, steps: i
         assert listed(order.slice(step, world - 1, world, steps)) == one_by_one
 
 
-@settings(max_examples=8)
+@fewer
 @given(any_rows(), st.integers(0, 4), st.integers(0, 10**4))
 def test_all_world_sizes_share_the_same_global_batches(rows: DatasetRows, block_shards: int, step: int) -> None:
     order = Order((rows, sized(840)), batch_crops=840, seed=3, weights=(1, 2), block_shards=block_shards)
