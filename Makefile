@@ -47,6 +47,7 @@ bench: .venv/installed
 	$(RUN) -m benchmarks.report
 
 bench-gpu: .venv/installed
+	-$(BIN)/python -m benchmarks.first_run .bench --device cuda --only 'install|smoke'
 	-timeout 180 $(BIN)/python -m pytest -m gpu -q --no-header
 	$(BIN)/python -m benchmarks.run suite --device cuda --minutes 10
 	$(BIN)/python -m benchmarks.report

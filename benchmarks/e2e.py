@@ -80,8 +80,8 @@ def compare(run: LoopRun) -> dict[str, Any]:
     return figures(loop_turns(run), run)
 
 
-def loop_turns(run: LoopRun, rank: int = 0) -> dict[str, Any]:
-    """Seconds and CPU-seconds of each side's turns, instead of Loop.train."""
+def loop_turns(run: LoopRun, rank: int = 0, measure: Callable[..., dict[str, Any]] | None = None) -> dict[str, Any]:
+    """Seconds and CPU-seconds of each side's turns, or what else `measure` finds, instead of Loop.train."""
     os.environ.update(run.environment)
     if run.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -93,7 +93,7 @@ def loop_turns(run: LoopRun, rank: int = 0) -> dict[str, Any]:
     measured: dict[str, Any] = {}
 
     def train(loop: Loop) -> bool:
-        measured.update(measure_sides(loop, run, original))
+        measured.update((measure or measure_sides)(loop, run, original))
         return False  # not at its end: nothing is exported
 
     original, Loop.train = Loop.train, train  # type: ignore[method-assign]

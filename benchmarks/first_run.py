@@ -1,0 +1,208 @@
+"""The first minutes on a GPU: what is installed, does every backend train, what does a step wait for, does the model learn?
+
+    python -m benchmarks.first_run DIR --device cuda                   then `pytest -m gpu` and `make bench-gpu`
+    python -m benchmarks.first_run DIR --device cuda --only profile|train --set train.compile=step
+
+Each check runs in a process of its own with its own time limit, most useful first. DIR/first_run.json is written after each;
+the same command again runs only what is missing or failed. DIR keeps the dataset, logs, traces and the trained model.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import re
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.e2e import EndlessLoader, LoopRun, loop_turns, precision, pretrain
+from benchmarks.measure import CaseError, call_fresh, make_dataset, say
+from data_tools.cli import Parser
+from engine.common import write_whole
+
+PACKAGES = (
+    "torch",
+    "triton",
+    "deepspeed",
+    "nvidia.dali",
+    "zarr",
+    "wfdb",
+    "webdataset",
+    "soundfile",
+    "s3fs",
+    "distributed",
+    "pytest",
+)
+NEEDED = {"torch", "deepspeed", "zarr", "wfdb"}
+TOP = 25  # kernels of a profile
+Found = dict[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser("python -m benchmarks.first_run", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("dir", metavar="DIR", type=Path)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", default="paper", help="paper, or a file of configs/pretrain without its ending")
+    parser.add_argument("--only", default="", metavar="REGEX", help="of the checks: install, smoke, profile, train")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="a setting of profile and train")
+    parser.add_argument("--batch", type=int, default=256, help="crops of a step in profile and train")
+    parser.add_argument("--crops", type=int, default=24_000, help="size of the synthetic dataset")
+    parser.add_argument("--seconds", type=float, default=240, help="of training")
+    options = parser.parse_args(arguments)
+    options.dir.mkdir(parents=True, exist_ok=True)
+    place = options.dir / "first_run.json"
+    results: dict[str, Found] = json.loads(place.read_text()) if place.exists() else {}
+    for name, limit_s, check in checks(options):
+        if "error" not in results.get(name, {"error": ""}) or not re.search(options.only, name):
+            continue
+        began = time.monotonic()
+        try:
+            results[name] = call_fresh(check, seconds=limit_s)
+        except CaseError as error:
+            results[name] = {"error": str(error)}
+        results[name]["took_s"] = round(time.monotonic() - began, 1)
+        write_whole(place, json.dumps(results, indent=1) + "\n")
+        say(f"{name}: {json.dumps(results[name])[:300]}")
+    return int(any("error" in result for result in results.values()))
+
+
+def checks(options: argparse.Namespace) -> Iterator[tuple[str, float, Callable[[], Found]]]:
+    """Name, time limit in seconds, function."""
+    place, backends = options.dir.absolute(), ["torch"]
+    if options.device == "cuda":
+        backends += ["resident", *(["dali"] if installed("nvidia.dali") else [])]
+    run = LoopRun(str(place / "dataset"), "", options.device, options.model, options.batch, settings=tuple(options.set))
+    yield "install", 120, install
+    if not (place / "dataset" / "dataset.json").exists():
+        make_dataset(place, options.crops, plan="paper", role_sources=every_source())
+    for backend in backends:
+        for model in dict.fromkeys(("small", options.model)):
+            name = f"smoke {backend} {model}"
+            settings = (f"pipeline.backend={backend}", "model.kernels=all", "train.compile=eager")
+            one = replace(
+                run, run=str(place / name.replace(" ", "-")), model=model, batch=min(16, options.batch), settings=settings
+            )
+            yield name, 120, partial(smoke, one)
+    yield "profile", 240, partial(profile, replace(run, run=str(place / f"profile-{os.getpid()}")))
+    yield "train", options.seconds + 240, partial(train, replace(run, run=str(place / f"train-{os.getpid()}")), options.seconds)
+
+
+def every_source() -> Any:
+    """All records pre-train but those of patients with two sessions, so that the probe has somebody to find."""
+    from data_tools.splits import RoleSources
+
+    return RoleSources(pretrain=("all",), id_share=1.0)
+
+
+def installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def install() -> Found:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = str(getattr(importlib.import_module(name), "__version__", "installed"))
+        except Exception as error:  # whatever a broken package raises
+            found[name] = f"{type(error).__name__}: {error}"[:200]
+            if name in NEEDED:
+                raise CaseError(f"{name}: {found[name]}") from None
+    return found
+
+
+def smoke(run: LoopRun) -> Found:
+    """Two steps, a checkpoint, an exported model and a report."""
+    pretrain(run, f"{run.run}.txt", "train.steps=2", "train.log_every=1")
+    return json.loads((Path(run.run) / "metrics.jsonl").read_text().splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def profile(run: LoopRun) -> Found:
+    """Steps of the training loop: time on the host and in all, what waits for the device, the longest kernels."""
+    return loop_turns(run, measure=profile_steps)
+
+
+def profile_steps(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Found:
+    import torch
+
+    cuda, loader = run.device == "cuda", EndlessLoader(loop.loader)
+    loop._save, loop._diagnose = (lambda: None), (lambda batch: None)  # what train() does at its end
+
+    def steps(count: int) -> float:
+        """Seconds on the host."""
+        loop.loader, loop.total, began = loader, loop.progress.step + count, time.perf_counter()
+        train(loop)
+        host_s = time.perf_counter() - began
+        if cuda:
+            torch.cuda.synchronize()
+        return host_s
+
+    steps(3)
+    began = time.perf_counter()
+    host_s = steps(run.steps)
+    found: Found = {"step_ms": 1e3 * (time.perf_counter() - began) / run.steps, "host_ms": 1e3 * host_s / run.steps}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if cuda:
+            torch.cuda.set_sync_debug_mode("warn")
+        loop.loader, loop.total = loader, loop.progress.step + 2
+        train(loop)
+        if cuda:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [f"{Path(each.filename).name}:{each.lineno}: {str(each.message).splitlines()[0][:120]}" for each in caught]
+    activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if cuda else [])]
+    with torch.profiler.profile(activities=activities) as profiled:
+        steps(2)
+    profiled.export_chrome_trace(f"{run.run}.trace.json.gz")
+    key = "self_device_time_total" if cuda else "self_cpu_time_total"
+    events = [event for event in profiled.key_averages() if not cuda or str(event.device_type).endswith("CUDA")]
+    events.sort(key=lambda event: -getattr(event, key))
+    kernels = [{"ms": getattr(e, key) / 2e3, "calls": e.count / 2, "name": e.key[:160]} for e in events[:TOP]]
+    found |= {"busy_ms": sum(getattr(event, key) for event in events) / 2e3, "kernels": kernels}
+    return found | {
+        "waits_in_two_steps": {wait: waits.count(wait) for wait in sorted(set(waits))},
+        "backend": loader.loader.backend,
+    }
+
+
+def train(run: LoopRun, seconds: float) -> Found:
+    """Training for so many seconds; then a linear probe of its embeddings, and of random weights."""
+    from benchmarks.embed import untrained
+    from engine import embed
+    from engine import pretrain as program
+    from engine.training.loop import Loop
+
+    def until_stopped(loop: Loop) -> bool:
+        timer = threading.Timer(seconds, setattr, (loop, "terminated", True))  # as SIGTERM does
+        timer.daemon = True
+        timer.start()
+        return original(loop)
+
+    original, Loop.train = Loop.train, until_stopped  # type: ignore[method-assign]
+    pretrain(run, f"{run.run}.txt", "train.steps=1000000", "train.log_every=10", "train.validate_every=250")
+    if program.main(["--export", run.run]):
+        raise CaseError("the export failed")
+    lines = (Path(run.run) / "metrics.jsonl").read_text().splitlines()
+    untrained(Path(f"{run.run}-random"), run.model)
+    found: Found = {"first": json.loads(lines[0]), "last": json.loads(lines[-1])}
+    for name, model in (("trained", run.run), ("random", f"{run.run}-random")):
+        scores = f"{run.run}-{name}.json"
+        words = ["--model", model, "--data", run.dataset, "--probe", "--json", scores, "--device", run.device]
+        if embed.main([*words, "--precision", precision()]):
+            raise CaseError(f"the probe of {name} weights failed")
+        found[name] = json.loads(Path(scores).read_text())
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

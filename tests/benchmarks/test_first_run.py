@@ -1,0 +1,64 @@
+"""The checks of the first minutes, on a CPU and small."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import first_run
+from benchmarks.measure import CaseError
+from engine.training.loop import Loop
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_run, "call_fresh", lambda check, seconds: check())
+    monkeypatch.setattr(Loop, "train", Loop.train)  # which `train` replaces
+
+
+def test_every_check(tmp_path: Path) -> None:
+    words = [
+        str(tmp_path),
+        "--model",
+        "quickstart",
+        "--batch",
+        "4",
+        "--crops",
+        "150",
+        "--seconds",
+        "1",
+        "--set",
+        "train.valid_batches=1",
+    ]
+    assert first_run.main([*words, "--only", "install|quickstart|profile|train"]) == 0
+    found = json.loads((tmp_path / "first_run.json").read_text())
+    assert list(found) == ["install", "smoke torch quickstart", "profile", "train"]
+    assert found["smoke torch quickstart"]["step"] == 2
+    profile = found["profile"]
+    assert profile["backend"] == "torch" and profile["step_ms"] >= profile["host_ms"] > 0
+    assert len(profile["kernels"]) == first_run.TOP and sum(kernel["ms"] for kernel in profile["kernels"]) <= profile["busy_ms"]
+    assert list(tmp_path.glob("profile-*.trace.json.gz"))
+    train = found["train"]
+    assert train["last"]["step"] >= train["first"]["step"] == 1
+    assert train["trained"] != train["random"]
+
+
+def test_what_fails_is_kept_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = []
+
+    def check(name: str, works: bool) -> dict[str, Any]:
+        ran.append(name)
+        if not works:
+            raise CaseError("no device")
+        return {"ok": 1}
+
+    for works, code, expected in ((False, 1, ["one", "two"]), (True, 0, ["two"]), (True, 0, [])):
+        table = [("one", 1, partial(check, "one", True)), ("two", 1, partial(check, "two", works))]
+        monkeypatch.setattr(first_run, "checks", lambda options, table=table: iter(table))
+        ran.clear()
+        assert first_run.main([str(tmp_path)]) == code and ran == expected
+    assert '"error": "no device"' in capsys.readouterr().err
