@@ -10,7 +10,7 @@ help:
 	@echo "make demo   install into .venv; archive -> dataset -> pre-trained -> fine-tuned, against random weights"
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  measure this machine, 15 minutes; a record in benchmarks/results, tables in benchmarks/RESULTS.md"
-	@echo "make bench-gpu   the same on a GPU, after its tests, 13 minutes; again: what is still missing"
+	@echo "make bench-gpu   the same on a GPU, after checks and tests, 15 minutes; again: what is still missing"
 	@echo "make clean  remove .venv, .bench and demo/"
 
 .venv/installed: pyproject.toml constraints.txt
