@@ -16,7 +16,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from math import comb
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -43,11 +43,13 @@ class CaseError(Exception):
 
 
 class Benchmark(NamedTuple):
-    """What a benchmark's prepare() returns: what is measured on, the cases, and what else belongs into the record."""
+    """What a benchmark's prepare() returns: what is measured on, the cases, what else belongs into the record, and what is done
+    before the cases of these names are measured."""
 
     input: dict[str, Any]
     cases: dict[str, Case]
     extra: Callable[[], dict[str, Any]] = dict
+    warm_up: Callable[[Collection[str]], None] = lambda names: None
 
 
 def say(text: str) -> None:

@@ -112,6 +112,7 @@ def measured(
         return part | {"results": results, "left_out": left_out}
 
     cases = {name: case for name, case in cases.items() if name not in done}
+    prepared.warm_up(cases)
     outcome = run_cases(cases, options.repeats, options.device == "cuda", lambda *outcome: keep(with_results(*outcome)))
     return with_results(*outcome) | (prepared.extra() if outcome[0] else {})
 

@@ -12,7 +12,11 @@ draws. On a GPU the other `model.kernels` and ways to compile are tried, too.
 """
 
 import argparse
+import contextlib
+import os
+import time
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -22,8 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks import measure
 from benchmarks.authors_step import AuthorsStep, draw
-from benchmarks.measure import Benchmark, call_fresh, say
+from benchmarks.measure import Benchmark, CaseError, call_fresh, say
 from data_tools.cli import keep_freed_memory
 from engine.common import ConfigError
 from engine.config import CONFIGS, load
@@ -44,6 +49,7 @@ PRODUCT_SIZE, PRODUCTS = {"cpu": 2048, "cuda": 8192}, {"cpu": 5, "cuda": 20}
 TOLERANCE = {"cpu": 1e-4, "cuda": 1e-3}  # of two losses in float32: a GPU's kernels sum in other orders
 VARIANTS = {"kernels": ("all", "plain"), "compiled": ("step", "eager")}  # of ours on a GPU, at the first batch
 SAMPLES = 2500
+FILL_S, FILL_SHARE = 150, 0.35  # seconds for the compile caches, or of a suite's time that is left
 ADAM = Adam(lr=5e-5, betas=(0.9, 0.98), eps=1e-6, decay=0.01)
 AUTHORS_OBJECTIVE = ObjectiveConfig(form="authors", gathered=False)
 
@@ -111,7 +117,33 @@ def prepare(work: Path, options: argparse.Namespace) -> Benchmark:
             f"benchmarks.step: the two losses differ by {difference:.1e}, more than {limit:.0e}: nothing was timed"
         )
     cases = {run.name: (product if run.side == PRODUCT else step, (run,)) for run in chosen}
-    return Benchmark(describe(base) | {"loss_difference": difference}, cases)
+    compiled = {run.name: run for run in chosen if run.compiled != "eager" and base.device == "cuda"}
+    return Benchmark(
+        describe(base) | {"loss_difference": difference},
+        cases,
+        warm_up=lambda names: fill_compile_caches([run for name, run in compiled.items() if name in names]),
+    )
+
+
+def fill_compile_caches(runs: Sequence[StepRun]) -> None:
+    """One compiled step of each in processes side by side, for a compiler uses one core at a time: the measurements then find
+    compiled code in torch's cache. What fails or takes too long here is compiled again where it is measured."""
+    seconds = FILL_S if measure.deadline is None else FILL_SHARE * (measure.deadline - time.monotonic())
+    end = time.monotonic() + seconds
+
+    def fill(run: StepRun) -> None:
+        with contextlib.suppress(CaseError):
+            if (left := end - time.monotonic()) > 0:
+                call_fresh(warm, run, seconds=left)
+
+    if runs:
+        say(f"compile {len(runs)} cases side by side")
+    with ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 4))) as pool:
+        list(pool.map(fill, runs))
+
+
+def warm(run: StepRun) -> None:
+    next(step(run))
 
 
 def runs(base: StepRun, batches: Sequence[int]) -> list[StepRun]:

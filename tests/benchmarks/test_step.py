@@ -1,6 +1,7 @@
 """The re-creation of the authors' step: same weights and draws, same loss and gradients as ours. And what is compared."""
 
 import argparse
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import report, step, tables
+from benchmarks import measure, report, step, tables
 from benchmarks.authors_step import compute_mask_indices, draw
+from benchmarks.measure import CaseError
 from engine.model import fairseq
 from engine.model.config import ModelConfig
 from engine.parity import authors_adam
@@ -197,6 +199,30 @@ def test_nothing_is_timed_while_the_sides_disagree(difference: float, tiny: str,
     monkeypatch.setattr(step, "call_fresh", lambda *_: 5e-5)
     prepared = step.prepare(Path(), options)
     assert prepared.input["loss_difference"] == 5e-5 and len(prepared.cases) == 2 + 2 + 3
+
+
+def test_a_suite_compiles_side_by_side_what_it_will_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cases that are named, in a share of the time; one that fails does no harm."""
+    filled: list[tuple[str, float]] = []
+
+    def call_fresh(function: Any, run: step.StepRun, seconds: float = 0) -> float:
+        if function is step.disagreement:
+            return 0.0
+        assert function is step.warm
+        filled.append((run.name, seconds))
+        raise CaseError("no compiler")
+
+    monkeypatch.setattr(step, "call_fresh", call_fresh)
+    monkeypatch.setattr(step, "describe", lambda run: {})
+    monkeypatch.setattr(measure, "deadline", time.monotonic() + 100)
+    prepared = step.prepare(Path(), argparse.Namespace(device="cuda", model="small", batch=None, steps=None))
+    names = [name for name in prepared.cases if "64 crops" in name]
+    prepared.warm_up(names)
+    assert sorted(name for name, _ in filled) == sorted(name for name in names if "compiled" in name) and len(filled) == 3
+    assert all(30 < seconds <= 100 * step.FILL_SHARE for _, seconds in filled)
+    monkeypatch.setattr(measure, "deadline", time.monotonic())
+    prepared.warm_up(names)
+    assert len(filled) == 3
 
 
 @pytest.mark.gpu
