@@ -65,15 +65,17 @@ def compare(words: list[str], crops: int, turns: int, threads: int = 2) -> dict[
     import torch
 
     from engine import embed
+    from engine.evaluation import embedding
 
     args = embed.parse(words)
+    embed.check(args)
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(threads)
-    prepared = embed.prepare_model(args)
+    prepared = embedding.prepare_model(args)
     model, device, out = prepared[0], torch.device(args.device), Path(args.out)
     x_RLT = torch.randn(2 * args.batch, 12, 2500, device=device)
-    embed.prepare_model = lambda args: prepared
+    embedding.prepare_model = lambda args: prepared
 
     @torch.inference_mode()
     def alone() -> None:
@@ -83,7 +85,7 @@ def compare(words: list[str], crops: int, turns: int, threads: int = 2) -> dict[
     def command() -> None:
         out.unlink(missing_ok=True)
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            embed.run(args)
+            embedding.run(args, embedding.embeddings)
 
     return figures(take_turns({"alone": alone, "command": command}, turns), crops, args.device)
 

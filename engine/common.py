@@ -26,6 +26,7 @@ import yaml  # type: ignore[import-untyped]
 from data_tools.cli import Parser as Parser
 from data_tools.cli import guard_streams, is_memory
 
+ARRAYS = (".npy", ".npz")
 # A copy of the data tools' list, which comes with their code for reading records. A test compares the two.
 LEADS = ("I", "II", "III", "aVR", "aVL", "aVF", "V1", "V2", "V3", "V4", "V5", "V6")
 LIMB, ALL = tuple(range(6)), tuple(range(12))
@@ -171,6 +172,26 @@ def sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def environment() -> tuple[int, int, int]:
+    """rank, world size, local rank, as set by the launcher."""
+    names = ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")
+    try:
+        rank, world, local = (int(os.environ.get(name, default)) for name, default in names)
+        if not 0 <= rank < world:
+            raise ValueError(f"RANK={rank}, WORLD_SIZE={world}")
+    except ValueError as error:
+        raise ConfigError(
+            f"RANK, WORLD_SIZE, LOCAL_RANK in the environment: {error}: start with deepspeed or torchrun"
+        ) from None
+    return rank, world, local
+
+
+def cores_per_rank() -> int:
+    """Of this machine's."""
+    here = next((int(os.environ[name]) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE") if os.environ.get(name)), 1)
+    return max(1, len(os.sched_getaffinity(0)) // here)
 
 
 def interruptible(name: str) -> None:

@@ -15,7 +15,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 HEAVY = [
     "engine.pretrain",
     "engine.finetune",
-    "engine.embed",
+    "engine.evaluation.embedding",
     "engine.reproduce",
     "deepspeed",
     "torch._dynamo",

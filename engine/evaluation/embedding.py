@@ -1,156 +1,84 @@
-"""Embeddings of a dataset or of single records as a parquet file, in parts: killed and started again, it goes on.
+"""A model's outputs for a dataset or for single records as a table, in parts: killed and started again, it goes on.
 
-    source = DatasetSource(dataset, rows, batch, per="crop")          # or RecordSource(count, read, batch, workers)
-    with ParquetParts(Path("F.parquet"), job) as parts:               # job: all that decides the content, as plain JSON
-        for number, table in tables(source, model, model.input, parts.missing(source.parts), "crop"):
+    output = embeddings(model)                                        # or predictions(model)
+    with TableParts(Path("F.parquet"), job) as parts:                 # job: all that decides the content, as plain JSON
+        for number, table in tables(source, model, output, model.input, parts.missing(range(source.parts)), "crop"):
             parts.write(number, table)
-        parts.join(source.parts, schema(width))
+        parts.join(source.parts, output.schema)
 
-`per`: one row for each half of 5 s, each crop of 10 s (the mean of its halves) or each record (the mean of all its halves). A
-part is always the same PART_BATCHES batches, so the result does not depend on where a run was stopped. Parts are kept in
-F.parquet.parts/ until the table is complete; a damaged part is made again, those of another job are refused.
+`per`: one row for each half of 5 s, each crop of 10 s (the mean of its halves) or each record (the mean of all its halves).
+Parts (engine.evaluation.inputs) are kept in F.parquet.parts/ until the table is complete; a damaged part is made again, those
+of another job are refused. Under torchrun or deepspeed, rank r of W makes the parts r, r + W, ..., and the rank that finishes
+last joins all of them. Ranks share the folder and nothing else: none waits for another.
 """
 
+import argparse
+import errno
 import fcntl
 import io
 import json
 import os
 import shutil
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import torch
+from pyarrow import csv
+from torch import Tensor
+from tqdm import tqdm
 
-from data_tools.dataset import Dataset
-from engine.common import ConfigError, sync, write_whole
+from data_tools.cli import keep_freed_memory
+from data_tools.dataset import DataError, Dataset
+from engine.common import ConfigError, OutputError, cores_per_rank, environment, sync, write_whole, writing
 from engine.data.augmenter import FS_HZ, HALF
 from engine.data.preprocess import Input
-from engine.evaluation.predict import CropBatch, dataset_batches, predict
-from engine.model.inference import NOT_FINITE, TrainedModel
+from engine.evaluation.inputs import COLUMNS, CropSource, Per, dataset_source, is_dataset, open_data
+from engine.evaluation.predict import CropBatch, predict
+from engine.evaluation.probe import probe, probe_rows, report
+from engine.model.inference import NOT_FINITE, TrainedModel, load
+from engine.model.kernels import disable_tf32
 
-Per = Literal["crop", "record", "half"]
-PART_BATCHES = 16
-COLUMNS = {"source": pa.string(), "record": pa.string(), "patient": pa.string(), "row": pa.int64(), "start_s": pa.float64()}
+CSV = ".csv"
+SHOWN = 8  # numbers in a message
 KEY = b"omnilead"  # of a parquet file's metadata: the job
+RESUMABLE = ": run the same command again to go on"
+PERMANENT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)  # the same command would fail again
 
 
-def schema(width: int) -> pa.Schema:
-    return pa.schema([*COLUMNS.items(), ("embedding", pa.list_(pa.float32(), width))])
+class Output(NamedTuple):
+    """What a model gives for each half of 5 s, and the columns that become of the means."""
+
+    model: TrainedModel
+    forward: Callable[[Tensor], Tensor]
+    fields: dict[str, pa.DataType]
+    columns: Callable[[np.ndarray], list[pa.Array]]
+    what: str  # for people
+    job: dict[str, Any] = {}  # noqa: RUF012 - what distinguishes it from embeddings
+
+    @property
+    def schema(self) -> pa.Schema:
+        return pa.schema([*COLUMNS.items(), *self.fields.items()])
 
 
-class EmbeddedCrops(NamedTuple):
-    """What a CropBatch of a source consists of."""
+def embeddings(model: TrainedModel) -> Output:
+    width = model.encoder.width
 
-    part: int
-    table: pa.Table  # COLUMNS, one row for each crop
-    record_B: np.ndarray  # numbers the records, ascending
+    def columns(c_ND: np.ndarray) -> list[pa.Array]:
+        return [pa.FixedSizeListArray.from_arrays(pa.array(c_ND.reshape(-1)), width)]
 
-
-class DatasetSource:
-    """Crops of a dataset. A source has `parts`, `count` (units in some of them) and `batches`, which calls `progress` with the
-    units that were read."""
-
-    unit = " crops"
-
-    def __init__(self, dataset: Dataset, rows: np.ndarray, batch: int, per: Per, **reading: Any) -> None:
-        """`rows`: the order of the crops; with per="record" they are sorted by record. `reading`: see dataset_batches."""
-        self.dataset, self.batch, self.reading = dataset, batch, reading
-        self.table = dataset.table([name for name in COLUMNS if name != "row"])
-        self.table = self.table.append_column("row", pa.array(np.arange(len(dataset))))
-        self.record = np.arange(len(rows))
-        if per == "record":
-            chosen = self.table.take(rows).sort_by([(name, "ascending") for name in ("source", "record", "start_s")])
-            rows = chosen["row"].to_numpy()
-            names = pc.binary_join_element_wise(chosen["source"], chosen["record"], "\t").combine_chunks()
-            self.record = np.cumsum(np.diff(names.dictionary_encode().indices.to_numpy(), prepend=0) != 0)
-        first = np.flatnonzero(np.diff(self.record, prepend=-1))  # a part begins with a record
-        begins = first[np.searchsorted(first, np.arange(0, len(rows), batch * PART_BATCHES), side="right") - 1]
-        self.rows, self.begins = rows, np.append(np.unique(begins), len(rows))
-        self.parts = len(self.begins) - 1
-
-    def count(self, parts: Iterable[int]) -> int:
-        return sum(int(self.begins[part + 1] - self.begins[part]) for part in parts)
-
-    def batches(self, parts: Sequence[int], progress: Callable[[int], Any]) -> Generator[CropBatch, None, None]:
-        spans = (range(self.begins[part], self.begins[part + 1]) for part in parts)
-        rows = [self.rows[span[at : at + self.batch]] for span in spans for at in range(0, len(span), self.batch)]
-        position = np.empty(len(self.dataset), np.int64)
-        position[self.rows] = np.arange(len(self.rows))
-        for batch in dataset_batches(self.dataset, rows, **self.reading):
-            at = position[batch.crops]
-            part = int(np.searchsorted(self.begins, at[0], side="right")) - 1
-            yield batch._replace(crops=EmbeddedCrops(part, self.table.take(batch.crops), self.record[at]))
-            progress(len(at))
-
-
-class RecordSource:
-    """Records by number. `read` is called from several threads and returns a data_tools.sources.Prepared, or None to leave the
-    record out."""
-
-    unit = " records"
-
-    def __init__(self, records: int, read: Callable[[int], Any], batch: int, workers: int) -> None:
-        self.records, self.read, self.batch, self.workers = records, read, batch, workers
-        self.parts = -(-records // (batch * PART_BATCHES))
-
-    def _numbers(self, part: int) -> range:
-        return range(self.records)[part * self.batch * PART_BATCHES : (part + 1) * self.batch * PART_BATCHES]
-
-    def count(self, parts: Iterable[int]) -> int:
-        return sum(len(self._numbers(part)) for part in parts)
-
-    def batches(self, parts: Sequence[int], progress: Callable[[int], Any]) -> Generator[CropBatch, None, None]:
-        numbers = (number for part in parts for number in self._numbers(part))
-        with (
-            ThreadPoolExecutor(self.workers, "records") as pool,
-            closing(results_in_order(pool, self.read, numbers, 4 * self.workers)) as records,
-        ):
-            for part in parts:
-                crops = self._crops(part, records, progress)
-                while chunk := list(islice(crops, self.batch)):
-                    uv_BLT = np.stack([record.crops_uv[i] for _, record, i in chunk])
-                    halves_B = np.array([record.halves[i] for _, record, i in chunk])
-                    columns = zip(*((r.source, r.record, r.patient, None, r.start_s[i]) for _, r, i in chunk), strict=True)
-                    arrays = [pa.array(column, kind) for column, kind in zip(columns, COLUMNS.values(), strict=True)]
-                    record_B = np.array([number for number, _, _ in chunk])
-                    table = pa.Table.from_arrays(arrays, list(COLUMNS))
-                    yield CropBatch(uv_BLT, halves_B, EmbeddedCrops(part, table, record_B))
-
-    def _crops(self, part: int, records: Iterator[Any], progress: Callable[[int], Any]) -> Iterator[tuple[int, Any, int]]:
-        for number, record in zip(self._numbers(part), records, strict=False):
-            progress(1)
-            yield from ((number, record, i) for i in range(len(record.halves) if record else 0))
-
-
-CropSource = DatasetSource | RecordSource
-
-
-def results_in_order(
-    pool: ThreadPoolExecutor, call: Callable[[int], Any], numbers: Iterator[int], limit: int
-) -> Generator[Any, None, None]:
-    """call(number) of all numbers, at most `limit` of them ahead of what was asked for."""
-    pending: deque[Future[Any]] = deque(pool.submit(call, number) for number in islice(numbers, limit))
-    try:
-        while pending:
-            result = pending.popleft().result()
-            pending.extend(pool.submit(call, number) for number in islice(numbers, 1))
-            yield result
-    finally:
-        for future in pending:
-            future.cancel()
+    return Output(model, model.pooled, {"embedding": pa.list_(pa.float32(), width)}, columns, f"embeddings of {width}")
 
 
 def tables(
     source: CropSource,
-    model: TrainedModel,
+    output: Output,
     model_input: Input,
     parts: Sequence[int],
     per: Per,
@@ -159,48 +87,53 @@ def tables(
     """The table of each part."""
     empty = set(parts)
     with closing(source.batches(parts, progress)) as batches:
-        outputs = predict(batches, model_input.halves, model.pooled, model.device)
-        for part, group in groupby(outputs, key=lambda output: output[0].crops.part):
+        given = predict(batches, model_input.halves, output.forward, output.model.device)
+        for part, group in groupby(given, key=lambda batch: batch[0].crops.part):
             empty.remove(part)
-            yield part, _table(list(group), per)
+            yield part, _table(list(group), output, per)
     for part in sorted(empty):  # none of its records or crops could be read
-        yield part, schema(model.encoder.width).empty_table()
+        yield part, output.schema.empty_table()
 
 
-def _table(outputs: list[tuple[CropBatch, np.ndarray]], per: Per) -> pa.Table:
-    crops = pa.concat_tables([batch.crops.table.select(list(COLUMNS)) for batch, _ in outputs])
-    crop_H = np.repeat(np.arange(len(crops)), np.concatenate([batch.halves_B for batch, _ in outputs]))
-    record_B = np.concatenate([batch.crops.record_B for batch, _ in outputs])
-    c_HD = np.concatenate([c_HD for _, c_HD in outputs])
-    if not np.isfinite(c_HD).all():
+def _table(given: list[tuple[CropBatch, np.ndarray]], output: Output, per: Per) -> pa.Table:
+    crops = pa.concat_tables([batch.crops.table.select(list(COLUMNS)) for batch, _ in given])
+    crop_H = np.repeat(np.arange(len(crops)), np.concatenate([batch.halves_B for batch, _ in given]))
+    record_B = np.concatenate([batch.crops.record_B for batch, _ in given])
+    y_HD = np.concatenate([y_HD for _, y_HD in given])
+    if not np.isfinite(y_HD).all():
         raise ConfigError(NOT_FINITE)
     group_H = {"half": np.arange(len(crop_H)), "crop": crop_H, "record": record_B[crop_H]}[per]
     first = np.flatnonzero(np.diff(group_H, prepend=-1))
-    c_HD = np.add.reduceat(c_HD, first) / np.diff(first, append=len(c_HD))[:, None].astype(np.float32)
+    y_ND = np.add.reduceat(y_HD, first) / np.diff(first, append=len(y_HD))[:, None].astype(np.float32)
     rows = crops.take(crop_H[first])
     if per == "half":
         second_H = np.diff(crop_H, prepend=-1) == 0
         starts = pa.array(rows["start_s"].to_numpy() + second_H * (HALF / FS_HZ))
         rows = rows.set_column(rows.column_names.index("start_s"), "start_s", starts)
-    embedding = pa.FixedSizeListArray.from_arrays(pa.array(c_HD.reshape(-1)), c_HD.shape[1])
-    return rows.append_column("embedding", embedding).cast(schema(c_HD.shape[1]))
+    return pa.Table.from_arrays([*rows.columns, *output.columns(y_ND)], schema=output.schema)
 
 
 class ParquetParts:
-    def __init__(self, out: Path, job: dict[str, Any]) -> None:
+    def __init__(self, out: Path, job: dict[str, Any], rank: int = 0, world: int = 1) -> None:
         self.out, self.job, self.folder = out, json.loads(json.dumps(job)), out.with_name(f"{out.name}.parts")
-        self.finished = out.exists()
+        self.rank, self.world, self.finished = rank, world, out.exists()
+        self.rows: int | None = None  # of `out`, on the rank that has joined it
+        self._lock: Any = None
         if self.finished:
-            self._require_same(_job_of(out), out)
+            if out.suffix != CSV:
+                self._require_same(_job_of(out), out)
+                self.rows = None if rank else pq.read_metadata(out).num_rows
             return
         if self.folder.is_file():
             raise ConfigError(f"--out {out}: {self.folder} is a file: remove it, or choose another --out")
         self.folder.mkdir(exist_ok=True)
-        self._lock = open(self.folder / "lock", "w")  # noqa: SIM115 - held until the end
+        self._lock = open(self.folder / f"lock-{rank}-of-{world}", "w")  # noqa: SIM115 - held until the end
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"--out {out}: another process is writing it") from None
+        except OSError:  # no locks here: if two processes do the same work, they write the same bytes
+            pass
         for path in self.folder.glob("*.parquet"):
             if (before := _job_of(path)) is not None:
                 self._require_same(before, path)
@@ -211,45 +144,68 @@ class ParquetParts:
             was, now = (str(job.get(differ[0]))[:60] for job in (before, self.job))
             raise ConfigError(f"{place}: of another job: {differ[0]} was {was}, now {now}: remove it, or choose another --out")
 
+    def _read(self, number: int, described: pa.Schema | None = None) -> pa.Table | None:
+        """None: the part is missing or damaged."""
+        try:
+            return pq.read_table(self._path(number), schema=described, page_checksum_verification=True)
+        except (pa.ArrowException, OSError):
+            return None
+
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:06d}.parquet"
 
     def missing(self, count: int) -> list[int]:
-        """Parts that are still to be made, damaged ones included."""
-        return [number for number in range(count) if not self._is_whole(number)]
-
-    def _is_whole(self, number: int) -> bool:
-        try:
-            pq.read_table(self._path(number), page_checksum_verification=True)
-            return True
-        except (pa.ArrowException, OSError):
-            return False
+        """Those of this rank's parts that are still to be made, damaged ones included."""
+        numbers = [number for number in range(self.rank, count, self.world) if self._read(number) is None]
+        self.finished = self.out.exists()  # looked at last: another rank removes the parts only after that
+        return [] if self.finished else numbers
 
     def write(self, number: int, table: pa.Table) -> None:
         buffer = io.BytesIO()
         pq.write_table(table.replace_schema_metadata({KEY: json.dumps(self.job)}), buffer, write_page_checksum=True)
         write_whole(self._path(number), buffer.getvalue())
 
-    def join(self, count: int, described: pa.Schema) -> None:
-        """All parts in one file, which appears when it is complete; each is a row group."""
-        described, whole = described.with_metadata({KEY: json.dumps(self.job)}), self.folder / "whole"
-        with pq.ParquetWriter(whole, described) as writer:
+    def join(self, count: int, described: pa.Schema) -> list[int]:
+        """All parts in one file, which appears when it is complete. -> those that are missing, which are other ranks'. Ranks
+        that finish together may all join: they write the same bytes."""
+        try:
+            missing = [] if self.out.exists() else self._join(count, described.with_metadata({KEY: json.dumps(self.job)}))
+        except FileNotFoundError:  # another rank has joined the parts and removed them
+            if not self.out.exists():
+                raise
+        return [] if self.out.exists() else missing
+
+    def _join(self, count: int, described: pa.Schema) -> list[int]:
+        there, whole = set(os.listdir(self.folder)), self.folder / f"whole-{self.rank}"
+        missing = [number for number in range(count) if self._path(number).name not in there]
+        if missing:
+            return missing
+        rows = 0
+        with (csv.CSVWriter if self.out.suffix == CSV else pq.ParquetWriter)(whole, described) as writer:
             for number in range(count):
-                table = pq.read_table(self._path(number), schema=described)
-                if len(table):
-                    writer.write_table(table.replace_schema_metadata(described.metadata))
+                table = self._read(number, described)
+                if table is None:
+                    missing.append(number)
+                elif len(table):
+                    writer.write_table(table.replace_schema_metadata(described.metadata))  # in parquet a row group
+                    rows += len(table)
+        if missing:
+            return missing
         with open(whole, "rb") as file:
             os.fsync(file.fileno())
         os.replace(whole, self.out)
         sync(self.out.parent)
-        shutil.rmtree(self.folder)
+        self.rows = rows
+        return []
 
     def __enter__(self) -> "ParquetParts":
         return self
 
     def __exit__(self, *error: object) -> None:
-        if not self.finished:
+        if self._lock:
             self._lock.close()
+        if self.out.exists():  # the parts are not needed any more, whichever rank joined them
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _job_of(path: Path) -> Any:
@@ -258,3 +214,106 @@ def _job_of(path: Path) -> Any:
         return json.loads((pq.read_schema(path).metadata or {}).get(KEY, b"null"))
     except (pa.ArrowException, OSError, ValueError):
         return None
+
+
+def command(name: str, args: argparse.Namespace, output_of: Callable[[TrainedModel], Output]) -> int:
+    """engine.embed and engine.predict, when their arguments are read. -> the exit code."""
+    resumable = RESUMABLE if args.out else ""
+    try:
+        run(args, output_of)
+        return 0
+    except (ConfigError, DataError) as error:
+        message, code = str(error), 2
+    except OutputError as error:
+        message, code = str(error), 1
+    except OSError as error:
+        ours = args.out and str(error.filename or args.out).startswith(str(args.out))
+        place = f"--out {args.out}" if ours or not error.filename else error.filename
+        code = 2 if error.errno in PERMANENT else 1
+        message = f"{place}: {error.strerror or error}{resumable * (code == 1)}"
+    except KeyboardInterrupt:
+        message, code = f"interrupted{resumable}", 130
+    rank = os.environ.get("RANK", "0")
+    if rank == "0" or args.began:  # before that, all ranks meet the same error
+        of_rank = f"rank {rank}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+        print(f"{name}: {of_rank}{' '.join(message.split())}", file=sys.stderr, flush=True)
+    return code
+
+
+def run(args: argparse.Namespace, output_of: Callable[[TrainedModel], Output]) -> None:
+    (rank, world, local), cores = environment(), cores_per_rank()
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.device == "cuda" and world > 1:
+        args.device = f"cuda:{local % max(1, torch.cuda.device_count())}"
+    on_gpu = args.device.startswith("cuda")
+    args.batch = args.batch or (256 if on_gpu else 16)
+    args.workers = args.workers or (cores if on_gpu else max(1, cores // 4))
+    model, model_input = prepare_model(args)
+    output = output_of(model)
+    if args.out is None:
+        if world > 1:
+            raise ConfigError(f"WORLD_SIZE={world}: probes are computed by one process: start it without deepspeed or torchrun")
+        score(args, output, model_input)
+        return
+    job = {"model": model.digest, "leads": args.leads, "per": args.per, "batch": args.batch, "precision": args.precision}
+    job |= {"device": torch.device(args.device).type, "on_corrupt": args.on_corrupt}
+    identity, opened = open_data(args, model_input)
+    with ParquetParts(args.out, job | output.job | identity, rank, world) as parts:
+        left = [] if parts.finished else make(args, opened(), output, model_input, parts)
+    if left and world == 1:
+        raise OutputError(f"{args.out}: part {left[0]} cannot be read again{RESUMABLE}")
+    if left:
+        numbers = ", ".join(map(str, left[:SHOWN])) + ", ..." * (len(left) > SHOWN)
+        others = f"{len(left)} parts of other ranks are missing ({numbers})"
+        print(f"rank {rank} of {world}: done; {others}: if no rank is running any more, run the same command again")
+    elif parts.rows is not None:
+        print(f"{args.out}: {parts.rows:,} {output.what}, computed in {args.precision}")
+
+
+def make(args: argparse.Namespace, source: CropSource, output: Output, model_input: Input, parts: ParquetParts) -> list[int]:
+    """This rank's parts, and the whole file if no other part is missing. -> the parts that are."""
+    mine = range(parts.rank, source.parts, parts.world)
+    missing, total = parts.missing(source.parts), source.count(mine)
+    args.began = True
+    with progress_bar(total, source.unit, total - source.count(missing), parts.rank) as bar:
+        for number, table in tables(source, output, model_input, missing, args.per, bar.update):
+            parts.write(number, table)
+    return parts.join(source.parts, output.schema)
+
+
+def progress_bar(total: int, unit: str, done: int = 0, rank: int = 0) -> "tqdm[None]":
+    return tqdm(total=total, initial=done, unit=unit, disable=True if rank else None)
+
+
+def score(args: argparse.Namespace, output: Output, model_input: Input) -> None:
+    if not is_dataset(args.data[0], args.anonymous):
+        raise ConfigError(f"--data {args.data[0]}: --probe needs a dataset with splits: make one with `data_tools shard`")
+    dataset = Dataset.open(args.data[0], args.anonymous)
+    source = dataset_source(args, dataset, model_input, probe_rows(dataset))
+    parts = range(source.parts)
+    with progress_bar(source.count(parts), source.unit) as bar:
+        halves = pa.concat_tables(table for _, table in tables(source, output, model_input, parts, args.per, bar.update))
+    scores = probe(dataset, halves) | {"precision": args.precision}
+    print(report(scores))
+    if args.json:
+        with writing(args.json, "--json"):
+            write_whole(args.json, json.dumps(scores, indent=1) + "\n")
+
+
+def prepare_model(args: argparse.Namespace) -> tuple[TrainedModel, Input]:
+    """The model on its device, and what it is shown."""
+    try:
+        device = torch.device(args.device)
+        torch.zeros(0, device=device).cpu()
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device {args.device}: {error}".splitlines()[0][:200]) from None
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(cores_per_rank())
+    keep_freed_memory()
+    disable_tf32()
+    model = load(args.model)
+    if args.precision == "auto":
+        args.precision = "bf16" if device.type == "cuda" and model.history.get("precision") == "bf16" else "fp32"
+    model.to(device, torch.bfloat16 if args.precision == "bf16" else torch.float32)
+    return model, model.input.limited_to(args.leads) if args.leads else model.input

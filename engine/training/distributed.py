@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from data_tools.cli import show
-from engine.common import ConfigError
+from engine.common import ConfigError, cores_per_rank
+from engine.common import environment as environment
 from engine.model.kernels import disable_tf32
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -41,26 +42,11 @@ class Ranks:
         return self.rank == 0
 
 
-def environment() -> tuple[int, int, int]:
-    """rank, world size, local rank, as set by the launcher."""
-    names = ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")
-    try:
-        rank, world, local = (int(os.environ.get(name, default)) for name, default in names)
-        if not 0 <= rank < world:
-            raise ValueError(f"RANK={rank}, WORLD_SIZE={world}")
-    except ValueError as error:
-        raise ConfigError(
-            f"RANK, WORLD_SIZE, LOCAL_RANK in the environment: {error}: start with deepspeed or torchrun"
-        ) from None
-    return rank, world, local
-
-
 def start(timeout_s: float, deterministic: bool = False) -> Ranks:
     rank, world, local = environment()
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local)})  # DeepSpeed reads them
     if "OMP_NUM_THREADS" not in os.environ:
-        local_world = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world)
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
+        torch.set_num_threads(cores_per_rank())
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)

@@ -25,7 +25,7 @@ class Finder:
         if name == "torch":
             raise KeyboardInterrupt
 sys.meta_path.insert(0, Finder())
-sys.argv = [sys.argv[1]]
+del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
@@ -76,9 +76,9 @@ def test_output_that_cannot_be_written_and_names_that_are_not_text(command: str,
 
 @pytest.mark.parametrize("door", ["pretrain", "finetune", "evaluate", "embed"])
 def test_stopped_while_all_is_imported_is_one_line(door: str) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", STOPPED, f"engine/{door}.py"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", STOPPED, f"engine/{door}.py"]
+    command += ["--model", "m", "--data", "d", "--out", "o"] * (door == "embed")
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode in (130, -2) and ended.stdout == ""
     assert ended.stderr.count("\n") == 1 and ended.stderr.endswith(
         f"{door}{'.py' * (door in ('pretrain', 'finetune'))}: interrupted\n"

@@ -134,13 +134,13 @@ def test_fewer_leads_and_half_precision(dataset: Dataset, embedded: Embedded, mo
 
 def test_a_gpu_embeds_in_the_precision_of_the_training(folder: Path, crops: Path, monkeypatch: Patch) -> None:
     loaded = SimpleNamespace(history={}, input=None, to=lambda device, dtype: None)
-    monkeypatch.setattr(embed, "load", lambda path: loaded)
+    monkeypatch.setattr(embedding, "load", lambda path: loaded)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.ones(0))  # no such device here
     for trained, asked, on_gpu in (("bf16", "auto", "bf16"), ("fp32", "auto", "fp32"), ("bf16", "fp32", "fp32")):
         loaded.history = {"precision": trained}
         for device, computed in (("cuda:1", on_gpu), ("cpu", "fp32")):
             args = embed.parse([*command(folder, ["d"], crops), "--device", device, "--precision", asked])
-            embed.prepare_model(args)
+            embedding.prepare_model(args)
             assert args.precision == computed
     assert json.loads(pq.read_schema(crops).metadata[embedding.KEY])["precision"] == "fp32"
 
@@ -194,6 +194,38 @@ def test_killed_for_real(folder: Path, dataset: Dataset, crops: Path, tmp_path: 
     assert out.read_bytes() == crops.read_bytes()
 
 
+def test_ranks_share_the_parts(
+    folder: Path, dataset: Dataset, crops: Path, tmp_path: Path, monkeypatch: Patch, capsys: Any
+) -> None:
+    """Of three ranks the first ends well and the third is killed; two start again, as deepspeed would start them."""
+    out = tmp_path / "cut"
+    arguments = [*command(folder, [dataset.root.url], out, batch=2), "--local_rank=0"]
+    parts = out.with_name("cut.parts")
+    with monkeypatch.context() as patch:
+        for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}.items():
+            patch.setenv(name, value)
+        assert embed.main(arguments) == 0
+        said = capsys.readouterr().out
+        assert "rank 0 of 3: done" in said and "(1, 2, 4, 5" in said and not out.exists()
+        patch.setenv("WORLD_SIZE", "two")
+        assert embed.main(arguments) == 2 and "WORLD_SIZE" in capsys.readouterr().err
+    third = ranks(arguments, tmp_path, [2], 3)
+    until(lambda: (parts / "000002.parquet").exists() or not third[0].is_alive())
+    third[0].kill()
+    third[0].join()
+    for process in (both := ranks(arguments, tmp_path, [0, 1], 2)):
+        process.join()
+    assert [process.exitcode for process in both] == [0, 0], (tmp_path / "output.txt").read_text()
+    assert out.read_bytes() == crops.read_bytes() and not parts.exists()
+    assert f"{len(dataset):,} embeddings of 32" in (tmp_path / "output.txt").read_text()
+
+
+def ranks(arguments: list[str], folder: Path, numbers: list[int], world: int) -> list[Any]:
+    env = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    places = ({"RANK": str(number), "LOCAL_RANK": str(number)} for number in numbers)
+    return [started(embed.main, arguments, out=folder / "output.txt", env=env | place) for place in places]
+
+
 def test_a_corrupt_crop_stops_or_is_skipped(
     folder: Path, dataset: Dataset, crops: Path, embedded: Embedded, tmp_path: Path, capsys: Any
 ) -> None:
@@ -242,7 +274,7 @@ def test_crops_without_a_lead_that_the_model_looks_at(
     starts = pq.read_table(tmp_path / "2").select(["record", "start_s"]).to_pylist()
     assert starts == [{"record": "y", "start_s": start} for start in (0.0, 20.0)]
     assert record in embedded(dataset.root.url, leads=f"I,{lead}")["record"].to_pylist()
-    monkeypatch.setattr(embed, "none_measured", lambda dataset, leads: np.ones(len(dataset), bool))
+    monkeypatch.setattr("engine.evaluation.inputs.none_measured", lambda dataset, leads: np.ones(len(dataset), bool))
     probed = ["--model", str(folder), "--data", dataset.root.url, "--probe", "--on-corrupt", "skip"]
     assert embed.main(probed) == 2 and "no valid lead" in capsys.readouterr().err
 
@@ -313,7 +345,7 @@ def test_what_cannot_be_written_is_named_before_the_work(
     probed = ["--model", str(folder), "--data", dataset.root.url, "--probe"]
     assert embed.main([*probed, "--per", "half"]) == 2 and "--per half" in capsys.readouterr().err
     with monkeypatch.context() as patch:
-        patch.setattr(embed, "prepare_model", lambda _: pytest.fail("work was begun"))
+        patch.setattr(embedding, "prepare_model", lambda _: pytest.fail("work was begun"))
         assert embed.main([*probed, "--json", "no/F"]) == 2 and "--json no/F: " in capsys.readouterr().err
         patch.setattr(os, "access", lambda *_: False)
         assert embed.main(arguments) == 2 and f"--out {tmp_path / 'out'}: " in capsys.readouterr().err

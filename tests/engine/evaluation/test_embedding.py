@@ -1,5 +1,6 @@
 """Embeddings in parts, and predict(): what overlaps, what is damaged, what stands in the way."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,8 @@ import torch
 from data_tools.dataset import Dataset, DatasetError
 from engine.common import ConfigError
 from engine.evaluation import predict as predicting
-from engine.evaluation.embedding import COLUMNS, EmbeddedCrops, ParquetParts, tables
+from engine.evaluation.embedding import ParquetParts, embeddings, tables
+from engine.evaluation.inputs import COLUMNS, EmbeddedCrops
 from engine.evaluation.predict import CropBatch, dataset_batches, predict
 
 JOB = {"model": "a", "batch": 16}
@@ -76,6 +78,32 @@ def test_parts_of_another_job_and_files_in_the_way_are_refused(tmp_path: Path) -
         ParquetParts(out, JOB | {"batch": 8})
 
 
+def test_the_last_rank_joins_and_late_ones_leave_nothing_behind(tmp_path: Path) -> None:
+    _, whole = finish(tmp_path / "whole")
+    out = tmp_path / "out"
+    with ParquetParts(out, JOB, 0, 2) as first, ParquetParts(out, JOB, 1, 2) as second:
+        for rank, mine, others in ((first, [0, 2], [1, 3]), (second, [1, 3], [])):
+            assert rank.missing(COUNT) == mine
+            for number in mine:
+                rank.write(number, part(number))
+            if rank is second:  # as it was before one had joined
+                shutil.copytree(tmp_path / "out.parts", tmp_path / "parts")
+            assert rank.join(COUNT, part(0).schema) == others
+        assert first.join(COUNT, part(0).schema) == [] and first.rows is None and second.rows == 4000
+    out.unlink()
+    shutil.copytree(tmp_path / "parts", tmp_path / "out.parts")
+    with ParquetParts(out, JOB, 1, 3) as late:  # begins as another rank joins
+        assert finish(out) == ([], whole)
+        assert late.missing(COUNT) == [] and late.join(COUNT, part(0).schema) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "parts", "whole"]
+    out.unlink()
+    shutil.copytree(tmp_path / "parts", tmp_path / "out.parts")
+    cut(tmp_path / "out.parts")
+    with ParquetParts(out, JOB, 0, 2) as first, ParquetParts(out, JOB, 1, 2) as second:
+        assert first.missing(COUNT) == [2] and second.missing(COUNT) == []
+        assert second.join(COUNT, part(0).schema) == [2]  # the first has not made it again yet
+
+
 class Source:
     """Three batches of one crop in parts 0 and 1; nothing in part 2 can be read."""
 
@@ -105,7 +133,7 @@ def test_a_batch_is_launched_before_the_last_one_s_result_is_waited_for(monkeypa
         device=torch.device("cpu"), encoder=SimpleNamespace(width=4), pooled=lambda x_RLT: x_RLT[:, 0, :4]
     )
     prepare: Any = SimpleNamespace(halves=lambda uv_BLT, halves_B: uv_BLT.float())
-    made = dict(tables(Source(), model, prepare, [0, 1, 2], "crop"))
+    made = dict(tables(Source(), embeddings(model), prepare, [0, 1, 2], "crop"))
     assert events == ["launch 0", "launch 1", "wait 0", "launch 2", "wait 1", "wait 2"]
     first = {number: [vector[0] for vector in table["embedding"].to_pylist()] for number, table in made.items()}
     assert first == {0: [0, 1], 1: [2], 2: []}
