@@ -95,7 +95,9 @@ class _YamlLoader(yaml.SafeLoader):  # type: ignore[misc]
         self.sizes.setdefault(id(node), self.values - before)
         return node
 
-    def construct_integer(self, node: Any) -> int:
+    def construct_integer(self, node: Any) -> int | str:
+        if ":" in node.value:  # 8:1:1 is text, not a number to the base of 60 as in YAML 1.1
+            return str(node.value)
         value: int = self.construct_yaml_int(node)
         if abs(value) >= MAX_INTEGER:
             raise yaml.YAMLError("an integer of more than 63 bits")

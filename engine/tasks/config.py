@@ -1,0 +1,42 @@
+"""Settings of a task: which labels, what kind of answer, how records are split. The section `task` of a fine-tuning.
+
+TaskConfig("rhythm", "multiclass", labels="rhythm.csv")
+TaskConfig("age", "regression", columns=("age",), unit="years", split="8:1:1")      # the dataset's own ages
+"""
+
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+TaskKind = Literal["binary", "multilabel", "multiclass", "regression", "identity"]
+Name = Annotated[str, Field(min_length=1, max_length=64)]
+Value = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]  # folds: {train: [1, 2]}
+
+
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
+class TaskConfig:
+    name: Name = "diagnosis"
+    kind: TaskKind = "multilabel"
+    labels: str = ""  # CSV or parquet file. "": 26 diagnoses (multilabel), patients (identity), or `columns` of the dataset
+    columns: tuple[Value, ...] = ()  # label columns; (): all but record, source, patient, fold, split. Of the dataset: age, sex
+    classes: tuple[Value, ...] = ()  # of multiclass, in order; (): the values that occur, sorted
+    unit: Annotated[str, Field(max_length=32)] = ""  # of regression
+    # column: by `fold` or `split` of the table; 8:1:1: drawn by patient; roles: the dataset's; auto: column if there is one,
+    # else 8:1:1, without a table roles
+    split: Literal["auto", "roles", "column", "8:1:1"] = "auto"
+    # {train: [1, 2], valid: [3], test: [4]}; {}: the last fold is test, the one before it valid
+    folds: dict[Literal["train", "valid", "test"], tuple[Value, ...]] = field(default_factory=dict)
+    class_weights: Literal["none", "balanced"] = "none"  # balanced: each class weighs as much as if all were equally frequent
+    scale: Annotated[float, Field(ge=1, le=1e4)] = 192.0  # of ArcFace, the loss of identity
+    margin: Annotated[float, Field(ge=0, le=3)] = 1.0
+
+
+def current_task(head: Mapping[str, Any]) -> dict[str, Any]:
+    """The section `task` for a section `head` as an earlier version wrote it; what is unknown stays, and is refused."""
+    name = head.get("task", "diagnosis")
+    known = {"diagnosis": "multilabel", "identification": "identity"}
+    named = {"name": name, "kind": known[name]} if name in known else {"kind": name}
+    return named | {key: value for key, value in head.items() if key != "task"}

@@ -1,0 +1,65 @@
+"""What each kind of task does with the logits of R samples for K outputs: loss, scores, class weights.
+
+loss_R, share_R = loss("multilabel", logits_RK, y_RK)        # unknown labels (NaN) count nowhere
+scores("multiclass", logits_RK)                              # probabilities; of a regression the logits
+"""
+
+import numpy as np
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.tasks.config import TaskKind
+
+METRICS: dict[TaskKind, tuple[str, ...]] = {  # of validation; the first chooses the step
+    "binary": ("auroc", "auprc", "accuracy", "f_measure", "loss"),
+    "multilabel": ("auroc", "auprc", "challenge", "accuracy", "f_measure", "loss"),
+    "multiclass": ("auroc", "accuracy", "f_measure", "loss"),
+    "regression": ("mae", "r2", "loss"),
+    "identity": ("identification_accuracy",),
+}
+LOWER_IS_BETTER = ("loss", "mae")
+
+
+def cell_losses(kind: TaskKind, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of each label, and which are known: [R, K], for multiclass [R, 1]. A regression's labels are standardised:
+    beyond one deviation its loss grows linearly (smooth L1), so that a few wrong labels do not rule it."""
+    known_RK, y_RK = ~y_RK.isnan(), y_RK.nan_to_num()
+    if kind == "multiclass":
+        return F.cross_entropy(logits_RK, y_RK, reduction="none")[:, None], known_RK[:, :1]
+    each = F.smooth_l1_loss if kind == "regression" else F.binary_cross_entropy_with_logits
+    return each(logits_RK, y_RK, reduction="none"), known_RK
+
+
+def loss(kind: TaskKind, logits_RK: Tensor, y_RK: Tensor, weights_RK: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Of each sample: the sum over its known labels, divided by the number of all, and the share that is known. The sum of the
+    first over the sum of the second is the mean over known labels."""
+    loss_RK, known_RK = cell_losses(kind, logits_RK, y_RK)
+    loss_RK = loss_RK if weights_RK is None else loss_RK * weights_RK
+    return (loss_RK * known_RK).sum(1) / loss_RK.shape[1], known_RK.float().mean(1)
+
+
+def right(kind: TaskKind, logits_RK: Tensor, y_RK: Tensor) -> Tensor:
+    """Whether all known labels of a sample are predicted."""
+    if kind == "multiclass":
+        return logits_RK.argmax(1) == y_RK.argmax(1)
+    return (((logits_RK > 0) == (y_RK > 0)) | y_RK.isnan()).all(1)
+
+
+def scores(kind: TaskKind, logits_RK: Tensor) -> Tensor:
+    if kind == "multiclass":
+        return logits_RK.softmax(1)
+    return logits_RK if kind == "regression" else logits_RK.sigmoid()
+
+
+def balanced(kind: TaskKind, y_NK: np.ndarray) -> np.ndarray:
+    """[2, K]: weights of negative and positive labels, inverse to how often they occur, on average 1."""
+    known_K = np.maximum((~np.isnan(y_NK)).sum(0), 1)
+    counts_2K = np.maximum([(y_NK == 0).sum(0), (y_NK > 0).sum(0)], 1)
+    return np.asarray(known_K / (y_NK.shape[1] if kind == "multiclass" else 2) / counts_2K, np.float32)
+
+
+def weights(kind: TaskKind, y_NK: np.ndarray, balanced_2K: np.ndarray) -> np.ndarray:
+    """Of each label [N, K], for multiclass [N, 1]."""
+    if kind == "multiclass":
+        return np.asarray(np.nansum(y_NK * balanced_2K[1], axis=1, keepdims=True), np.float32)
+    return np.asarray(np.where(y_NK > 0, balanced_2K[1], balanced_2K[0]))

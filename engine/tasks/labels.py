@@ -1,0 +1,363 @@
+"""Labels and splits of a task, for every crop of its datasets.
+
+    labels = read_task(TaskConfig("rhythm", "multiclass", labels="rhythm.csv"), [Dataset.open("DATASET")])
+    labels.y[0], labels.classes         # float32 [crops, K], NaN where unknown; names of the K columns
+    labels.rows(0, "train")             # crops of the first dataset in the training split that have a known label
+    guess(TaskConfig(labels="my.csv"))  # with the kind that the columns suggest
+
+A table is CSV (commas, semicolons or tabs) or parquet: `record`, `source` where databases share names, the labels, and `fold`
+or `split`. An empty cell is unknown. A record is named as in the dataset, or by its path in the archive.
+"""
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import csv as pa_csv
+from pyarrow import parquet
+
+from data_tools.dataset import CLASSES, Dataset
+from engine.common import ConfigError
+from engine.data.leakage import OWNER, find_leak, owners, patient_ids, uniforms
+from engine.tasks.config import TaskConfig, TaskKind
+
+SPLITS = ("", "train", "valid", "test")  # by their numbers in TaskLabels.split
+SPLIT_OF = {"train": 1, "valid": 2, "val": 2, "validation": 2, "dev": 2, "test": 3, "gallery": 3, "probe": 3}
+RESERVED = ("record", "source", "patient", "fold", "split")
+OWN_COLUMNS = ("age", "sex")  # of a dataset
+BOOLEANS = {"0": 0, "0.0": 0, "false": 0, "no": 0, "1": 1, "1.0": 1, "true": 1, "yes": 1}
+FEW = 10  # numbers with at most so many values are classes
+SHOWN = 3  # names in a message
+
+
+@dataclass(frozen=True, eq=False)
+class TaskLabels:
+    task: TaskConfig  # with columns, classes and folds filled in
+    classes: tuple[str, ...]  # names of the K outputs; empty for identity
+    y: list[np.ndarray]  # by dataset [crops, K] float32; multiclass: one-hot; identity: patients, int64 [crops]
+    split: list[np.ndarray]  # by dataset [crops] int8, as in SPLITS; 0 where no label is known
+    remarks: list[str] = field(default_factory=list)
+
+    def rows(self, dataset: int, split: str) -> np.ndarray:
+        return np.flatnonzero(self.split[dataset] == SPLITS.index(split))
+
+    def of(self, split: str) -> np.ndarray:
+        """The labels of all crops of a split."""
+        return np.concatenate([y[self.rows(n, split)] for n, y in enumerate(self.y)])
+
+    @property
+    def role(self) -> str:
+        """The role, as an argument of Dataset.select, that alone decides the split; "" if labels or folds do."""
+        own = not self.task.labels and not self.task.columns and self.task.split in ("auto", "roles")
+        return ("identity" if self.task.kind == "identity" else "dx") if own else ""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What must not change when a training is resumed, as JSON."""
+        definition = asdict(self.task) | {"labels": self.task.labels.rpartition("/")[2], "classes": list(self.task.classes)}
+        definition |= {"columns": list(self.task.columns), "folds": {name: list(of) for name, of in self.task.folds.items()}}
+        arrays = [] if self.role else [*self.y, *self.split]
+        digest = sha256(b"".join(sha256(np.ascontiguousarray(array).data).digest() for array in arrays)).hexdigest()
+        return {"definition": definition, "classes": list(self.classes), "sha256": digest if arrays else ""}
+
+
+class LabelTable(NamedTuple):
+    name: str  # in messages
+    cells: pa.Table  # of text, null: unknown
+    row: list[np.ndarray]  # by dataset, the row of each crop; -1: none
+    remarks: list[str]
+
+
+def read_task(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
+    """ConfigError if the table does not fit the task or the datasets."""
+    if task.kind == "identity" or not (task.labels or task.columns):
+        return _of_roles(task, datasets)
+    table = _joined(task, datasets) if task.labels else _own_columns(task, datasets)
+    task = replace(task, columns=task.columns or _label_columns(table.name, table.cells))
+    if absent := [name for name in task.columns if name not in table.cells.column_names]:
+        has = ", ".join(_label_columns(table.name, table.cells))
+        raise ConfigError(f"{table.name}: no column {absent[0]!r}: its label columns are {has}")
+    used = np.unique(np.concatenate(table.row))
+    task, classes, y_NK = _values(task, table, used[used >= 0])
+    y_NK = np.append(y_NK, np.full((1, y_NK.shape[1]), np.nan, np.float32), axis=0)  # row -1
+    y = [y_NK[row] for row in table.row]
+    known = [~np.isnan(one).all(1) for one in y]
+    if not any(map(np.any, known)):
+        raise ConfigError(f"{table.name}: no record has a known label in {', '.join(task.columns)}: fill in the cells")
+    task, split, remarks = _splits(task, table, datasets, known)
+    return TaskLabels(task, classes, y, split, [*table.remarks, *remarks])
+
+
+def _of_roles(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
+    """The tasks of the paper: everything is in the dataset."""
+    identity = task.kind == "identity"
+    if identity and (task.labels or task.columns):
+        raise ConfigError(f"task.kind=identity: its labels are the dataset's patients, not {task.labels or task.columns}")
+    if task.kind not in ("identity", "multilabel"):
+        raise ConfigError(f"task.kind={task.kind}: name a label table: --labels my.csv, or --set task.columns=[age]")
+    if task.split not in ("auto", "roles"):
+        raise ConfigError(f"task.split={task.split}: {task.name} is split by the dataset's roles: use roles")
+    if leak := find_leak(datasets, role := "id_role" if identity else "dx_role"):
+        raise ConfigError(f"data.datasets: {leak}: build them with one --plan and --seed, or leave one out")
+    y = patient_ids(datasets) if identity else [dataset.labels.astype(np.float32) for dataset in datasets]
+    return TaskLabels(task, () if identity else CLASSES, y, [_coded(dataset.table([role])[role]) for dataset in datasets])
+
+
+def _own_columns(task: TaskConfig, datasets: Sequence[Dataset]) -> LabelTable:
+    if unknown := [name for name in task.columns if name not in OWN_COLUMNS]:
+        raise ConfigError(f"task.columns: {unknown[0]!r} is not in the dataset, which has age and sex: name a table: --labels")
+    parts = [dataset.table(["record", *task.columns]) for dataset in datasets]
+    ends = np.cumsum([0, *map(len, parts)])
+    rows = [np.arange(*ends[n : n + 2]) for n in range(len(parts))]
+    return LabelTable(datasets[0].root.url, _as_text(pa.concat_tables(parts)), rows, [])
+
+
+def guess(task: TaskConfig) -> TaskConfig:
+    """The kind that the label columns suggest."""
+    cells = read_table(task.labels)
+    columns = task.columns or _label_columns(task.labels, cells)
+    values = {name: pc.drop_null(cells[name]).unique().to_pylist() for name in columns if name in cells.column_names}
+    kind: TaskKind = "regression"
+    if all(value.lower() in BOOLEANS for of in values.values() for value in of):
+        kind = "binary" if len(columns) == 1 else "multilabel"
+    elif any(not _numbers(of) or (len(columns) == 1 and _integers(of) and len(of) <= FEW) for of in values.values()):
+        if len(columns) > 1:
+            text = next(name for name, of in values.items() if not _numbers(of))
+            raise ConfigError(f"{task.labels}: {text!r} is not 0, 1 or a number: choose columns: --columns {columns[0]}")
+        kind = "multiclass"
+    return replace(task, kind=kind, columns=columns)
+
+
+def read_table(url: str) -> pa.Table:
+    """All columns as text, the reserved ones in lower case."""
+    try:
+        with fsspec.open(url, "rb").open() as file:
+            data = file.read()
+        if data[:4] == b"PAR1":
+            cells = parquet.read_table(io.BytesIO(data))
+        else:
+            delimiter = _delimiter(data)
+            header = next(csv.reader([_first_line(data)], delimiter=delimiter))
+            types = dict.fromkeys([*header, *(name.strip() for name in header)], pa.string())
+            convert = pa_csv.ConvertOptions(column_types=types, strings_can_be_null=True)
+            parse = pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+            cells = pa_csv.read_csv(io.BytesIO(data), parse_options=parse, convert_options=convert)
+        names = [name.strip() for name in cells.column_names]
+        cells = _as_text(cells.rename_columns([name.lower() if name.lower() in RESERVED else name for name in names]))
+    except pa.ArrowMemoryError:
+        raise
+    except Exception as error:  # of many kinds: of files, stores, pyarrow, a missing package
+        why = "no such file" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())[:200]
+        raise ConfigError(f"{url}: cannot be read as CSV or parquet: {why}") from None
+    for name in cells.column_names:
+        if cells.column_names.count(name) > 1:
+            raise ConfigError(f"{url}: two columns are called {name!r}: rename one")
+    if "record" not in cells.column_names or not len(cells):
+        has = ", ".join(cells.column_names[:10])
+        raise ConfigError(f"{url}: {len(cells)} rows of {has}: a column `record` must name the ECG of each row")
+    return cells
+
+
+def _first_line(data: bytes) -> str:
+    return data[: 2**20].decode("utf-8-sig", "replace").splitlines()[0] if data else ""
+
+
+def _delimiter(data: bytes) -> str:
+    """The one that leaves a column `record`."""
+    line = _first_line(data)
+    names = {mark: [name.strip().lower() for name in next(csv.reader([line], delimiter=mark), [])] for mark in ",;\t"}
+    return next((mark for mark, of in names.items() if "record" in of and len(of) > 1), ",")
+
+
+def _as_text(cells: pa.Table) -> pa.Table:
+    text = [pc.utf8_trim_whitespace(pc.cast(column, pa.string())) for column in cells.columns]
+    empty = pa.array(["", "nan", "NaN"])
+    return pa.table([pc.if_else(pc.is_in(column, empty), None, column) for column in text], cells.column_names)
+
+
+def _label_columns(name: str, cells: pa.Table) -> tuple[str, ...]:
+    columns = tuple(column for column in cells.column_names if column not in RESERVED)
+    if not columns:
+        raise ConfigError(f"{name}: no column of labels, only {', '.join(cells.column_names)}")
+    return columns
+
+
+def _joined(task: TaskConfig, datasets: Sequence[Dataset]) -> LabelTable:
+    """The table's row for each crop, by the record's name."""
+    url, cells = task.labels, read_table(task.labels)
+    crops = pa.concat_tables([dataset.table(["source", "record"]) for dataset in datasets])
+    key = pc.binary_join_element_wise(crops["source"], crops["record"], "/").combine_chunks().dictionary_encode()
+    keys, key_of_crop = key.dictionary, key.indices.to_numpy()
+    by_source, record = "source" in cells.column_names, cells["record"].combine_chunks()
+    targets = keys if by_source else pc.replace_substring_regex(keys, "^[^/]*/", "")
+    found = np.full(len(record), -1)
+    for form in _forms(record):
+        left = np.flatnonzero(found < 0)
+        names = form.take(pa.array(left))
+        names = pc.binary_join_element_wise(cells["source"].take(pa.array(left)), names, "/") if by_source else names
+        found[left] = pc.fill_null(pc.index_in(names, value_set=targets), -1).to_numpy(zero_copy_only=False)
+    target = targets.dictionary_encode().indices.to_numpy()  # of two sources' records with one name the same
+    rows = np.flatnonzero(found >= 0)
+    named = np.bincount(target[found[rows]], minlength=len(keys))
+    if len(shared := np.flatnonzero((named > 0) & (np.bincount(target, minlength=len(keys)) > 1))):
+        twice = keys.take(pa.array(np.flatnonzero(target == shared[0]))).to_pylist()
+        raise ConfigError(
+            f"{url}: a record is called {' and '.join(twice[:2])} in the data: add a column `source` to the table"
+        )
+    if len(again := np.flatnonzero(named > 1)):
+        lines = rows[target[found[rows]] == again[0]] + 1
+        raise ConfigError(f"{url}: record {record[lines[0] - 1]} is in rows {lines[0]} and {lines[1]}: keep one of them")
+    if not len(rows):
+        here, there = (", ".join(map(str, some[:SHOWN].to_pylist())) for some in (record, targets))
+        raise ConfigError(f"{url}: none of its {len(record):,} records is in the data: it names {here}, the data {there}")
+    row_of_key = np.full(len(keys), -1)
+    row_of_key[found[rows]] = rows
+    missing = np.flatnonzero(found < 0)
+    remarks = [f"{url}: {_some(missing, record)} of {len(record):,} records are not in the data"] if len(missing) else []
+    bare = np.flatnonzero(row_of_key < 0)
+    remarks += [f"{url}: says nothing of {_some(bare, keys)} of {len(keys):,} records of the data"] if len(bare) else []
+    ends = np.cumsum([len(dataset) for dataset in datasets])[:-1]
+    return LabelTable(url, cells, np.split(row_of_key[key_of_crop], ends), remarks)
+
+
+def _forms(record: pa.Array) -> list[pa.Array]:
+    """A record's possible names: as given, without an ending, with its folders joined as in a WFDB folder, without them, and
+    PTB-XL's file as the Challenge's record."""
+    bare = pc.replace_substring_regex(record, r"\.[A-Za-z]\w{1,3}$", "")
+    last = pc.replace_substring_regex(bare, "^.*/", "")
+    joined = pc.replace_substring(bare, "/", "_")
+    return [record, bare, joined, last, pc.replace_substring_regex(last, r"^(\d{5})_[hl]r$", r"HR\1")]
+
+
+def _some(positions: np.ndarray, names: pa.Array) -> str:
+    shown = ", ".join(map(str, names.take(pa.array(positions[:SHOWN])).to_pylist()))
+    return f"{len(positions):,} ({shown}{', ...' if len(positions) > SHOWN else ''})"
+
+
+def _numbers(values: Sequence[str]) -> bool:
+    try:
+        return bool(np.isfinite([float(value) for value in values]).all())
+    except ValueError:
+        return False
+
+
+def _integers(values: Sequence[str]) -> bool:
+    return all(float(value).is_integer() for value in values)
+
+
+def _in_order(values: Sequence[str]) -> list[str]:
+    return sorted(values, key=(lambda value: (float(value), value)) if _numbers(values) else None)
+
+
+def _values(task: TaskConfig, table: LabelTable, used: np.ndarray) -> tuple[TaskConfig, tuple[str, ...], np.ndarray]:
+    """The task with its classes, the names of the K outputs, and y [rows, K]."""
+    if task.kind in ("binary", "multiclass") and len(task.columns) != 1:
+        raise ConfigError(f"{table.name}: a {task.kind} task has one column, not {', '.join(task.columns)}: --columns NAME")
+    columns = [table.cells[name].combine_chunks() for name in task.columns]
+    if task.kind != "multiclass":
+        y = [_parsed(task, table, name, column) for name, column in zip(task.columns, columns, strict=True)]
+        return task, task.columns, np.stack(y, axis=1)
+    classes = task.classes or tuple(_in_order(pc.drop_null(columns[0].take(pa.array(used))).unique().to_pylist()))
+    code = pc.fill_null(pc.index_in(columns[0], value_set=pa.array(classes, pa.string())), -1).to_numpy(zero_copy_only=False)
+    given = columns[0].is_valid().to_numpy(zero_copy_only=False)
+    if len(unknown := used[(code < 0)[used] & given[used]]):
+        raise ConfigError(f"{_cell(table, task.columns[0], unknown[0])} is not one of its classes {', '.join(classes)}")
+    y_NK = np.concatenate([np.eye(len(classes), dtype=np.float32), np.full((1, len(classes)), np.nan, np.float32)])[code]
+    return replace(task, classes=classes), classes, y_NK
+
+
+def _parsed(task: TaskConfig, table: LabelTable, name: str, column: pa.Array) -> np.ndarray:
+    if task.kind == "regression":
+        try:
+            numbers = pc.cast(column, pa.float32()).to_numpy(zero_copy_only=False)
+        except pa.ArrowInvalid:
+            numbers = np.array([np.inf if text and not _numbers([text]) else 0 for text in column.to_pylist()])
+        wrong, mend = np.isinf(numbers), "a number"
+    else:
+        coded = column.dictionary_encode()
+        values = [BOOLEANS.get(text.lower(), np.inf) for text in coded.dictionary.to_pylist()]
+        indices = pc.fill_null(coded.indices, len(values)).to_numpy(zero_copy_only=False)
+        numbers = np.array([*values, np.nan], np.float32)[indices]
+        wrong, mend = np.isinf(numbers), "0 or 1, true or false, yes or no"
+    if wrong.any():
+        raise ConfigError(f"{_cell(table, name, int(wrong.argmax()))} is not {mend}; empty is unknown")
+    return np.asarray(numbers)
+
+
+def _cell(table: LabelTable, column: str, row: int) -> str:
+    return f"{table.name}: column {column!r} of record {table.cells['record'][row]}: {str(table.cells[column][row])[:40]!r}"
+
+
+def _coded(split: pa.ChunkedArray) -> np.ndarray:
+    """Names of splits as numbers, 0 where there is none; -1: unknown."""
+    names, numbers = pa.array(SPLIT_OF), np.array([*SPLIT_OF.values(), -1, 0], np.int8)
+    text = pc.utf8_lower(split)
+    at = pc.if_else(pc.is_in(text, pa.array(["", None])), len(names) + 1, pc.fill_null(pc.index_in(text, names), len(names)))
+    return np.asarray(numbers[at.to_numpy()])
+
+
+def _splits(
+    task: TaskConfig, table: LabelTable, datasets: Sequence[Dataset], known: list[np.ndarray]
+) -> tuple[TaskConfig, list[np.ndarray], list[str]]:
+    """The task with its folds, the split of each crop, and remarks."""
+    columns = [name for name in ("fold", "split") if name in table.cells.column_names]
+    how = task.split if task.split != "auto" else "column" if columns else "8:1:1" if task.labels else "roles"
+    sizes = np.cumsum([len(dataset) for dataset in datasets])[:-1]
+    if how == "roles":
+        if leak := find_leak(datasets, "dx_role"):
+            raise ConfigError(f"data.datasets: {leak}: build them with one --plan and --seed, or leave one out")
+        split = np.concatenate([_coded(dataset.table(["dx_role"])["dx_role"]) for dataset in datasets])
+        return task, np.split(np.where(np.concatenate(known), split, 0), sizes), []
+    chunks = [owners(part)[0] for dataset in datasets for part in dataset.parts(OWNER)]
+    owner = pa.chunked_array(chunks).unify_dictionaries().combine_chunks()
+    names, owner_N = owner.dictionary, owner.indices.to_numpy()
+    if how == "8:1:1":
+        split = np.digitize(uniforms(names), (0.8, 0.9))[owner_N] + 1
+    elif not columns:
+        raise ConfigError(f"{table.name}: task.split=column, but it has neither `fold` nor `split`: use task.split=8:1:1")
+    else:
+        task, split = _by_column(task, table, columns[0], np.concatenate(known), names, owner_N)
+    split = np.where(np.concatenate(known), split, 0).astype(np.int8)
+    waveform, dropped = np.concatenate([dataset.column("waveform") for dataset in datasets]), 0
+    for side in (3, 2):  # a copy of a tested ECG is neither trained nor validated on
+        copies = (split > 0) & (split < side) & np.isin(waveform, waveform[split == side])
+        split[copies], dropped = 0, dropped + int(copies.sum())
+    remarks = [f"{dropped:,} crops are left out: copies of ECGs in valid or test"] if dropped else []
+    return task, np.split(split, sizes), remarks
+
+
+def _by_column(
+    task: TaskConfig, table: LabelTable, column: str, known: np.ndarray, names: pa.Array, owner_N: np.ndarray
+) -> tuple[TaskConfig, np.ndarray]:
+    """The task with its folds, and the split of each crop. A patient in two folds is an error."""
+    cells = table.cells[column].combine_chunks().dictionary_encode()
+    values: list[str] = cells.dictionary.to_pylist()
+    if column == "split":
+        number = _coded(pa.chunked_array([cells.dictionary]))
+        if (number < 0).any():
+            raise ConfigError(f"{table.name}: split {values[int(number.argmin())]!r}: write train, valid or test")
+    else:
+        ordered = _in_order(values)
+        if not task.folds and len(ordered) < 3:
+            raise ConfigError(f"{table.name}: folds {', '.join(ordered)}: at least 3 are needed: for train, valid and test")
+        task = replace(
+            task, folds=task.folds or {"train": tuple(ordered[:-2]), "valid": (ordered[-2],), "test": (ordered[-1],)}
+        )
+        of = {value: SPLIT_OF[split] for split, some in task.folds.items() for value in some}
+        number = np.array([of.get(value, 0) for value in values], np.int8)
+    code = np.append(pc.fill_null(cells.indices, len(values)).to_numpy(zero_copy_only=False), len(values))  # of a row
+    fold_N = code[np.concatenate(table.row)]
+    seen = np.zeros((len(names), len(values) + 1), bool)
+    seen[owner_N[known], fold_N[known]] = True
+    seen[:, -1] = False
+    if len(twice := np.flatnonzero(seen.sum(1) > 1)):
+        folds = " and ".join(values[fold] for fold in np.flatnonzero(seen[twice[0]])[:2])
+        raise ConfigError(f"{table.name}: patient {names[int(twice[0])]} is in {column}s {folds}: give all of a patient's one")
+    return task, np.append(number, 0)[fold_N]
