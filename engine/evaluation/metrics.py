@@ -1,12 +1,15 @@
-"""Metrics of diagnosis and patient identification, by their official definitions: numpy in, plain numbers out.
+"""Metrics of every kind of task, by their usual definitions: numpy in, plain numbers out.
 
+    measure("multiclass", y_NK, scores_NK)["auroc"]   MEASURES of binary, multilabel, multiclass and regression
     challenge_score(labels, outputs)                  the PhysioNet/CinC Challenge 2021's score, of [n, 26] zeros and ones
     summary(labels, outputs, scores)["challenge"]     and auroc, auprc, accuracy, f_measure, also for each class
     identification(gallery_PD, gallery_ids, probe_QD, probe_ids)["accuracy"]
     mean, half = over_seeds([0.701, 0.695, 0.704])    a 95 % t interval
-    low, high = bootstrap(Diagnosis(labels, outputs, scores), patients).T       95 %, by resampling patients
+    low, high = bootstrap(statistic_of("binary", y_N1, scores_N1), patients)    95 %, by resampling patients
 
-Classes are in the order of challenge_weights.csv, which is the Challenge's weights.csv (BSD 2-clause, from GitHub:
+A cell of y that is NaN is unknown and counts nowhere. Means are over the classes (columns) for which a metric is defined.
+
+The Challenge's classes are in the order of challenge_weights.csv, which is its weights.csv (BSD 2-clause, from GitHub:
 physionetchallenges/evaluation-2021). Its weights are multiples of 1/80, so the score's sums are exact integers.
 
 Axes: N rows, K classes, P gallery entries, Q probes, D width of an embedding.
@@ -14,7 +17,7 @@ Axes: N rows, K classes, P gallery entries, Q probes, D width of an embedding.
 
 import csv
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -25,7 +28,14 @@ from scipy import stats
 from data_tools.dataset import CLASSES
 
 Array = np.ndarray
-METRICS = ("challenge", "auroc", "auprc", "accuracy", "f_measure")
+METRICS = ("challenge", "auroc", "auprc", "accuracy", "f_measure")  # of diagnosis
+BY_THRESHOLD = ("auroc", "auprc", "accuracy", "f_measure", "sensitivity", "specificity")
+MEASURES = {  # the first is the score of a task; the Challenge's 26 classes have `challenge` before it
+    "binary": BY_THRESHOLD,
+    "multilabel": BY_THRESHOLD,  # accuracy: the share of rows with every known class right
+    "multiclass": ("auroc", "auprc", "accuracy", "balanced_accuracy", "f_measure"),  # areas: one class against the rest
+    "regression": ("mae", "rmse", "r2", "pearson"),
+}
 NORMAL = CLASSES.index("NSR")
 WEIGHTS = "challenge_weights.csv"
 UNIT = 80  # of the weights
@@ -46,9 +56,34 @@ def weights() -> Array:
     return np.asarray(np.rint(figures * UNIT), np.int64)
 
 
-def outputs_of(scores: Array) -> Array:
-    """Predicted classes: a probability above 0.5, not at it (fairseq-signals binary_cross_entropy.py:28)."""
-    return np.asarray(scores) > THRESHOLD
+def outputs_of(scores: Array, thresholds: Array | Sequence[float] | float = THRESHOLD) -> Array:
+    """Predicted classes: a probability above the threshold, not at it (fairseq-signals binary_cross_entropy.py:28)."""
+    return np.asarray(scores) > np.asarray(thresholds)
+
+
+def predicted(kind: str, scores: Array, thresholds: Sequence[float] | None = None) -> Array:
+    """bool [N, K]: the classes above their thresholds, of multiclass the most probable one."""
+    if kind == "multiclass":
+        return np.asarray(scores.argmax(1)[:, None] == np.arange(scores.shape[1]))
+    return outputs_of(scores, THRESHOLD if thresholds is None else thresholds)
+
+
+def measure(
+    kind: str, y_NK: Array, scores_NK: Array, thresholds: Sequence[float] | None = None, classes: Sequence[str] = ()
+) -> dict[str, float]:
+    """MEASURES of `kind`. Scores are probabilities or, for regression, values; y is 0, 1 or NaN (unknown), or a value."""
+    statistic = statistic_of(kind, y_NK, scores_NK, thresholds, classes)
+    return dict(zip(statistic.names, statistic().tolist(), strict=True))
+
+
+def statistic_of(
+    kind: str, y_NK: Array, scores_NK: Array, thresholds: Sequence[float] | None = None, classes: Sequence[str] = ()
+) -> "Classification | Regression":
+    y, scores = np.asarray(y_NK), np.asarray(scores_NK)
+    classes = classes or [str(k) for k in range(y.shape[-1])]
+    if kind == "regression":
+        return Regression(y, scores, classes)
+    return Classification(y, predicted(kind, scores, thresholds), scores, classes, kind)
 
 
 def challenge_score(labels: Array, outputs: Array) -> float:
@@ -81,15 +116,15 @@ def _challenge(credit_3N: Array, norm_3N: Array, weight_N: Array) -> float:
 def summary(labels: Array, outputs: Array, scores: Array) -> dict[str, Any]:
     """METRICS; `classes`: {abbreviation: auroc, auprc, f_measure, sensitivity, specificity, positives, predicted, n};
     `without_positives`, `without_negatives`: classes for which AUROC is not defined."""
-    return Diagnosis(labels, outputs, scores).summary()
+    return Classification(*checked(labels, outputs), scores).summary()
 
 
-def checked(labels: Array, outputs: Array) -> tuple[Array, Array]:
-    """Both as bool arrays of one shape [n, 26]."""
+def checked(labels: Array, outputs: Array, classes: int = len(CLASSES)) -> tuple[Array, Array]:
+    """Both as bool arrays of one shape [n, classes]."""
     arrays = []
     for name, array in (("labels", np.asarray(labels)), ("outputs", np.asarray(outputs))):
-        if array.ndim != 2 or array.shape[1] != len(CLASSES) or not len(array):
-            raise MetricError(f"{name} of shape {list(array.shape)}, not [n, {len(CLASSES)}] with n at least 1")
+        if array.ndim != 2 or array.shape[1] != classes or not len(array):
+            raise MetricError(f"{name} of shape {list(array.shape)}, not [n, {classes}] with n at least 1")
         if array.dtype != bool and (wrong := int(((array != 0) & (array != 1)).sum())):
             raise MetricError(f"{name}: {wrong:,} of {array.size:,} are neither 0 nor 1")
         arrays.append(array.astype(bool))
@@ -113,40 +148,62 @@ def counts(label_N: Array, order: Array, last: Array, weight_N: Array | None = N
     return true.astype(float), (every - true).astype(float)
 
 
-class Diagnosis:
-    """METRICS of these rows for any weights: sorted once, so that a bootstrap costs a few cumulative sums for each resample."""
+class Classification:
+    """MEASURES of these rows for any weights: sorted once, so that each resample costs a bootstrap a few cumulative sums."""
 
-    def __init__(self, labels: Array, outputs: Array, scores: Array) -> None:
-        self.labels, self.outputs = checked(labels, outputs)
-        scores = np.asarray(scores)
+    def __init__(
+        self, labels: Array, outputs: Array, scores: Array, classes: Sequence[str] = CLASSES, kind: str = "multilabel"
+    ) -> None:
+        labels, scores = np.asarray(labels), np.asarray(scores)
+        unknown = np.isnan(labels) if labels.dtype.kind == "f" else np.zeros(labels.shape, bool)
+        self.labels, outputs = checked(np.where(unknown, 0, labels), outputs, len(classes))
         scores = scores if scores.dtype.kind == "f" else scores.astype(float)
         if scores.shape != self.labels.shape:
             raise MetricError(f"scores of shape {list(scores.shape)} for labels of shape {list(self.labels.shape)}")
         if lost := int(np.isnan(scores).sum()):
             raise MetricError(f"{lost:,} of {scores.size:,} scores are NaN")
-        self.credits = credits(self.labels, self.outputs)
-        self.right_N = (self.labels == self.outputs).all(1)
-        self.true_NK = (self.labels & self.outputs).astype(np.float64)
-        self.cost_NK = np.add(self.labels, self.outputs, dtype=np.float64)  # 2 tp + fp + fn
-        self.ranked = [ranked(score_N) for score_N in scores.T]
+        self.known, self.outputs, self.classes = ~unknown, outputs & ~unknown, tuple(classes)
+        self.names = METRICS[:1] * (self.classes == CLASSES and bool(self.known.all())) + MEASURES[kind]
+        if "challenge" in self.names:
+            self.credits = credits(self.labels, self.outputs)
+        self.rated_N = self.known.any(1)
+        self.right_N = (self.labels == self.outputs).all(1) & self.rated_N
+        cells = (self.labels & self.outputs, self.outputs, self.labels, self.known)
+        self.cells_NX = np.concatenate(cells, 1).astype(np.float64)
+        known_K = map(np.flatnonzero, self.known.T)
+        self.ranked = [
+            (rows[order], last) for rows, y in zip(known_K, scores.T, strict=True) for order, last in [ranked(y[rows])]
+        ]
 
     def __call__(self, weight_N: Array | None = None) -> Array:
-        """METRICS in which row i counts weight_N[i] times."""
+        """The metrics `names` in which row i counts weight_N[i] times."""
         weight_N = np.ones(len(self.labels), np.int64) if weight_N is None else weight_N
-        auroc_K, auprc_K = self.areas(weight_N)
-        accuracy = weight_N @ self.right_N / weight_N.sum()
-        challenge = _challenge(*self.credits, weight_N)
-        return np.array([challenge, _mean(auroc_K), _mean(auprc_K), accuracy, _mean(self.f_measures(weight_N))])
+        means = {name: _mean(values_K) for name, values_K in self.by_class(weight_N).items()}
+        with np.errstate(invalid="ignore"):  # no row is known: NaN
+            means["accuracy"] = weight_N @ self.right_N / (weight_N @ self.rated_N)
+        means["balanced_accuracy"] = means["sensitivity"]
+        if "challenge" in self.names:
+            means["challenge"] = _challenge(*self.credits, weight_N)
+        return np.array([means[name] for name in self.names])
 
-    def f_measures(self, weight_N: Array) -> Array:
-        with np.errstate(invalid="ignore"):  # neither labelled nor predicted: NaN
-            return np.asarray(2 * (weight_N @ self.true_NK) / (weight_N @ self.cost_NK))
+    def by_class(self, weight_N: Array) -> dict[str, Array]:
+        """auroc, auprc, f_measure, sensitivity, specificity. NaN where a class has nothing to divide by."""
+        true_K, predicted_K, positives_K, known_K = (weight_N @ self.cells_NX).reshape(4, -1)
+        negatives_K = known_K - positives_K
+        with np.errstate(invalid="ignore"):
+            return dict(zip(("auroc", "auprc"), self.areas(weight_N), strict=True)) | {
+                "f_measure": 2 * true_K / (predicted_K + positives_K),
+                "sensitivity": true_K / positives_K,
+                "specificity": (negatives_K - (predicted_K - true_K)) / negatives_K,
+            }
 
     def areas(self, weight_N: Array) -> tuple[Array, Array]:
         """AUROC and AUPRC of each class. NaN without positives; without negatives AUROC is NaN and AUPRC 1."""
-        found = np.full((2, len(CLASSES)), np.nan)
-        for k in range(len(CLASSES)):
-            true, false = counts(self.labels[:, k], *self.ranked[k], weight_N)
+        found = np.full((2, len(self.classes)), np.nan)
+        for k, (order, last) in enumerate(self.ranked):
+            if not len(order):
+                continue
+            true, false = counts(self.labels[:, k], order, last, weight_N)
             positives, negatives = true[-1], false[-1]
             if positives:
                 new = np.diff(true, prepend=0.0)
@@ -156,23 +213,57 @@ class Diagnosis:
         return found[0], found[1]
 
     def summary(self) -> dict[str, Any]:
-        n, positives_K, predicted_K = len(self.labels), self.labels.sum(0), self.outputs.sum(0)
-        ones = np.ones(n, np.int64)
-        with np.errstate(invalid="ignore"):  # no positives, or no negatives: NaN
-            sensitivity_K = self.true_NK.sum(0) / positives_K
-            specificity_K = (~self.labels & ~self.outputs).sum(0) / (n - positives_K)
-        columns = {
-            **dict(zip(("auroc", "auprc"), self.areas(ones), strict=True)),
-            **{"f_measure": self.f_measures(ones), "sensitivity": sensitivity_K, "specificity": specificity_K},
-            **{"positives": positives_K, "predicted": predicted_K, "n": np.full(len(CLASSES), n)},
-        }
-        rows = zip(*(column.tolist() for column in columns.values()), strict=True)
-        classes = {name: dict(zip(columns, row, strict=True)) for name, row in zip(CLASSES, rows, strict=True)}
-        return dict(zip(METRICS, self().tolist(), strict=True)) | {
+        columns = self.by_class(np.ones(len(self.labels), np.int64))
+        columns |= {"positives": self.labels.sum(0), "predicted": self.outputs.sum(0), "n": self.known.sum(0)}
+        classes = table_of(self.classes, columns)
+        return dict(zip(self.names, self().tolist(), strict=True)) | {
             "classes": classes,
             "without_positives": [name for name, of in classes.items() if not of["positives"]],
-            "without_negatives": [name for name, of in classes.items() if of["positives"] == n],
+            "without_negatives": [name for name, of in classes.items() if 0 < of["positives"] == of["n"]],
         }
+
+
+class Regression:
+    """MEASURES of these rows for any weights."""
+
+    names = MEASURES["regression"]
+
+    def __init__(self, values: Array, predictions: Array, classes: Sequence[str]) -> None:
+        if values.shape != predictions.shape or values.ndim != 2 or not len(values) or values.shape[1] != len(classes):
+            shapes = f"{list(values.shape)} and {list(predictions.shape)}"
+            raise MetricError(f"values and predictions of shape {shapes}, not both [n, {len(classes)}] with n at least 1")
+        if lost := int((~np.isfinite(predictions)).sum()):
+            raise MetricError(f"{lost:,} of {predictions.size:,} predictions are not finite")
+        self.known, self.classes = np.isfinite(values), tuple(classes)
+        self.values = np.where(self.known, values, 0).astype(np.float64)
+        self.errors = np.where(self.known, predictions - self.values, 0.0)
+
+    def __call__(self, weight_N: Array | None = None) -> Array:
+        weight_N = np.ones(len(self.values), np.int64) if weight_N is None else weight_N
+        columns = self.by_class(weight_N)
+        return np.array([_mean(columns[name]) for name in self.names])
+
+    def by_class(self, weight_N: Array) -> dict[str, Array]:
+        """MEASURES; mean_error and sd_error. NaN where there is nothing to divide by."""
+        w, e = weight_N[:, None] * self.known, self.errors
+        with np.errstate(invalid="ignore", divide="ignore"):
+            n = w.sum(0)
+            y, shift = self.values - (w * self.values).sum(0) / n, (w * e).sum(0) / n
+            p, square = y + e - shift, (w * e * e).sum(0)
+            yy, pp, yp = ((w * product).sum(0) for product in (y * y, p * p, y * p))
+            columns = {"mae": (w * abs(e)).sum(0) / n, "rmse": np.sqrt(square / n), "r2": 1 - square / yy}
+            columns |= {"pearson": yp / np.sqrt(yy * pp), "mean_error": shift}
+            columns["sd_error"] = np.sqrt(np.maximum(square / n - shift**2, 0))
+        return {name: np.where(np.isfinite(column), column, np.nan) for name, column in columns.items()}
+
+    def summary(self) -> dict[str, Any]:
+        columns = self.by_class(np.ones(len(self.values), np.int64)) | {"n": self.known.sum(0)}
+        return dict(zip(self.names, self().tolist(), strict=True)) | {"classes": table_of(self.classes, columns)}
+
+
+def table_of(classes: Sequence[str], columns: Mapping[str, Array]) -> dict[str, dict[str, Any]]:
+    rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+    return {name: dict(zip(columns, row, strict=True)) for name, row in zip(classes, rows, strict=True)}
 
 
 def _mean(values_K: Array) -> float:
@@ -271,7 +362,7 @@ def over_seeds(values: Sequence[float]) -> tuple[float, float]:
 
 
 def bootstrap(statistic: Callable[[Array], Any], groups: Sequence[Any], n: int = 1000, seed: int = 0) -> Array:
-    """95 % percentile interval [2, ...] of a statistic of weights: how often each row was drawn (Diagnosis is one). Patients
+    """95 % percentile interval [2, ...] of a statistic of weights: how often each row was drawn. Patients
     are drawn with all their rows. A resample on which the statistic is undefined (NaN) is left out; one patient: NaN."""
     patient_N = np.unique(np.asarray(groups), return_inverse=True)[1]
     patients, rng = int(patient_N.max()) + 1, np.random.default_rng(seed)

@@ -26,7 +26,7 @@ from engine.common import ConfigError, describe_leads
 from engine.data.augmenter import none_measured
 from engine.data.leakage import conflicting_splits, patient_ids
 from engine.data.preprocess import Input
-from engine.evaluation.metrics import METRICS, Array, Diagnosis, MetricError, bootstrap, identification, outputs_of
+from engine.evaluation.metrics import Array, Classification, MetricError, bootstrap, identification, outputs_of
 from engine.evaluation.predict import dataset_batches, predict
 from engine.model.inference import TrainedModel
 
@@ -85,15 +85,15 @@ def scored(labels: Array, scores: Array, patients: Sequence[Any], resamples: int
     """n, patients, metrics, intervals, classes, without_positives, without_negatives."""
     if broken := int((~np.isfinite(scores)).any(1).sum()):
         raise MetricError(f"the model gave NaN for {broken:,} of {len(scores):,} samples: check its weights and the data")
-    diagnosis = Diagnosis(labels, outputs_of(scores), scores)
+    diagnosis = Classification(labels, outputs_of(scores), scores)
     summary = diagnosis.summary()
     low, high = bootstrap(diagnosis, patients, resamples).tolist()
     error = calibration(diagnosis.labels, scores)[-1]
     return {
         "n": len(labels),
         "patients": len(set(patients)),
-        "metrics": {name: summary.pop(name) for name in METRICS} | {"calibration_error": error},
-        "intervals": {name: [a, b] for name, a, b in zip(METRICS, low, high, strict=True)},
+        "metrics": {name: summary.pop(name) for name in diagnosis.names} | {"calibration_error": error},
+        "intervals": {name: [a, b] for name, a, b in zip(diagnosis.names, low, high, strict=True)},
         **summary,
     }
 

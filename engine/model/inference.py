@@ -1,8 +1,10 @@
-"""Load a trained model and embed ECGs with it.
+"""Load a trained model; embeddings and predictions of ECGs.
 
     model = engine.load("RUN")                                      # or RUN/model, a copy of that folder, s3://bucket/model
     model.embed(signal, fs_hz=250, leads=["II", "V1"], unit="mV")   # [L, T] -> [D], [B, L, T] -> [B, D]
-    model(x_RLT), model.logits(x_RLT)                               # of segments that are preprocessed already (model.input)
+    model.predict(signal, fs_hz=250, leads=["II", "V1"])            # {"AF": 0.93, ...}, or {"age": 61.2}; after fine-tuning
+    model.classes, model.thresholds, model.unit                     # what the predictions mean: model.head_info
+    model(x_RLT), model.logits(x_RLT), model.scores(x_RLT)          # of segments that are preprocessed already (model.input)
     crops(signal_LT, 250, "II,V1", "mV", model.input)               # int16 [B, 12, 5000], where each starts and its halves
 
 An ECG in memory is cut by `data_tools.prepare`, as for a dataset, so a record has one embedding wherever it comes from.
@@ -12,13 +14,16 @@ unexpected or of another shape. Only the quantiser and the projections of pre-tr
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -32,11 +37,38 @@ from engine.model.config import ModelConfig, current_settings, validated
 from engine.model.encoder import Encoder, pool
 from engine.model.folder import CONFIG, FORMAT, PREPROCESSING, WEIGHTS, LoadError, document_of, misfits, model_folder
 
-TASKS = ("diagnosis", "identification")
+KINDS = {"diagnosis": "multilabel", "identification": "identity"}  # of a head that an earlier version saved
 LARGE_MV, HUGE_MV, TINY_MV = 20.0, 100.0, 0.01  # of a typical lead: median, peak, peak; hearts give 0.1 to 10 mV at the peak
 NOT_MEASURED = -32_768  # in int16
 ROWS = 64  # segments encoded at a time
-NOT_FINITE = "the model gives embeddings that are not finite: its weights are broken"
+NOT_FINITE = "the model's outputs are not finite: its weights are broken"
+THRESHOLD = 0.5
+
+
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="ignore"))
+class HeadInfo:
+    """What a fine-tuned model's outputs mean: `head` of config.json. K outputs."""
+
+    task: str
+    kind: Literal["binary", "multilabel", "multiclass", "regression", "identity"]
+    classes: tuple[str, ...] = ()  # [K]; of binary and regression the label columns
+    thresholds: tuple[float, ...] = ()  # [K] of binary and multilabel: a class is predicted above it
+    unit: str = ""  # of regression
+    center: tuple[float, ...] = ()  # [K] of regression: logits * scale + center
+    scale: tuple[float, ...] = ()
+    definition: dict[str, Any] = field(default_factory=dict)  # the task's settings: labels, split, ...
+
+    def __post_init__(self) -> None:
+        figures = {"regression": ("center", "scale"), "binary": ("thresholds",), "multilabel": ("thresholds",)}
+        lengths = {name: len(getattr(self, name)) for name in ("classes", *figures.get(self.kind, ()))}
+        if len(set(lengths.values())) > 1 or (self.kind == "identity") != (not self.classes):
+            raise ConfigError(f"{self.kind} with {', '.join(f'{n} {name}' for name, n in lengths.items())}")
+
+    def scores(self, logits_RK: Tensor) -> Tensor:
+        """Probabilities, or values in `unit`."""
+        if self.kind == "regression":
+            return logits_RK * logits_RK.new_tensor(self.scale) + logits_RK.new_tensor(self.center)
+        return logits_RK.softmax(-1) if self.kind == "multiclass" else logits_RK.sigmoid()
 
 
 class TrainedModel(nn.Module):
@@ -47,7 +79,7 @@ class TrainedModel(nn.Module):
     ) -> None:
         super().__init__()
         self.encoder, self.head, self.config, self.preprocessing, self.digest = encoder, head, config, preprocessing, digest
-        self.input = Input.of(preprocessing, config_of(config).leads)
+        self.input, self.head_info = Input.of(preprocessing, config_of(config).leads), head_of(config)
         self.eval()
 
     @property
@@ -57,7 +89,15 @@ class TrainedModel(nn.Module):
     @property
     def classes(self) -> tuple[str, ...]:
         """What the logits stand for."""
-        return tuple((self.config.get("head") or {}).get("classes", ()))
+        return self.head_info.classes if self.head_info else ()
+
+    @property
+    def thresholds(self) -> tuple[float, ...]:
+        return self.head_info.thresholds if self.head_info else ()
+
+    @property
+    def unit(self) -> str:
+        return self.head_info.unit if self.head_info else ""
 
     @property
     def history(self) -> dict[str, Any]:
@@ -74,9 +114,15 @@ class TrainedModel(nn.Module):
 
     def logits(self, x_RLT: Tensor) -> Tensor:
         if self.head is None:
-            raise ConfigError("this model has no head: only one that was fine-tuned for diagnosis gives logits")
+            raise ConfigError("this model has no head: only one that was fine-tuned on labels gives logits and scores")
         y: Tensor = self.head(self.pooled(x_RLT).to(self.head.weight.dtype))
         return y.float()
+
+    def scores(self, x_RLT: Tensor) -> Tensor:
+        """y_RK: probabilities of `classes`, or values in `unit`."""
+        logits_RK = self.logits(x_RLT)
+        assert self.head_info is not None
+        return self.head_info.scores(logits_RK)
 
     def segments(self, signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str = "mV") -> Tensor:
         """x_RLT of one ECG [L, T]: the model's input."""
@@ -91,6 +137,24 @@ class TrainedModel(nn.Module):
         for. NaN, in int16 -32768: not measured. unit_norm: divided by its length, for cosines. What is refused: see
         `crops`.
         """
+        c_BD = self._means(self.pooled, self.encoder.width, signal, fs_hz, leads, unit)
+        c_BD = F.normalize(c_BD, dim=-1) if unit_norm else c_BD
+        return c_BD if getattr(signal, "ndim", None) == 3 else c_BD[0]
+
+    @torch.inference_mode()
+    def predict(
+        self, signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str = "mV"
+    ) -> dict[str, float] | list[dict[str, float]]:
+        """{class: probability} or {name: value in `self.unit`} of an ECG [L, T], a list of them of several [B, L, T]: the mean
+        over its segments of 5 s, as `evaluate` scores a record. Arguments: see `embed`."""
+        y_BK = self._means(self.scores, len(self.classes), signal, fs_hz, leads, unit)
+        found = [dict(zip(self.classes, y_K, strict=True)) for y_K in y_BK.tolist()]
+        return found if getattr(signal, "ndim", None) == 3 else found[0]
+
+    def _means(
+        self, forward: Callable[[Tensor], Tensor], width: int, signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str
+    ) -> Tensor:
+        """[B, width], for one ECG B = 1: the mean over its segments of what `forward` gives."""
         leads = leads if isinstance(leads, str) else tuple(leads)
         several = getattr(signal, "ndim", None) == 3
         parts = []
@@ -100,19 +164,19 @@ class TrainedModel(nn.Module):
             except SignalError as error:
                 raise SignalError(f"signal[{i}]: {error}" if several else str(error)) from None
         if not parts:
-            return torch.zeros(0, self.encoder.width, device=self.device)
-        c_RD = torch.cat([self.pooled(x_RLT) for x_RLT in torch.cat(parts).split(ROWS)])
-        c_BD = torch.stack([part.mean(0) for part in c_RD.split([len(part) for part in parts])])
-        if not c_BD.isfinite().all():
+            return torch.zeros(0, width, device=self.device)
+        y_RD = torch.cat([forward(x_RLT) for x_RLT in torch.cat(parts).split(ROWS)])
+        y_BD = torch.stack([part.mean(0) for part in y_RD.split([len(part) for part in parts])])
+        if not y_BD.isfinite().all():
             raise ConfigError(NOT_FINITE)
-        c_BD = F.normalize(c_BD, dim=-1) if unit_norm else c_BD
-        return c_BD if several else c_BD[0]
+        return y_BD
 
 
 def load(path: str | os.PathLike[str]) -> TrainedModel:
     with model_folder(path) as (folder, digest):
         document, preprocessing = document_of(folder / CONFIG), document_of(folder / PREPROCESSING)
-        config, classes = config_of(document, folder / CONFIG), _head_outputs(document, folder / CONFIG)
+        config, head_info = config_of(document, folder / CONFIG), head_of(document, folder / CONFIG)
+        classes = len(head_info.classes) if head_info else 0  # none of identification, whose class vectors are not exported
         with torch.device("meta"):
             encoder, head = Encoder(config), nn.Linear(config.width, classes) if classes else None
         _load_weights(folder / WEIGHTS, encoder, head)
@@ -135,16 +199,18 @@ def config_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> ModelCo
         raise LoadError(f"{path}: {error}") from None
 
 
-def _head_outputs(document: Mapping[str, Any], path: Path) -> int:
-    """0 if there is no head, or only the classes of identification, which are not exported."""
-    head = document.get("head")
-    if head is None:
-        return 0
-    task, classes = (head.get("task"), head.get("classes")) if isinstance(head, dict) else (None, None)
-    named = isinstance(classes, list) and len(classes) > 0
-    if task not in TASKS or named != (task == "diagnosis"):
-        raise LoadError(f"{path}: head={str(head)[:60]}: must be a task, {' or '.join(TASKS)}, with classes for diagnosis")
-    return len(classes or ())
+def head_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> HeadInfo | None:
+    """`head` of config.json; earlier versions saved only task and classes."""
+    if (head := document.get("head")) is None:
+        return None
+    try:
+        settings = dict(head)
+        settings.setdefault("kind", KINDS.get(str(settings.get("task"))))
+        if settings["kind"] in ("binary", "multilabel"):
+            settings.setdefault("thresholds", [THRESHOLD] * len(settings.get("classes", ())))
+        return validated(HeadInfo, settings, "head")
+    except (ConfigError, TypeError, ValueError) as error:
+        raise LoadError(f"{path}: head={str(head)[:60]}: {error}") from None
 
 
 def _load_weights(path: Path, encoder: Encoder, head: nn.Linear | None) -> None:

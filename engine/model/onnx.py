@@ -1,10 +1,10 @@
-"""A trained model as ONNX, for use without PyTorch: x [batch, leads, samples] -> embedding [batch, D], logits [batch, K].
+"""A trained model as ONNX, without PyTorch: x [batch, leads, samples] -> embedding [batch, D], logits and scores [batch, K].
 
     python -m engine.convert to-onnx RUN OUT.onnx
 
 Any number of segments, any length. x is what `TrainedModel.segments` gives: the file's metadata holds `preprocessing` (leads in
-order, rate, scale) and `config` (classes of the logits) as JSON. The file is written only if onnxruntime gives PyTorch's
-numbers at several sizes.
+order, rate, scale), `config` and `head` (classes, thresholds, unit of the scores) as JSON. The file is written only if
+onnxruntime gives PyTorch's numbers at several sizes.
 """
 
 import json
@@ -12,6 +12,7 @@ import logging
 import os
 import warnings
 from copy import deepcopy
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -34,11 +35,14 @@ class Outputs(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         embedding = self.model(x)
-        return (embedding,) if self.model.head is None else (embedding, self.model.head(embedding))
+        if self.model.head is None or self.model.head_info is None:
+            return (embedding,)
+        logits = self.model.head(embedding)
+        return embedding, logits, self.model.head_info.scores(logits)
 
 
 def to_onnx(model: TrainedModel, out: Path) -> float:
-    """Write the file; returns the largest difference between onnxruntime and PyTorch."""
+    """Write the file; returns the largest difference between onnxruntime and PyTorch, as a share of numbers above 1."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise ConfigError(f"{', '.join(missing)} is not installed: pip install 'omnilead[onnx]'")
@@ -59,7 +63,7 @@ def to_onnx(model: TrainedModel, out: Path) -> float:
 def export(outputs: Outputs, path: Path) -> None:
     model = outputs.model
     x = torch.zeros(2, len(model.input.leads), 2500)
-    names = ["embedding"] if model.head is None else ["embedding", "logits"]
+    names = ["embedding"] if model.head is None else ["embedding", "logits", "scores"]
     sizes = {"x": {0: torch.export.Dim("batch"), 2: torch.export.Dim("samples", min=64)}}
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     try:
@@ -71,7 +75,9 @@ def export(outputs: Outputs, path: Path) -> None:
     except Exception as error:  # of many kinds, all of the exporter
         raise ConfigError(f"torch.onnx cannot export this model: {type(error).__name__}: {error}".splitlines()[0]) from error
     assert program is not None
-    program.model.metadata_props.update(preprocessing=json.dumps(model.preprocessing), config=json.dumps(model.config))
+    documents = {"preprocessing": model.preprocessing, "config": model.config}
+    documents |= {"head": asdict(model.head_info)} if model.head_info else {}
+    program.model.metadata_props.update({name: json.dumps(document) for name, document in documents.items()})
     program.save(path)
 
 
@@ -85,4 +91,5 @@ def difference(outputs: Outputs, path: Path, segments: int, samples: int) -> flo
     with torch.inference_mode():
         expected = outputs(torch.from_numpy(x))
     pairs = zip(expected, session.run(None, {"x": x}), strict=True)
-    return float(np.max([np.abs(mine.numpy() - other).max() for mine, other in pairs]))
+    worst = [np.abs(mine.numpy() - other).max() / max(1.0, float(mine.abs().max())) for mine, other in pairs]
+    return float(np.max(worst))

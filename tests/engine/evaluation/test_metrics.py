@@ -14,14 +14,17 @@ from hypothesis import strategies as st
 from data_tools.record import ABBREVIATIONS, CLASSES
 from engine.evaluation import metrics
 from engine.evaluation.metrics import (
+    MEASURES,
     METRICS,
-    Diagnosis,
+    Classification,
     MetricError,
     bootstrap,
     challenge_score,
     identification,
+    measure,
     outputs_of,
     over_seeds,
+    statistic_of,
     summary,
 )
 
@@ -162,8 +165,76 @@ def test_a_weight_counts_as_so_many_copies(rows_: tuple[np.ndarray, np.ndarray],
     weight = np.random.default_rng(seed).integers(0, 4, len(labels))
     weight[0] += not weight.any()
     outputs, copies = outputs_of(scores), np.repeat(np.arange(len(labels)), weight)
-    expected = [summary(labels[copies], outputs[copies], scores[copies])[name] for name in METRICS]
-    np.testing.assert_allclose(Diagnosis(labels, outputs, scores)(weight), expected, rtol=0, atol=1e-12)
+    diagnosis = Classification(labels, outputs, scores)
+    found = summary(labels[copies], outputs[copies], scores[copies])
+    np.testing.assert_allclose(diagnosis(weight), [found[name] for name in diagnosis.names], rtol=0, atol=1e-12)
+
+
+# Other tasks --------------------------------------------------------------------------------------------------------------
+
+
+def test_unknown_labels_count_nowhere() -> None:
+    """Each class is scored as if there were only the rows in which it is known."""
+    rng = np.random.default_rng(0)
+    y, scores, thresholds = (rng.random((60, 3)) < 0.4).astype(float), rng.integers(0, 9, (60, 3)) / 8, (0.3, 0.5, 0.7)
+    y[rng.random(y.shape) < 0.3] = np.nan
+    y[7] = np.nan
+    found = measure("multilabel", y, scores, thresholds, "abc")
+    alone = []
+    for k, threshold in enumerate(thresholds):
+        known = ~np.isnan(y[:, k])
+        alone.append(measure("binary", y[known, k : k + 1], scores[known, k : k + 1], [threshold]))
+    for name in ("auroc", "auprc", "f_measure", "sensitivity", "specificity"):
+        assert found[name] == pytest.approx(np.mean([one[name] for one in alone]))
+    right = (((scores > thresholds) == y) | np.isnan(y)).all(1)[~np.isnan(y).all(1)]
+    assert found["accuracy"] == pytest.approx(right.mean()) and "challenge" not in found
+    counted = statistic_of("multilabel", y, scores, thresholds, "abc").summary()["classes"]
+    assert [of["n"] for of in counted.values()] == (~np.isnan(y)).sum(0).tolist()
+    nothing = measure("binary", np.full((2, 1), np.nan), np.zeros((2, 1)))
+    assert all(math.isnan(value) for value in nothing.values())
+
+
+def test_the_challenge_scores_only_its_own_classes_where_all_are_known() -> None:
+    y, scores = rows("AF", "NSR").astype(float), np.full((2, 26), 0.25)
+    assert next(iter(measure("multilabel", y, scores, classes=ABBREVIATIONS))) == "challenge"
+    assert next(iter(measure("multilabel", y, scores))) == "auroc"  # of other classes
+    y[0, 3] = np.nan
+    assert "challenge" not in measure("multilabel", y, scores, classes=ABBREVIATIONS)
+
+
+def test_exclusive_classes_by_hand() -> None:
+    """Six rows, one of them unknown: of a two of three, of b one of one, of c none of one."""
+    y = np.eye(3)[[0, 0, 0, 1, 2, 2]]
+    y[5] = np.nan
+    scores = np.array([[0.6, 0.3, 0.1], [0.5, 0.1, 0.4], [0.2, 0.5, 0.3], [0.1, 0.8, 0.1], [0.4, 0.3, 0.3], [0.0, 0.0, 1.0]])
+    found = measure("multiclass", y, scores)
+    assert found["accuracy"] == 3 / 5 and found["balanced_accuracy"] == pytest.approx((2 / 3 + 1 + 0) / 3)
+    assert found["f_measure"] == pytest.approx((4 / 6 + 2 / 3 + 0) / 3)
+    assert found["auroc"] == pytest.approx((5 / 6 + 1 + 2.5 / 4) / 3)
+    assert list(found) == list(MEASURES["multiclass"])
+
+
+@settings(max_examples=30)
+@given(st.integers(3, 40), st.integers(0, 2**32 - 1))
+def test_values_against_loops(n: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    y = rng.normal(60, 15, (n, 2))
+    p, weight = y * 0.8 + rng.normal(5, 9, (n, 2)), rng.integers(0, 4, n)
+    weight[:3], y[1, 0] = 1, np.nan
+    expected = []
+    for k in (0, 1):
+        copies = np.repeat(np.arange(n), weight)
+        copies = copies[~np.isnan(y[copies, k])]
+        t, e = y[copies, k], p[copies, k] - y[copies, k]
+        r2 = 1 - (e @ e) / ((t - t.mean()) @ (t - t.mean()))
+        expected.append([abs(e).mean(), math.sqrt(e @ e / len(e)), r2, np.corrcoef(t, p[copies, k])[0, 1]])
+    found = statistic_of("regression", y, p, classes=("age", "ef"))
+    np.testing.assert_allclose(found(weight), np.mean(expected, 0), rtol=1e-9)
+    of = found.summary()["classes"]["ef"]
+    error = p[:, 1] - y[:, 1]
+    assert (of["n"], of["mean_error"], of["sd_error"]) == (n, pytest.approx(error.mean()), pytest.approx(error.std()))
+    equal = measure("regression", np.ones((n, 1)), p[:, :1])
+    assert math.isnan(equal["r2"]) and math.isnan(equal["pearson"]) and equal["mae"] > 0
 
 
 # What cannot be scored ----------------------------------------------------------------------------------------------------
@@ -187,6 +258,13 @@ def test_bad_rows_are_an_error_of_one_line(case: tuple[Any, Any, Any, str]) -> N
     with pytest.raises(MetricError, match=message) as raised:
         summary(*arrays)
     assert "\n" not in str(raised.value)
+
+
+def test_values_that_are_not_finite_are_an_error() -> None:
+    with pytest.raises(MetricError, match="1 of 3 predictions are not finite"):
+        measure("regression", np.ones((3, 1)), np.array([[1.0], [np.inf], [2.0]]))
+    with pytest.raises(MetricError, match=r"\[3, 1\] and \[2, 1\]"):
+        measure("regression", np.ones((3, 1)), np.ones((2, 1)))
 
 
 # Identification -----------------------------------------------------------------------------------------------------------
@@ -271,10 +349,10 @@ def test_the_interval_of_every_score() -> None:
     rng = np.random.default_rng(0)
     labels = rng.random((200, 26)) < 0.1
     scores = np.clip(labels * 0.5 + rng.random((200, 26)) * 0.6, 0, 1)
-    diagnosis = Diagnosis(labels, outputs_of(scores), scores)
+    diagnosis = Classification(labels, outputs_of(scores), scores)
     low, high = bootstrap(diagnosis, rng.integers(0, 90, 200), n=200)
-    assert (low < diagnosis()).all() and (diagnosis() < high).all()
+    assert (low <= diagnosis()).all() and (diagnosis() <= high).all() and (low < high).sum() == 6  # sensitivity is 1
     assert np.isnan(bootstrap(diagnosis, np.zeros(200), n=3)).all()  # one patient
-    low, high = bootstrap(Diagnosis(rows("", ""), rows("", ""), np.zeros((2, 26))), [0, 1], n=20)
+    low, high = bootstrap(Classification(rows("", ""), rows("", ""), np.zeros((2, 26))), [0, 1], n=20)
     assert np.isnan([low[[1, 2, 4]], high[[1, 2, 4]]]).all()  # not defined on any resample
     assert (low[0], high[0], low[3], high[3]) == (0.0, 0.0, 1.0, 1.0)

@@ -30,6 +30,7 @@ from engine.training.finetuning import read_start
 
 Saved = Callable[..., Path]
 DIAGNOSIS = {"task": "diagnosis", "classes": ["AF", "NSR", "SB"]}
+AGE = {"task": "age", "kind": "regression", "classes": ["age"], "unit": "years", "center": [60.0], "scale": [15.0]}
 torch.set_num_threads(1)
 
 
@@ -131,6 +132,9 @@ HARMS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no head": (lambda d: weights(d, head__bias=None), "1 missing: head.bias"),
     "unnamed head": (lambda d: change(d, "config.json", head=None), "2 unexpected: head.bias, head.weight"),
     "other task": (lambda d: change(d, "config.json", head={"task": "age"}), "'age'"),
+    "no classes": (lambda d: change(d, "config.json", head={"task": "diagnosis"}), "0 classes"),
+    "no scale": (lambda d: change(d, "config.json", head=AGE | {"scale": []}), "1 classes, 1 center, 0 scale"),
+    "a head of text": (lambda d: change(d, "config.json", head="diagnosis"), "head=diagnosis"),
     "no settings": (lambda d: (d / "config.json").write_text(FOREIGN), "no settings of a model"),
     "wrong settings": (lambda d: model_setting(d, heads=5), "model.heads=5"),
     "version": (lambda d: change(d, "config.json", format_version=2), "format_version=2"),
@@ -234,6 +238,28 @@ def test_several_records_and_any_length(model: TrainedModel) -> None:
         assert torch.allclose(one, fives.mean(0), atol=1e-6)  # what is left, 3 s, is no segment
     assert torch.allclose(model.embed(signals, 500, LEADS, unit_norm=True).norm(dim=1), torch.ones(3))
     assert model.embed(signals[:0], 500, LEADS).shape == (0, 32)
+
+
+def test_predictions_are_the_mean_over_segments(saved_model: Saved) -> None:
+    signals, rhythm = np.stack([ecg(13, seed=seed) for seed in range(2)]), {"task": "rhythm", "kind": "multiclass"}
+    kinds = {"a": DIAGNOSIS, "b": rhythm | {"classes": ["AF", "NSR"]}, "c": AGE}
+    for place, head in kinds.items():
+        model = engine.load(saved_model(place, head=head))
+        x_RLT = model.segments(signals[1], 500, LEADS)
+        logits, scores = model.logits(x_RLT), model.scores(x_RLT)
+        kind = {"a": logits.sigmoid(), "b": logits.softmax(1), "c": 15 * logits + 60}[place]
+        assert torch.allclose(scores, kind)
+        first, second = model.predict(signals, 500, LEADS)
+        assert second == pytest.approx(dict(zip(head["classes"], scores.mean(0).tolist(), strict=True)), abs=1e-5)
+        assert model.predict(signals[0], 500, LEADS) == pytest.approx(first, abs=1e-5)
+        assert model.unit == head.get("unit", "") and model.thresholds == (() if place != "a" else (0.5, 0.5, 0.5))
+    assert model.predict(signals[:0], 500, LEADS) == []
+    assert model.head is not None
+    model.head.bias.data[:] = torch.inf
+    with pytest.raises(ConfigError, match="outputs are not finite"):
+        model.predict(signals[0], 500, LEADS)
+    with pytest.raises(ConfigError, match="no head"):
+        engine.load(saved_model("d")).predict(signals[0], 500, LEADS)
 
 
 def test_ten_seconds_in_which_nothing_was_measured_are_left_out(model: TrainedModel) -> None:

@@ -22,19 +22,21 @@ def test_onnx_gives_the_same_numbers(saved_model: Saved, tmp_path: Path, capsys:
     import onnx
     import onnxruntime
 
-    head = {"task": "diagnosis", "classes": ["AF", "NSR", "SB"]}
+    head = {"task": "ef", "kind": "regression", "classes": ["ef", "qrs"], "unit": "%", "center": [50.0, 90.0]}
+    head |= {"scale": [10.0, 20.0], "definition": {}}
     folder, out = saved_model(head=head, kernels="all", leads=3, layers=1), tmp_path / "model.onnx"
     assert convert.main(["to-onnx", str(folder.parent), str(out)]) == 0
     assert str(out) in capsys.readouterr().out
     about = {entry.key: entry.value for entry in onnx.load(out).metadata_props}
     assert json.loads(about["preprocessing"])["leads"] == ["I", "II", "III"]
-    assert json.loads(about["config"])["head"] == head
+    assert json.loads(about["config"])["head"] == head and json.loads(about["head"]) == head | {"thresholds": []}
     model, session = engine.load(folder), onnxruntime.InferenceSession(out)
     signal = np.random.default_rng(0).normal(0, 0.3, (3, 12_000))
     for x_RLT in (model.segments(signal, 500, "I,II,III"), torch.randn(7, 3, 999), torch.randn(1, 3, 64)):
-        embedding, logits = session.run(["embedding", "logits"], {"x": x_RLT.numpy()})
+        embedding, logits, scores = session.run(["embedding", "logits", "scores"], {"x": x_RLT.numpy()})
         np.testing.assert_allclose(embedding, model(x_RLT).detach(), atol=1e-5)
         np.testing.assert_allclose(logits, model.logits(x_RLT).detach(), atol=1e-5)
+        np.testing.assert_allclose(scores, logits * [10, 20] + [50, 90], rtol=1e-5)
     assert convert.main(["to-onnx", str(folder), str(out)]) == 2  # nothing is overwritten
 
 
