@@ -14,7 +14,7 @@ arrays also the names of the rows. Exit code 2: an argument or a file is wrong. 
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 if not __package__:
@@ -26,15 +26,19 @@ PER = ("crop", "record", "half")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = parse(arguments)
+    return checked_and_run("embed", parse(arguments), check)
+
+
+def checked_and_run(name: str, args: argparse.Namespace, check: Callable[[argparse.Namespace], None]) -> int:
+    """engine.embed and engine.predict. -> the exit code."""
     try:
         check(args)
     except ConfigError as error:
-        print(f"engine.embed: {error}", file=sys.stderr)
+        print(f"engine.{name}: {error}", file=sys.stderr)
         return 2
-    from engine.evaluation import embedding
+    from engine.evaluation import embedding  # PyTorch and others only now: --help does not wait for them
 
-    return embedding.command("engine.embed", args, embedding.embeddings)
+    return embedding.command(f"engine.{name}", args, embedding.embeddings if name == "embed" else embedding.predictions)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

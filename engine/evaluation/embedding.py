@@ -20,6 +20,7 @@ import json
 import os
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from itertools import groupby
@@ -74,6 +75,37 @@ def embeddings(model: TrainedModel) -> Output:
         return [pa.FixedSizeListArray.from_arrays(pa.array(c_ND.reshape(-1)), width)]
 
     return Output(model, model.pooled, {"embedding": pa.list_(pa.float32(), width)}, columns, f"embeddings of {width}")
+
+
+def predictions(model: TrainedModel) -> Output:
+    """Probabilities and the decisions at the model's thresholds, or values in their unit."""
+    head = model.head_info
+    if head is None or not head.classes:
+        what = "only pre-trained" if head is None else f"fine-tuned for {head.task}, which tells patients apart by embeddings"
+        raise ConfigError(f"--model: is {what}: fine-tune it with `omnilead finetune`, or use `omnilead embed`")
+    number = pa.float32()
+    if head.kind == "regression":
+        fields = [(f"{name}_{head.unit}" if head.unit else name, number) for name in head.classes]
+    elif head.kind == "multiclass":
+        fields = [("predicted", pa.string()), *((name, number) for name in head.classes)]
+    else:
+        fields = [one for name in head.classes for one in ((name, number), (f"{name}_predicted", pa.bool_()))]
+    names = Counter([*COLUMNS, *(name for name, _ in fields)])
+    if twice := [name for name, times in names.items() if times > 1]:
+        raise ConfigError(f"--model: two columns would be called {twice[0]!r}: fine-tune it with another name for that label")
+
+    def columns(y_NK: np.ndarray) -> list[pa.Array]:
+        scores = [pa.array(y_N) for y_N in y_NK.T]
+        if head.kind == "regression":
+            return scores
+        if head.kind == "multiclass":
+            return [pa.array(head.classes).take(pa.array(y_NK.argmax(1))), *scores]
+        decisions = (y_NK > np.array(head.thresholds, np.float32)).T
+        return [one for pair in zip(scores, map(pa.array, decisions), strict=True) for one in pair]
+
+    meaning = {"task": head.task, "kind": head.kind, "classes": head.classes, "thresholds": head.thresholds, "unit": head.unit}
+    what = f"predictions of {head.task} ({', '.join(head.classes[:3])}{', ...' * (len(head.classes) > 3)})"
+    return Output(model, model.scores, dict(fields), columns, what, {"predictions": meaning})
 
 
 def tables(

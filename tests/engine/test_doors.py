@@ -74,10 +74,10 @@ def test_output_that_cannot_be_written_and_names_that_are_not_text(command: str,
     assert "Traceback" not in ended.stderr and "Exception ignored" not in ended.stderr
 
 
-@pytest.mark.parametrize("door", ["pretrain", "finetune", "evaluate", "embed"])
+@pytest.mark.parametrize("door", ["pretrain", "finetune", "evaluate", "embed", "predict"])
 def test_stopped_while_all_is_imported_is_one_line(door: str) -> None:
     command = [sys.executable, "-c", STOPPED, f"engine/{door}.py"]
-    command += ["--model", "m", "--data", "d", "--out", "o"] * (door == "embed")
+    command += ["--model", "m", "--data", "d", "--out", "o.parquet"] * (door in ("embed", "predict"))
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode in (130, -2) and ended.stdout == ""
     assert ended.stderr.count("\n") == 1 and ended.stderr.endswith(

@@ -1,0 +1,112 @@
+"""engine.predict: columns of each kind of task, their numbers, what is refused. How it reads and goes on: test_embed."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from pyarrow import csv
+
+import engine
+from data_tools.dataset import Dataset
+from engine import predict
+from engine.common import LEADS
+from tests.conftest import save_model
+
+torch.set_num_threads(1)
+BASE = ["source", "record", "patient", "row", "start_s"]
+HEADS: dict[str, dict[str, Any]] = {
+    "diagnosis": {"task": "diagnosis", "classes": ["AF", "SB"]},  # as earlier versions saved it
+    "rhythm": {"task": "rhythm", "kind": "multilabel", "classes": ["AF", "SB"], "thresholds": [0.4, 0.6]},
+    "axis": {"task": "axis", "kind": "multiclass", "classes": ["left", "normal", "right"]},
+    "age": {"task": "age", "kind": "regression", "classes": ["age"], "unit": "years", "center": [60.0], "scale": [15.0]},
+    "plain": {"task": "k", "kind": "regression", "classes": ["potassium"], "center": [4.0], "scale": [0.5]},
+    "identity": {"task": "identification", "classes": []},
+    "twice": {"task": "twice", "kind": "binary", "classes": ["patient"], "thresholds": [0.5]},
+}
+
+
+@pytest.fixture(scope="module")
+def predicted(dataset: Dataset, tmp_path_factory: Any) -> Callable[..., tuple[Path, Any]]:
+    folder = tmp_path_factory.mktemp("predict")
+
+    def made(head: str, *options: str, name: str = "out.parquet") -> tuple[Path, Any]:
+        model, out = folder / head, folder / f"{head}-{name}"
+        model = model if model.exists() else save_model(model, head=HEADS[head])
+        assert predict.main(["--model", str(model), "--data", dataset.root.url, "--out", str(out), *options]) == 0
+        return out, engine.load(model)
+
+    return made
+
+
+def expected(model: Any, dataset: Dataset, rows: pa.Table) -> np.ndarray:
+    """Of records that are one crop."""
+    halves = dataset.column("halves")
+    crops = [dataset.read(row)[:, : 2500 * int(halves[row])] for row in rows["row"].to_pylist()]
+    return np.array([list(model.predict(uv_LT, 500, LEADS, "uV").values()) for uv_LT in crops])
+
+
+@pytest.mark.parametrize("head", ["diagnosis", "rhythm", "axis", "age", "plain"])
+def test_columns_and_numbers_of_each_kind(
+    head: str, dataset: Dataset, predicted: Callable[..., tuple[Path, Any]], capsys: Any
+) -> None:
+    out, model = predicted(head)
+    table, classes = pq.read_table(out), model.classes
+    records = dataset.table(["source", "record"]).group_by(["source", "record"]).aggregate([([], "count_all")])
+    assert len(table) == len(records) and f"{len(table):,} predictions of {model.head_info.task}" in capsys.readouterr().out
+    columns = {
+        "axis": ["predicted", *classes],
+        "age": ["age_years"],
+        "plain": ["potassium"],
+    }.get(head, ["AF", "AF_predicted", "SB", "SB_predicted"])
+    assert table.column_names == [*BASE, *columns]
+    single = records.filter(pa.compute.equal(records["count_all"], 1)).slice(0, 5)
+    some = table.join(single, ["source", "record"], join_type="inner").sort_by("row")
+    scores = expected(model, dataset, some)
+    numbers = [name for name in columns if some[name].type == pa.float32()]
+    np.testing.assert_allclose(np.stack([some[name].to_numpy() for name in numbers], 1), scores, rtol=1e-4, atol=1e-5)
+    if head == "axis":
+        assert some["predicted"].to_pylist() == [classes[k] for k in scores.argmax(1)]
+    for name, threshold in zip(classes, model.thresholds, strict=False):
+        assert table[f"{name}_predicted"].to_pylist() == (table[name].to_numpy() > np.float32(threshold)).tolist()
+
+
+def test_csv_holds_the_same_also_from_two_ranks(
+    dataset: Dataset, predicted: Callable[..., tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    table = pq.read_table(predicted("rhythm", "--batch", "2", name="few.parquet")[0])
+    out, _ = predicted("rhythm", "--batch", "2", name="few.csv")
+    read, exact = csv.read_csv(out), [*BASE, "AF_predicted", "SB_predicted"]
+    assert read.select(exact).to_pylist() == table.select(exact).to_pylist()
+    np.testing.assert_array_equal(read["AF"].to_numpy().astype(np.float32), table["AF"].to_numpy())
+    arguments = ["--model", str(out.parent / "rhythm"), "--data", dataset.root.url, "--out", str(out)]
+    assert predict.main(arguments) == 2 and f"--out {out}: is there already" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        shared, _ = predicted("rhythm", "--batch", "2", name="shared.csv")
+    assert shared.read_bytes() == out.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "head, out, named",
+    [
+        (None, "F.csv", "only pre-trained: fine-tune it with `omnilead finetune`"),
+        ("identity", "F.csv", "fine-tuned for identification.*use `omnilead embed`"),
+        ("twice", "F.csv", "two columns would be called 'patient'"),
+        ("rhythm", "F.txt", "F.txt: must end in .csv or .parquet"),
+        ("rhythm", "no/F.csv", "no"),
+    ],
+)
+def test_what_is_refused_is_one_line(
+    head: str | None, out: str, named: str, dataset: Dataset, tmp_path: Path, capsys: Any
+) -> None:
+    model = save_model(tmp_path / "model", head=HEADS.get(head or ""))
+    assert predict.main(["--model", str(model), "--data", dataset.root.url, "--out", str(tmp_path / out)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and re.search(named, err) and not (tmp_path / out).exists()
