@@ -80,9 +80,10 @@ def test_a_dataset_of_zeros_and_how_well_it_is_shuffled(tmp_path: Path) -> None:
     assert len(dataset) == 30_000 and not dataset.read(29_999).any()
     assert scaling.first_batch(dataset.root.url) == 1.0
     rows = DatasetRows.of(dataset, pretrain=True)
-    whole, blocks = (scaling.shuffle_quality(Order((rows,), 512, block_shards=n)) for n in (0, 1))
+    whole, blocks, fair = (scaling.shuffle_quality(Order((rows,), 512, block_shards=n)) for n in (0, 1, 16))
     assert abs(whole["correlation"]) < 0.02 and whole["row_span_95"] == pytest.approx(0.95, abs=0.01)
     assert whole["shards_per_batch"] == pytest.approx(30, abs=0.5) and blocks["shards_per_batch"] < 3
+    assert fair["shards_per_batch"] == pytest.approx(15.5, abs=1.5) and abs(fair["correlation"]) < 0.3
 
 
 def test_embeddings_beside_the_encoder_alone(tiny: str, tmp_path: Path) -> None:

@@ -53,6 +53,8 @@ SAME = ("--workers", "1", "--pretrain-sources", "all", "--id-share", "1")  # as 
         (("shard", "SRC", "--out", "x", "--source", "foo"), "mimic-iv-ecg"),
         (("shard", "SRC", "--out", "x", "--source", "no_such_module:Thing"), "no_such_module"),
         (("shard", "SRC", "--out", "x", "--source", "json:loads"), "not a subclass"),
+        (("shard", "SRC", "--out", "x", "--source", "json:Csv"), "has no attribute 'Csv'"),
+        (("shard", "SRC", "--out", "x", "--source", "nonsense"), "not auto, physionet2021, ptbxl, mimic-iv-ecg, code15, wfdb"),
         (("shard", "SRC", "--out", "x", "--source", "clinic.py:Csv"), "no such file clinic.py"),
         (("shard", "SRC", "--out", "x", "--source", "code15"), "no .hdf5 in it"),
         (("shard", "LINKS", "--out", "x"), "georgia is a link, and such folders are not entered"),

@@ -62,6 +62,20 @@ def test_calibration_pulse_in_every_row() -> None:
         assert pulse[:, 0].max() < TRACE_X_MM
 
 
+def test_grid_has_a_line_each_millimetre_and_a_stronger_one_each_five() -> None:
+    fine, coarse = ecg_figure(square_waves(), FS_HZ).axes[0].collections
+    assert [len(grid.get_paths()) for grid in (fine, coarse)] == [271 + 176, 55 + 36]
+    assert np.max(coarse.get_linewidth()) > np.max(fine.get_linewidth())
+
+
+@pytest.mark.parametrize(("samples", "fs_hz"), [(3001, 257.0), (1283, 257.0), (9999, 1000.0)])
+def test_any_length_and_rate(samples: int, fs_hz: float) -> None:
+    mv = np.tile(np.sin(np.arange(samples) / fs_hz), (12, 1))
+    trace = points(lines(ecg_figure(mv, fs_hz), "trace II")[1])
+    assert len(trace) == min(samples, 10 * fs_hz)
+    assert trace[:, 0] == pytest.approx(TRACE_X_MM + 25 * np.arange(len(trace)) / fs_hz)
+
+
 def test_columns_are_contiguous_in_time() -> None:
     ramp = np.tile(np.linspace(-1, 1, 5000), (12, 1))
     figure = ecg_figure(ramp, FS_HZ)
@@ -98,6 +112,9 @@ def test_half_gain_only_when_needed_and_announced() -> None:
     assert "   10 mm/mV   " in footer(3.0) and "half gain" not in footer(3.0)
     assert "   5 mm/mV   " in footer(6.0) and "half gain" in footer(6.0) and "cut" not in footer(6.0)
     assert "   5 mm/mV   " in footer(40.0) and "cut at the edge" in footer(40.0)
+    mv = square_waves()
+    mv[0, 3000:] = 30.0  # lead I is printed up to 2.5 s only
+    assert "25 mm/s   10 mm/mV   500 Hz" in words(ecg_figure(mv, FS_HZ))
 
 
 def test_short_record_ends_where_it_ends_and_shows_every_lead_from_its_start_again() -> None:
@@ -105,6 +122,8 @@ def test_short_record_ends_where_it_ends_and_shows_every_lead_from_its_start_aga
     figure = ecg_figure(np.tile(np.linspace(0, 1, 2500), (12, 1)), FS_HZ)
     assert points(lines(figure, "trace II")[1])[:, 0].max() <= TRACE_X_MM + 125  # the rhythm strip
     assert any("5 s long" in text for text in words(figure))
+    (missing,) = lines(ecg_figure(square_waves(4.0), FS_HZ, missing=["aVF"]), "missing aVF")
+    assert points(missing)[:, 0].tolist() == [TRACE_X_MM + 62.5, TRACE_X_MM + 100]
     for lead, like, columns in (("V1", "I", 2), ("V4", "aVR", 2)):
         moved = points(lines(figure, f"trace {lead}")[0]) - points(lines(figure, f"trace {like}")[0])
         np.testing.assert_allclose(moved, np.tile([columns * 62.5, 0.0], (len(moved), 1)), atol=1e-9)

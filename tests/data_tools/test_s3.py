@@ -362,3 +362,10 @@ def test_wrong_addresses(s3: Server, url: str, small: Path, tmp_path: Path, caps
     assert main(["shard", str(small), "--out", url, "--workers", "1"]) == (0 if url.startswith(BUCKET) else 2)
     errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
     assert len(errors) == (3 if url.startswith(BUCKET) else 4)
+
+
+def test_a_store_that_does_not_answer(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    forget()
+    with pytest.raises(StorageError, match="after 6 tries"):
+        open_sources(ARCHIVE)

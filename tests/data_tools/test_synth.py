@@ -160,6 +160,19 @@ def test_both_layouts_hold_the_same_and_the_csv_agrees_with_the_headers(challeng
         assert codes - {""} == set(stated["Dx"].split(",")) - {"428750005"}
 
 
+def test_oddities_of_the_real_archives(challenge: Path) -> None:
+    for name, mark, form in (("ptb-xl", "# Age: ", "16x1+24 1000.0(0)/mv"), ("chapman_shaoxing", "#Age: ", "16+24 1000/mV")):
+        text = headers(challenge / "training" / name)[0].read_text()
+        assert f"\n{mark}" in text and f".mat {form} 16 0 " in text
+    georgia = [comments(header) for header in headers(challenge / "training/georgia")]
+    assert 0 < sum("Sx" in stated for stated in georgia) < len(georgia)
+    flat, invalid = np.ones((2, 100, 12), np.int16)
+    synth.damage(flat, "georgia", np.array([0, 0.5, 0, 0, 0, 0]))
+    assert not flat[:, 9:].any() and flat[:, :9].all()
+    synth.damage(invalid, "ningbo", np.array([0.5, 0.5, 0, 0, 0.5, 0]))
+    assert (invalid == -32_768).sum() == 11 and (invalid[:, :6] == 1).all()
+
+
 def test_classes_and_label_noise(challenge: Path, sessions: list[tuple]) -> None:
     shown = {name for pair in sessions for made in pair for name, mask in made.present.items() if mask.any()}
     assert shown == set(ABBREVIATIONS) - {"BBB", "LPR"}

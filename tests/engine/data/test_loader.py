@@ -27,6 +27,13 @@ from tests.forks import started
 from tests.waiting import until
 
 
+@pytest.mark.parametrize(("backend", "source"), [*((backend, "tar") for backend in BACKENDS), ("torch", "zarr")])
+def test_without_augmentation_the_halves_are_the_crops(backend: str, source: str, dataset: Dataset) -> None:
+    for batch, _ in some(loader(dataset, backend, augment=AugmentConfig(rlm=0), source=source), 2):
+        crops = np.stack([dataset.read(int(row)) for row in batch.places.row])
+        np.testing.assert_allclose(batch.x_BSLT, crops.reshape(16, 12, 2, 2500).swapaxes(1, 2) / 1000.0, rtol=1e-6)
+
+
 @pytest.mark.parametrize("backend", ["dali", "resident"])
 @pytest.mark.parametrize(
     ("views", "augment"),

@@ -66,6 +66,13 @@ def test_an_epoch_is_a_permutation_less_the_dropped(order: Order, epoch: int) ->
     assert order.crops_per_epoch == order.steps_per_epoch * order.batch_crops
 
 
+@pytest.mark.parametrize("crops", [1, 2, 3, 1024, 65_537])
+def test_an_epoch_of_any_size_is_complete(crops: int) -> None:
+    for block_shards in (0, 2):
+        row = Order((sized(crops),), 1, block_shards=block_shards).places(0, crops).row
+        assert len(set(row.tolist())) == crops
+
+
 @fewer
 @given(any_order())
 def test_each_of_several_datasets_goes_through_its_own_epochs_in_full(order: Order) -> None:

@@ -169,6 +169,7 @@ def test_the_temperature_falls_to_its_end() -> None:
     config = ModelConfig()
     assert temperature(config, 0) == 2
     assert temperature(config, 1000) == pytest.approx(1.990025, abs=1e-6)
+    assert temperature(config, 36_923) == pytest.approx(1.663, abs=1e-3)
     assert temperature(config, 277_258) > 0.5 == temperature(config, 277_259)
 
 
@@ -177,7 +178,8 @@ def test_the_temperature_falls_to_its_end() -> None:
     [
         {"width": 770}, {"heads": 0}, {"layers": 2.5}, {"conv": []}, {"conv": [[256, 0]]}, {"conv_norm": "batch"},
         {"kernels": "fast"}, {"dropout": 1.0}, {"dropout": float("nan")}, {"code_width": 255}, {"width": 32, "heads": 3},
-        {"tau_start": 0.1}, {"width": 10**9}, {"feature_grad": True}, {"patches": 7}, {"conv_norm": "x" * 10_000},
+        {"tau_start": 0.1}, {"width": 10**9}, {"feature_grad": True}, {"patches": 7}, {"codebooks": 3},
+        {"position_groups": 7}, {"conv_norm": "x" * 10_000},
     ],
 )  # fmt: skip
 def test_wrong_settings_are_one_line_that_names_the_key(wrong: dict[str, object]) -> None:

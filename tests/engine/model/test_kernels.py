@@ -68,7 +68,7 @@ def test_convolutions_in_bf16(function: Any) -> None:
     expected = values_and_gradients(partial(plain.convolve, groups=16), inputs)
     got = values_and_gradients(partial(function, groups=16), inputs, torch.bfloat16)
     errors = [float((one - other).norm() / other.norm()) for one, other in zip(got, expected, strict=True)]
-    assert max(errors[:2]) < 2.5e-3 and max(errors) < 4e-3
+    assert max(errors) < 2.5e-3 and errors[1] < 1.8e-3
     with torch.autocast("cpu", torch.bfloat16):
         low = values_and_gradients(partial(function, groups=16), inputs, torch.float32)
     assert all((one - other).norm() < 0.01 * other.norm() for one, other in zip(low, expected, strict=True))
@@ -87,7 +87,9 @@ def test_gradients_of_blocks_are_gathered() -> None:
 def test_linear(dtype: torch.dtype) -> None:
     inputs = [randn(4, 150, 24), randn(40, 24), randn(40)]
     expected = values_and_gradients(F.linear, [x.to(dtype) for x in inputs])
-    for function in (cpu.linear, torch.compile(cuda.linear, backend="aot_eager", fullgraph=True)):
+    module = plain.Linear(24, 40, "auto")
+    call = lambda x, weight, bias: torch.func.functional_call(module, {"weight": weight, "bias": bias}, x)  # noqa: E731
+    for function in (call, cpu.linear, torch.compile(cuda.linear, backend="aot_eager", fullgraph=True)):
         got = values_and_gradients(function, inputs, dtype)
         for mine, exact in zip(got, expected, strict=True):
             rounding = torch.finfo(dtype).eps * float(exact.abs().max())
