@@ -21,6 +21,7 @@ from data_tools.dataset import Dataset
 from data_tools.prepare import MAX_UV
 from data_tools.record import ABBREVIATIONS, LEADS
 from data_tools.splits import RoleSources
+from data_tools.storage import replaced
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -255,14 +256,10 @@ def save(figure: "Figure", path: str | os.PathLike[str]) -> None:
     path = Path(path)
     kind = picture_kind(path)
     undated = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        # a user's savefig.bbox = tight would break the scale, svg ids are random without a salt
-        with matplotlib.rc_context({"savefig.bbox": None, "svg.hashsalt": "omnilead"}), temporary.open("wb") as file:
-            figure.savefig(file, format=kind, dpi=DPI, facecolor="white", metadata=undated.get(kind))
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    # a user's savefig.bbox = tight would break the scale, svg ids are random without a salt
+    style = matplotlib.rc_context({"savefig.bbox": None, "svg.hashsalt": "omnilead"})
+    with replaced(path) as temporary, style, temporary.open("wb") as file:
+        figure.savefig(file, format=kind, dpi=DPI, facecolor="white", metadata=undated.get(kind))
 
 
 def describe(dataset: Dataset) -> str:

@@ -9,6 +9,7 @@ import hashlib
 import os
 import random
 import shutil
+import socket
 import stat
 import tempfile
 import time
@@ -28,6 +29,39 @@ T = TypeVar("T")
 Item = TypeVar("Item")
 RETRIES, FIRST_WAIT_S = 6, 0.2
 REQUESTS = 32  # in flight at once in each process
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Moves a complete file to its final name. It is on the disk when this returns."""
+    with open(temporary, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, final)
+    sync(final.parent)
+
+
+def sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A temporary file that takes the place of `path` at the end of the block; after an error the old file stays."""
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    try:
+        yield temporary
+        publish(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Replaces a file as a whole; it is on the disk when this returns."""
+    with replaced(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @dataclass(frozen=True)
@@ -104,15 +138,9 @@ class LocalFolder:
             self.publish(temporary, name)
 
     def publish(self, path: Path, name: str) -> None:
-        """Move a temporary file to its final name: fsync, rename, fsync of the folder."""
         final = Path(self.path(name))
         final.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(path, final)
-        parent = os.open(final.parent, os.O_RDONLY)
-        os.fsync(parent)
-        os.close(parent)
+        publish(path, final)
 
     def workdir(self) -> Path:
         """For temporary files and the lock; on the same disk, so that publishing is a rename."""

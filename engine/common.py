@@ -13,7 +13,6 @@ sets the others to zero (padded: the paper's "P-N leads", for a model of twelve 
 
 import os
 import re
-import socket
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,6 +24,8 @@ import yaml  # type: ignore[import-untyped]
 
 from data_tools.cli import Parser as Parser
 from data_tools.cli import guard_streams, is_memory
+from data_tools.storage import sync as sync
+from data_tools.storage import write_whole as write_whole
 
 ARRAYS = (".npy", ".npz")
 # A copy of the data tools' list, which comes with their code for reading records. A test compares the two.
@@ -152,28 +153,6 @@ def writing(place: Path, flag: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputError(f"{flag} {place}: {error.strerror or error}: make room, or choose another place") from None
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Replaces a file as a whole; it is on the disk when this returns."""
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync(path.parent)
-
-
-def sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def environment() -> tuple[int, int, int]:
