@@ -161,7 +161,7 @@ def test_other_loaders_end_with_the_same_crops(dataset: Dataset, tmp_path: Path)
     assert all((lead == 0).all() or np.allclose(lead, real) for lead, real in zip(halves[1], mv[1], strict=True))
 
 
-def test_a_loader_without_a_batch_is_no_loop_without_end() -> None:
+def test_a_loader_without_a_batch_is_an_error() -> None:
     with pytest.raises(CaseError, match="too few crops for a batch of 4"):
         next(loader.epochs([1, 2, 3], 4, 0))
     stream = loader.epochs([1, 2, 3], 2, 0)

@@ -137,7 +137,7 @@ def test_a_process_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.Monk
     process.join()
 
 
-def test_sides_take_turns_there_and_back() -> None:
+def test_sides_are_measured_in_alternating_order() -> None:
     called: list[str] = []
 
     def side(name: str) -> Callable[[], dict[str, float]]:

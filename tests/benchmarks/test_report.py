@@ -154,7 +154,7 @@ def test_the_date_in_a_record_counts_and_not_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", [{"only": "^read"}, {"model": "small"}, {"huge": 2000}, {"alone": True}])
-def test_a_part_of_a_benchmark_takes_no_whole_ones_place(config: dict[str, Any], tmp_path: Path) -> None:
+def test_a_partial_benchmark_does_not_replace_a_whole_one(config: dict[str, Any], tmp_path: Path) -> None:
     made = alone(suite("cpu"))
     for name, date, more in (("a", "2026-01-01", {}), ("b", "2026-05-05", config)):
         write(tmp_path, name, made | {"date": date, "config": made["config"] | more})
@@ -242,7 +242,7 @@ def test_workers_memory_and_other_units_are_left_blank() -> None:
     assert cells["| ingest: b (crops)"] == ["", "2048 MB |"] and cells["| ingest: re-creation, 0 workers"] == ["", "2048 MB |"]
 
 
-def test_few_turns_are_given_from_lowest_to_highest() -> None:
+def test_few_repeats_are_reported_as_a_range() -> None:
     part = {"config": {}, "results": {"tar": RATES | LOOP | BARE | {"repeats": 5}}}
     assert "| lowest to highest |" in next(tables.e2e(part)) and "95 %" not in next(tables.e2e(part))
     part["results"]["tar"]["repeats"] = 6

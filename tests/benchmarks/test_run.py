@@ -111,7 +111,7 @@ def test_a_record_that_cannot_be_written_is_printed(
     assert json.loads(printed.out[printed.out.index("\n{") :])["results"]["first step: a"]["repeats"] == 3
 
 
-def test_no_result_is_no_record(cases: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_result_no_record_is_written(cases: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cases["first step: a"] = (fails, ("no luck",))
     for name in ("start", "suite"):
         assert run.main([name]) == 1
@@ -183,7 +183,7 @@ def test_a_suite_goes_on_where_it_stopped(cases: Any, tmp_path: Path, monkeypatc
     assert json.loads(out.read_text())["left_out"] == {"broken": "no room"}
 
 
-def test_nothing_begins_after_the_minutes(cases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_stage_starts_after_the_time_limit(cases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "LEAST_S", 10**6)
     assert run.main(["suite", "--minutes", "1", "--out", str(tmp_path / "record.json")]) == 1
     assert measure.deadline is not None and measure.deadline <= time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""Records that have fooled a reader: what is done to a good one, and what must come of it.
+"""Malformed records, each made from a good one, and what reading it must give.
 
 REFUSED   by what, and the reason in rejects.csv
 READ      as they were meant: missing leads, flags, classes

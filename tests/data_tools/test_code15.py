@@ -1,4 +1,4 @@
-"""CODE-15 %: traces of HDF5 in no named unit, and what a file of HDF5 may hold that no ECG needs."""
+"""CODE-15 %: tracings in an unknown unit, and HDF5 files that are damaged or hostile."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ from data_tools.storage import folder
 
 
 @pytest.mark.parametrize(("unit", "per_mv"), [("mV", 1.0), ("0.1 mV", 10.0), ("uV", 1000.0), ("V", 0.001)])
-def test_code15_in_whatever_unit(tmp_path: Path, unit: str, per_mv: float) -> None:
+def test_code15_in_any_unit(tmp_path: Path, unit: str, per_mv: float) -> None:
     made = write_code15(tmp_path, EXAMS, per_mv)
     source = Code15(folder(tmp_path))
     assert f"the unit of the tracings is {unit}," in source.notes()[0]
@@ -75,9 +75,7 @@ def test_a_damaged_chunk_costs_one_exam(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("per_mv", [50.0, 1e6, 1e-6, 0.0, np.nan])
-def test_code15_of_no_known_unit_is_refused_in_a_line(
-    tmp_path: Path, per_mv: float, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_code15_in_an_unknown_unit_is_one_line(tmp_path: Path, per_mv: float, capsys: pytest.CaptureFixture[str]) -> None:
     write_code15(tmp_path / "archive", EXAMS, per_mv)
     assert main(["shard", str(tmp_path / "archive"), "--out", str(tmp_path / "out"), "--workers", "1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -143,7 +141,7 @@ def _symlink(path: Path) -> None:
         (_symlink, "not a regular file"),
     ],
 )
-def test_hdf5_that_is_not_what_it_should_be_is_refused(tmp_path: Path, change: Callable[[Path], None], reason: str) -> None:
+def test_unexpected_hdf5_is_refused(tmp_path: Path, change: Callable[[Path], None], reason: str) -> None:
     write_code15(tmp_path, EXAMS)
     change(tmp_path / "exams_part0.hdf5")
     if reason:

@@ -1,4 +1,4 @@
-"""No space, no permission: one line that says so, nothing spoilt, and the same command goes on when there is room again."""
+"""No space or no permission: an error of one line, no wrong file, and the same command finishes later."""
 
 import errno
 import os
@@ -55,7 +55,7 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("room", [0, 700_000, 2_400_000, "00001.idx", "00001.parquet", "zarr-00000", SAMPLES, REJECTS, META])
-def test_full(
+def test_a_full_disk_is_one_line_and_leaves_no_wrong_file(
     small: Path,
     right: dict[str, bytes],
     mount: Mount,

@@ -75,11 +75,11 @@ def test_roles(plan: str, seed: int, before: str, now: str, made: Dataset) -> No
         assert digest(json.dumps(table.to_pylist())) == roles
 
 
-def test_the_name_of_the_preprocessing() -> None:
+def test_the_hash_of_the_preprocessing_never_changes() -> None:
     """Datasets that are trained on together, and models and their data, are held to have the same."""
     assert SPEC_HASH == "ab21e8fe59588e9ba351e16fcfe918f30b27e92a10aa96979cc29362c9c1f538"
 
 
-def test_the_hash_behind_the_roles() -> None:
+def test_the_hash_behind_the_roles_never_changes() -> None:
     (one,) = keyed_uniform(["georgia/E00001"], "roles 0", 3).tolist()
     assert one == [0.2080226667060051, 0.272549073484993, 0.4958111328991003]

@@ -83,7 +83,7 @@ def test_two_runs_at_once_then_other_settings(small: Path, tmp_path: Path, capsy
     assert not [name for name in named if name.startswith(("HR", "A0", "JS", "E0"))]
 
 
-def test_interrupted(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_is_one_line_and_the_run_can_be_finished(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C reaches the whole group: one line, no traceback of any process, 130; run again, it finishes."""
     command, environment = _command("typed", small, tmp_path / "out", 2, SEED)
     environment["HANG_AT"] = "3"

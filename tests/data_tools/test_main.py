@@ -111,7 +111,7 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(
     assert not (tmp_path / "s3:").exists() and stat.S_ISFIFO(os.stat("PIPE").st_mode)
 
 
-def test_ones_own_sources_get_roles_where_they_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_custom_sources_get_roles_when_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(40):
         write_challenge(tmp_path / "src" / "training" / "ningbo" / "g1", f"JS{number}", ecg(seed=number))
     command = ["shard", tmp_path / "src", "--workers", 1, "--out"]

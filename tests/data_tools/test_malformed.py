@@ -93,7 +93,7 @@ def same(crops: list[np.ndarray], x: np.ndarray, missing: tuple[str, ...] = ()) 
 
 
 @pytest.mark.parametrize("case", REFUSED | ORPHANS)
-def test_refused_with_its_reason(written: tuple[Path, dict[str, Made]], case: str) -> None:
+def test_malformed_records_are_refused_with_their_reason(written: tuple[Path, dict[str, Made]], case: str) -> None:
     """Of the Challenge's archive; a plain folder has another reason, or reads it by the names of its leads."""
     root, cases = written
     _, reason, *other = (REFUSED | ORPHANS)[case]
@@ -112,7 +112,7 @@ def test_refused_with_its_reason(written: tuple[Path, dict[str, Made]], case: st
 
 @pytest.mark.parametrize("kind", [PhysioNet2021, WfdbFolder])
 @pytest.mark.parametrize("case", READ)
-def test_read_as_meant(written: tuple[Path, dict[str, Made]], case: str, kind: type[Source]) -> None:
+def test_unusual_records_are_read_correctly(written: tuple[Path, dict[str, Made]], case: str, kind: type[Source]) -> None:
     root, cases = written
     found = bounded(kind(folder(root)), f"{PLACE}/{NAMES[case]}.hea")
     assert not isinstance(found, str), found
@@ -141,7 +141,7 @@ def test_the_archive_becomes_a_dataset_of_its_good_records(dataset: Dataset, wri
         assert {tuple(row["dx"]) for row in rows} == {dx}  # type: ignore[arg-type]
 
 
-def test_each_bad_record_has_its_line_and_the_good_ones_none(dataset: Dataset) -> None:
+def test_rejects_csv_names_each_bad_record_and_no_good_one(dataset: Dataset) -> None:
     lines: dict[str, list[str]] = {}
     for record, reason in rejected(dataset):
         lines.setdefault(record, []).append(reason)
@@ -215,7 +215,7 @@ class Floats(Source):
         return EcgRecord(key, **facts)  # type: ignore[arg-type]
 
 
-def test_a_source_of_floats_and_its_slips(tmp_path: Path) -> None:
+def test_a_source_of_floats_with_mistakes(tmp_path: Path) -> None:
     made = shard([Floats(folder(tmp_path))], ShardOptions(str(tmp_path / "out"), quiet=True))
     assert verify(made, [Floats(folder(tmp_path))]) == []
     reasons = [(key, reason) for key, (_, reason) in Floats.wrong.items()]

@@ -1,4 +1,4 @@
-"""The pictures are to scale, name what they show, and say what they could not show."""
+"""The figures are to scale and name what they show and what is missing."""
 
 from pathlib import Path
 from typing import IO, Any

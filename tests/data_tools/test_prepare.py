@@ -99,7 +99,7 @@ def test_a_lead_with_an_invalid_sample_is_zero_and_missing_in_that_crop_only(mar
     np.testing.assert_array_equal(out, x[:, CROP:])
 
 
-def test_the_lowest_value_is_a_sample_where_it_does_not_say_that_none_was_measured() -> None:
+def test_the_lowest_int16_is_a_sample_unless_it_means_not_measured() -> None:
     x = limb_consistent(CROP)
     x[8, 7] = -32768
     facts, out = prepared(record(x))
@@ -128,7 +128,7 @@ def test_flags_say_what_is_odd() -> None:
 
 
 @pytest.mark.parametrize(("uv", "flags"), [(20_000, ()), (20_001, ("large",)), (-20_000, ()), (-20_001, ("large",))])
-def test_from_where_on_an_amplitude_is_large(uv: int, flags: tuple[str, ...]) -> None:
+def test_the_threshold_of_large_amplitudes(uv: int, flags: tuple[str, ...]) -> None:
     x = limb_consistent(CROP)
     x[7, 100] = uv
     assert prepared(record(x))[0].flags == flags
@@ -136,9 +136,7 @@ def test_from_where_on_an_amplitude_is_large(uv: int, flags: tuple[str, ...]) ->
 
 @pytest.mark.parametrize("lead", range(2, 6))
 @pytest.mark.parametrize("missing", [None, 0, 1, 2, 3, 4, 5, 6])
-def test_from_where_on_limb_leads_contradict_each_other_if_all_that_are_compared_are_there(
-    lead: int, missing: int | None
-) -> None:
+def test_the_threshold_of_contradicting_limb_leads(lead: int, missing: int | None) -> None:
     for uv in (20, 21, -20, -21):
         x = (limb_consistent(CROP) // 2).astype(np.int16)
         i, ii = x[0] * 2, x[1] * 2  # even, so that nothing is rounded

@@ -24,5 +24,5 @@ def test_each_code_of_a_class_is_that_class_and_no_other() -> None:
         ("", (), 0),
     ],
 )
-def test_what_is_no_code_is_counted_and_never_copied(text: str, codes: tuple[str, ...], dropped: int) -> None:
+def test_free_text_diagnoses_are_counted_and_not_copied(text: str, codes: tuple[str, ...], dropped: int) -> None:
     assert only_codes(parse_dx(text)) == (codes, dropped)

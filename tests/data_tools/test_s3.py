@@ -171,7 +171,7 @@ def test_requests(s3: Server, small: Path) -> None:
     assert Counter(method for method, *_ in s3.log) == {"GET": 7}  # dataset.json, samples.parquet, five crops
 
 
-def test_used_in_place(
+def test_a_remote_dataset_is_verified_drawn_and_read_in_place(
     s3: Server, small: Path, right: dict[str, Dataset], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """verify, show and read, as on a disk."""

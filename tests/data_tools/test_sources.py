@@ -1,4 +1,4 @@
-"""Twins of the real archives, read back to the last bit."""
+"""Copies of the real archives' formats, read back to the last bit."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -135,7 +135,7 @@ def test_ptbxl(tmp_path: Path) -> None:
     ],
     ids=lambda text: ascii(text[:20]),
 )
-def test_statements_are_read_and_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_scp_statements_are_parsed_and_never_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """A text that is no dictionary of names costs the record its diagnoses, not its ECG."""
     monkeypatch.chdir(tmp_path)
     made = write_ptbxl(tmp_path / "archive", {7: {"patient_id": 3, "scp_codes": text, "heart_axis": "LAD"}})
@@ -277,7 +277,7 @@ def test_a_table_cut_off_or_saved_by_a_spreadsheet_is_still_read(tmp_path: Path)
 # A source of one's own
 
 
-def test_the_documented_source_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_custom_source_of_the_readme(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The example in the README, word for word, through the command line."""
     readme = (Path(__file__).parents[2] / "data_tools" / "README.md").read_text()
     (tmp_path / "clinics.py").write_text(re.findall(r"```python\n(.*?)```", readme, re.DOTALL)[0])
@@ -364,9 +364,7 @@ def test_ptbxls_own_release_beside_databases_of_the_challenge_is_read_once(tmp_p
 
 
 @pytest.mark.parametrize("names", [[], ["notes.txt", "data/readme.md"], None])
-def test_a_folder_of_something_else_is_said_in_a_line(
-    tmp_path: Path, names: list[str] | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_folder_is_one_line(tmp_path: Path, names: list[str] | None, capsys: pytest.CaptureFixture[str]) -> None:
     root = tmp_path / "archive"
     for name in names or ():
         (root / name).parent.mkdir(parents=True, exist_ok=True)

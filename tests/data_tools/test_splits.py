@@ -1,4 +1,4 @@
-"""Roles: what the paper says, no leak in any draw, and nobody moves when data is added."""
+"""Roles: shares as in the paper, no leakage for any seed, unchanged when data is added."""
 
 import dataclasses
 
@@ -59,7 +59,7 @@ def part(records: Records, keep: np.ndarray) -> Records:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_patient_and_no_waveform_stands_on_two_sides(seed: int) -> None:
+def test_no_patient_or_waveform_has_two_roles(seed: int) -> None:
     records = archive(600, seed, duplicates=80)
     roles = assign(records, "paper", seed)
     assert leaks(records, roles) == []
@@ -166,7 +166,7 @@ def test_two_files_of_one_waveform_are_one_session() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_adding_data_moves_nobody(seed: int) -> None:
+def test_adding_data_changes_no_role(seed: int) -> None:
     """Single-session records keep every role when a fifth more of other records comes; duplicates in other sources too."""
     full = archive(1000, seed)
     old = np.random.default_rng(seed).random(1000) < 0.8
@@ -187,7 +187,7 @@ def test_a_duplicate_from_another_source_does_not_move_a_diagnosis_record() -> N
         assert two.pretrain[0] == two.pretrain[1] == (one.dx[0] == TRAIN)
 
 
-def test_every_kind_of_leak_is_seen() -> None:
+def test_every_kind_of_leakage_is_found() -> None:
     records = archive(300, 1)
     clean = assign(records, "paper", 0)
     of_two = np.flatnonzero(np.bincount(records.crop_record) >= 2)

@@ -1,4 +1,4 @@
-"""A header is read exactly or refused: no text, however broken, gives a value that it does not say, or another exception."""
+"""A header is read exactly or refused; no text, however broken, gives a wrong value or another exception."""
 
 import math
 import re
@@ -233,7 +233,7 @@ def headers(draw: st.DrawFn) -> bytes:
 
 @settings(max_examples=80, derandomize=True)
 @given(headers(), st.sampled_from([b"\n", b"\r\n"]))
-def test_a_valid_header_says_exactly_its_fields(data: bytes, line_end: bytes) -> None:
+def test_a_valid_header_gives_exactly_its_fields(data: bytes, line_end: bytes) -> None:
     found = parsed(data.replace(b"\n", line_end))
     assert as_read(found) == plain_reading(data)
     assert peek(data) == (found.name, len(found.leads), found.fs_hz, found.samples)
@@ -312,7 +312,7 @@ A_CHANNEL = b"E 1 500 5000\nE.mat 16x1+24 \x001000.0(0)/mV 1 16 0 -68 1250 0 aVL
 @settings(max_examples=1500, derandomize=True)
 @given(damaged())
 @example(A_CHANNEL)
-def test_a_damaged_header_is_refused_or_says_what_it_now_says(data: bytes) -> None:
+def test_a_damaged_header_is_refused_or_read_as_written(data: bytes) -> None:
     found = parse(data)
     if isinstance(found, WfdbHeader):
         assert as_read(found) == plain_reading(data)

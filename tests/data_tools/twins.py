@@ -1,4 +1,4 @@
-"""Twins of the real archives, each written bit for bit as its format demands."""
+"""Archives in the formats of the real ones, written byte by byte."""
 
 import csv
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Loaders as tests want them, and what comes out of them."""
+"""Loaders for tests, and comparing what they return."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Small datasets of noise, and what is done to them."""
+"""Small datasets of noise, and helpers to damage and read them."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Places whose reads are noted, and caches that are looked into."""
+"""Storage that records its reads, and caches to inspect."""
 
 import fcntl
 import threading

@@ -174,7 +174,7 @@ def test_dower_and_its_inverse() -> None:
     np.testing.assert_allclose(INVERSE_DOWER, np.linalg.pinv(published), atol=5e-4)
 
 
-def test_a_view_from_nowhere_else_is_the_projection_onto_three_dimensions() -> None:
+def test_threekg_without_rotation_is_the_projection_onto_three_dimensions() -> None:
     still = threekg_matrix(np.zeros(3), np.ones(3))
     assert np.linalg.matrix_rank(still, tol=1e-6) == 3
     np.testing.assert_allclose(still @ still, still, atol=1e-9)

@@ -1,4 +1,4 @@
-"""What is drawn: whose it is, how it is distributed, which leads are masked."""
+"""Augmentation parameters: keys, distributions, lead masks."""
 
 from dataclasses import replace
 

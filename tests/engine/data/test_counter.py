@@ -1,4 +1,4 @@
-"""Counter-based numbers: uniform, independent along every counter, and the same for ever; permutations that are bijections."""
+"""Counter-based random numbers: uniform, independent along every counter, never changing; permutations that are bijections."""
 
 import math
 from itertools import product
@@ -46,7 +46,7 @@ def test_neighbours_along_each_counter_are_independent(axis: int) -> None:
     assert chi2_p(pairs) > 1e-4
 
 
-def test_seeds_streams_and_the_number_of_words_tell_draws_apart() -> None:
+def test_draws_differ_by_seed_stream_and_number_of_counters() -> None:
     n = np.arange(20_000)
     draws = [
         uniform(0, RandomStream.EMG, n),
@@ -73,7 +73,7 @@ def test_one_flipped_bit_of_a_counter_flips_half_of_the_result(word: int) -> Non
         assert np.abs(share - 0.5).max() < 5.5 * 0.5 / math.sqrt(samples)
 
 
-def test_close_crops_do_not_draw_one_sequence_shifted() -> None:
+def test_neighbouring_crops_do_not_share_a_shifted_sequence() -> None:
     drawn = bits(0, RandomStream.WHITE, np.arange(2000)[:, None], np.arange(100))
     assert len(np.unique(drawn)) == drawn.size
 
@@ -95,13 +95,13 @@ def test_counters_are_taken_modulo_2_to_the_64_whatever_their_type(seed: int, co
         assert here == bits(seed, np.array(counter, np.int32))
 
 
-def test_a_fraction_is_no_counter() -> None:
+def test_a_float_counter_is_refused() -> None:
     for wrong in (1.5, np.array([0.5]), np.array([True])):
         with pytest.raises(TypeError, match="must be an integer"):
             bits(0, wrong)  # type: ignore[arg-type]
 
 
-def test_numbers_of_old_runs_come_out_again() -> None:
+def test_random_numbers_never_change() -> None:
     """Never to be changed: a run is resumed, and a paper's table made again, by them."""
     assert bits(0).tolist() == 9370218965779684112
     assert bits(0, RandomStream.ORDER, 5).tolist() == 11465996907461922957
@@ -135,7 +135,7 @@ def test_permute_is_a_bijection(n: int, key: int) -> None:
 
 
 @given(st.integers(1, MAX_SIZE), keys, st.integers(0, 2**62))
-def test_permute_stays_inside_and_apart_for_any_size(n: int, key: int, start: int) -> None:
+def test_permute_is_a_bijection_for_any_size(n: int, key: int, start: int) -> None:
     i = (start + np.arange(300)) % n
     out = permute(i, n, key)
     assert out.dtype == np.int64 and (out >= 0).all() and (out < n).all()
@@ -170,7 +170,7 @@ def test_pairs_are_independent_under_neighbouring_keys(n: int) -> None:
         assert chi2_p(counts[~np.eye(n, dtype=bool)]) > 1e-4
 
 
-def test_permuted_neighbours_lie_anywhere() -> None:
+def test_permuted_neighbours_are_uncorrelated() -> None:
     out = permute(np.arange(100_000), 10**7, 1) / 1e7
     assert stats.kstest(out, "uniform").pvalue > 1e-4
     assert abs(np.corrcoef(out[1:], out[:-1])[0, 1]) < 0.015
@@ -178,6 +178,6 @@ def test_permuted_neighbours_lie_anywhere() -> None:
 
 
 @pytest.mark.parametrize("i, n", [(5, 5), (-1, 5), (0, 0), (0, MAX_SIZE + 1), (2**40, 2**40)])
-def test_permute_refuses_what_it_could_not_bring_back(i: int, n: int) -> None:
+def test_permute_refuses_elements_out_of_range(i: int, n: int) -> None:
     with pytest.raises(ValueError, match="must hold"):
         permute(np.array([i]), n, 0)

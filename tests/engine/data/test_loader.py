@@ -1,4 +1,4 @@
-"""The loader as the training loop meets it: right tensors, one order for all worlds, and a state that survives anything."""
+"""The loader: correct tensors, the same order at every world size, and a state to resume from."""
 
 import ctypes
 import dataclasses
@@ -55,9 +55,7 @@ def test_backends_agree(backend: str, views: str, augment: AugmentConfig, datase
 
 
 @pytest.mark.parametrize(("backend", "augment"), [*((backend, NOISY) for backend in BACKENDS), ("torch", AugmentConfig())])
-def test_a_restored_loader_goes_on_bit_for_bit_twice_and_over_an_epochs_end(
-    backend: str, augment: AugmentConfig, dataset: Dataset
-) -> None:
+def test_resuming_is_bit_exact_twice_and_across_an_epoch(backend: str, augment: AugmentConfig, dataset: Dataset) -> None:
     per_epoch = loader(dataset).steps_per_epoch
     assert 4 <= per_epoch <= 14
     whole = some(loader(dataset, backend, augment=augment), per_epoch + 4)
@@ -77,7 +75,7 @@ def test_every_world_size_gives_the_same_global_batches(dataset: Dataset) -> Non
         assert all(taken[step][1] == state for taken in ranks)
 
 
-def test_another_world_size_goes_on_with_the_same_batches(dataset: Dataset) -> None:
+def test_resuming_at_another_world_size_gives_the_same_batches(dataset: Dataset) -> None:
     whole = some(loader(dataset), 4)
     state = some(loader(dataset, rank=0, world=2), 2)[-1][1]
     assert same(whole[2:], some(loader(dataset, state=state), 2))
@@ -104,7 +102,7 @@ SEEN = (None, "16", -16, 8, True, 16.0, 2**64)
 FORGED = [{"recipe": None}, {"recipe": []}, {"dali": ""}, {"dali": 3}, *({"crops_seen": seen} for seen in SEEN)]
 
 
-def test_a_forged_state_is_refused_and_never_begins_anew(dataset: Dataset) -> None:
+def test_a_forged_state_is_refused_and_does_not_restart_the_run(dataset: Dataset) -> None:
     state = some(loader(dataset), 1)[-1][1]
     for forged in ({}, *(state | change for change in FORGED)):
         with pytest.raises(ConfigError) as error:
@@ -112,7 +110,7 @@ def test_a_forged_state_is_refused_and_never_begins_anew(dataset: Dataset) -> No
         assert "\n" not in str(error.value)
 
 
-def test_a_damaged_state_of_dali_is_one_line_and_none_is_a_new_stream(dataset: Dataset) -> None:
+def test_a_damaged_dali_state_is_one_line_and_none_starts_a_new_stream(dataset: Dataset) -> None:
     state = some(loader(dataset, "dali"), 1)[-1][1]
     for blob in ("!", "aGVsbG8=", state["dali"][:100], "\u00e9"):
         with pytest.raises(ConfigError) as error:
@@ -140,7 +138,7 @@ def batches_for_ever(url: str, backend: str, state: dict[str, Any] | None) -> No
 
 
 @pytest.mark.parametrize("backend", ["torch", "dali"])
-def test_kill_minus_9_twice_with_prefetch_in_flight_over_an_epochs_end(backend: str, dataset: Dataset, tmp_path: Path) -> None:
+def test_resuming_after_two_sigkills_with_prefetch_in_flight(backend: str, dataset: Dataset, tmp_path: Path) -> None:
     source = loader(dataset, backend, batch_crops=32)
     assert source.steps_per_epoch < 8  # of nine that are compared
     whole = some(source, 9)
@@ -173,7 +171,7 @@ def test_the_window_lies_within_the_crop_and_differs_between_epochs(dataset: Dat
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_loader_that_is_gone_through_again_goes_on(backend: str, dataset: Dataset) -> None:
+def test_iterating_again_continues(backend: str, dataset: Dataset) -> None:
     whole, source = some(loader(dataset, backend), 6), loader(dataset, backend)
     parts = [(batch.x_BSLT.clone(), batch.places.row) for _ in range(2) for batch, _ in islice(source, 3)]
     source.close()
@@ -191,7 +189,7 @@ def test_a_loader_that_is_gone_through_again_goes_on(backend: str, dataset: Data
         ("window", AugmentConfig(rlm=0, threekg=ThreeKG())),
     ],
 )
-def test_what_a_gpu_compiles_is_one_graph_and_the_same(views: str, augment: AugmentConfig, dataset: Dataset) -> None:
+def test_the_resident_backend_compiles_to_one_graph(views: str, augment: AugmentConfig, dataset: Dataset) -> None:
     source = loader(dataset, "resident", views=views, augment=augment)
     resident = Resident(source.order, source.reader, source.augmenter)
     resident._make = resident.compiled("aot_eager")
@@ -202,7 +200,7 @@ def test_what_a_gpu_compiles_is_one_graph_and_the_same(views: str, augment: Augm
     source.close()
 
 
-def test_reading_threads_compute_alone(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_threads_open_no_openmp_threads(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """A team of OpenMP threads for each of them would take the cores of the training step."""
     if not hasattr(ctypes.CDLL(None), "omp_set_num_threads"):
         pytest.skip("this torch does not show its OpenMP")
@@ -217,14 +215,14 @@ def test_reading_threads_compute_alone(dataset: Dataset, monkeypatch: pytest.Mon
         torch.set_num_threads(before)
 
 
-def test_auto_says_what_it_chose(dataset: Dataset, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_logs_the_chosen_backend(dataset: Dataset, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         assert loader(dataset, "auto").backend == "torch"
     assert "auto: torch, because the device is cpu" in caplog.text
 
 
 @pytest.mark.parametrize(("backend", "leads"), [("torch", "12"), ("torch", "I"), ("dali", "12"), ("resident", "12")])
-def test_the_meter_says_where_time_went(backend: str, leads: str, dataset: Dataset) -> None:
+def test_the_timer_reports_the_share_of_each_stage(backend: str, leads: str, dataset: Dataset) -> None:
     source = loader(dataset, backend, augment=AugmentConfig(rlm=0.5, noise="emg", leads=leads))
     some(source, 3)
     facts = source.meter.snapshot()
@@ -264,7 +262,7 @@ def test_on_a_gpu_the_tensors_are_those_of_the_cpu(backend: str, dataset: Datase
         np.testing.assert_allclose(a.x_BSLT.cpu().numpy(), b.x_BSLT.numpy(), atol=1e-4)
 
 
-def test_a_batch_stays_while_a_gpu_may_read_it() -> None:
+def test_a_dali_batch_is_held_while_the_gpu_may_read_it() -> None:
     class Event:
         def __init__(self) -> None:
             self.done = False
@@ -291,7 +289,7 @@ def test_a_batch_stays_while_a_gpu_may_read_it() -> None:
     assert [batch for _, batch in flight.queued] == ["c", "d"]
 
 
-def test_what_the_gpu_keeps_waiting_is_no_wait_for_data(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_the_gpu_does_not_count_as_data_wait(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that only DALI's stand-in moves: 6 s until the GPU has let go of a batch, 1 s to make the next one."""
     clock = [0.0]
 

@@ -1,4 +1,4 @@
-"""A lead that a record lacks reaches the model as zeros, whatever is added to the others."""
+"""A lead that a record lacks reaches the model as zeros, whatever noise is added to the others."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def test_the_table_says_which_leads_a_crop_lacks(dataset: Dataset, small: Datase
 @pytest.mark.parametrize(
     ("backend", "augment"), [*(("torch", one) for one in ADDING.values()), *((b, ADDING["paper"]) for b in BACKENDS[1:])]
 )
-def test_what_was_not_measured_stays_zero(backend: str, augment: AugmentConfig, dataset: Dataset) -> None:
+def test_leads_that_were_not_measured_stay_zero(backend: str, augment: AugmentConfig, dataset: Dataset) -> None:
     """Over an epoch; the crops that lack nothing are as they would be without the others."""
     source = loader(dataset, backend, augment=augment)
     bits, steps = augmenter.missing_leads(dataset), source.steps_per_epoch
@@ -53,7 +53,9 @@ def test_what_was_not_measured_stays_zero(backend: str, augment: AugmentConfig, 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_each_dataset_lacks_its_own(backend: str, small: Dataset, ten: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_leads_are_looked_up_by_dataset(
+    backend: str, small: Dataset, ten: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = np.random.default_rng(3)
     bits = {one.root.url: rng.integers(0, 2**12, len(one)).astype(np.uint16) for one in (small, ten)}
     monkeypatch.setattr(augmenter, "missing_leads", lambda one: bits[one.root.url])
@@ -68,7 +70,7 @@ def test_each_dataset_lacks_its_own(backend: str, small: Dataset, ten: Dataset, 
         assert torch.equal(zero, lacks) and lacks.any() and not lacks.all()
 
 
-def test_the_lead_that_is_kept_was_measured(small: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keep_one_keeps_a_measured_lead(small: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         augmenter, "missing_leads", lambda one: np.full(len(one), 0b111111110111, np.uint16)
     )  # aVR alone is there
@@ -78,6 +80,6 @@ def test_the_lead_that_is_kept_was_measured(small: Dataset, monkeypatch: pytest.
         assert there[:, :, LEADS.index("aVR")].all() and there.sum(-1).eq(1).all()
 
 
-def test_without_what_is_added_the_table_is_not_read(dataset: Dataset) -> None:
+def test_without_noise_the_table_is_not_read(dataset: Dataset) -> None:
     """2 bytes a crop, and the column, for nothing."""
     assert loader(dataset, augment=AugmentConfig()).measured is None

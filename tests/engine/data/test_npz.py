@@ -1,4 +1,4 @@
-"""Files of arrays that are none, or that say more than they hold: one line, and no memory."""
+"""Damaged and hostile .npy and .npz files: an error of one line, and no memory allocated."""
 
 import zipfile
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_a_bad_header_is_one_line(name: str, tmp_path: Path) -> None:
         load_npz(tmp_path / "a.npz")
 
 
-def test_what_unfolds_to_more_than_it_may_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_archive_that_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.savez_compressed(tmp_path / "a.npz", a=np.zeros((12, 5000)))
     assert load_npz(tmp_path / "a.npz")["a"].shape == (12, 5000)
     monkeypatch.setattr("engine.data.npz.MAX_BYTES", 400_000)

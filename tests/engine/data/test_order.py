@@ -57,7 +57,7 @@ def walk(order: Order) -> Iterator[tuple[int, int, int]]:
 
 @fewer
 @given(any_order(datasets=1), st.integers(0, 10**6))
-def test_an_epoch_is_a_permutation_less_the_dropped(order: Order, epoch: int) -> None:
+def test_an_epoch_is_a_permutation_without_its_incomplete_batch(order: Order, epoch: int) -> None:
     places = order.places(epoch * order.crops_per_epoch, order.crops_per_epoch)
     (rows,) = order.rows
     assert len(set(places.row.tolist())) == len(places) == len(rows) - len(rows) % order.batch_crops
@@ -75,7 +75,7 @@ def test_an_epoch_of_any_size_is_complete(crops: int) -> None:
 
 @fewer
 @given(any_order())
-def test_each_of_several_datasets_goes_through_its_own_epochs_in_full(order: Order) -> None:
+def test_each_of_several_datasets_has_complete_epochs_of_its_own(order: Order) -> None:
     order = replace(order, rows=(*order.rows, sized(7)), weights=order.weights and (*order.weights, 1.0))
     places = order.places(0, 400)
     for d, rows in enumerate(order.rows):
@@ -89,7 +89,7 @@ def test_each_of_several_datasets_goes_through_its_own_epochs_in_full(order: Ord
 
 @fewer
 @given(any_order(), st.integers(0, 300), st.integers(0, 100))
-def test_resumed_anywhere_it_goes_on_as_if_never_stopped(order: Order, crops_seen: int, count: int) -> None:
+def test_resuming_anywhere_gives_the_uninterrupted_order(order: Order, crops_seen: int, count: int) -> None:
     uninterrupted = list(islice(walk(order), crops_seen + count))
     again = Order(
         tuple(pickle.loads(pickle.dumps(order.rows))), order.batch_crops, order.seed, order.weights, order.block_shards
@@ -118,7 +118,7 @@ def test_all_world_sizes_share_the_same_global_batches(rows: DatasetRows, block_
 
 
 @pytest.mark.parametrize("part", [8, 24, 48])
-def test_the_crops_that_meet_are_the_same_for_all_world_sizes(part: int) -> None:
+def test_contrasted_crops_are_the_same_for_all_world_sizes(part: int) -> None:
     """A part of the global batch at a time, of which each rank has its share."""
     order = Order((sized(1000),), batch_crops=48, seed=3)
     whole = listed(order.batch(7)) + listed(order.batch(8))
@@ -132,7 +132,7 @@ def test_the_crops_that_meet_are_the_same_for_all_world_sizes(part: int) -> None
 
 
 @pytest.mark.parametrize("block_shards", [0, 4])
-def test_step_ten_million_is_where_walking_there_ends(block_shards: int) -> None:
+def test_seeking_to_step_ten_million(block_shards: int) -> None:
     """Walking is by whole epochs: what is dealt before a position is counted, not computed."""
     order = Order((sized(101), sized(50)), batch_crops=2, weights=(2, 1), block_shards=block_shards)
     far = order.batch(10**7)
@@ -160,13 +160,13 @@ def test_epochs_and_seeds_differ_and_repeat() -> None:
         assert (order.places(0, 1000).row == Order((sized(1000),), 10, block_shards=block_shards).places(0, 1000).row).all()
 
 
-def test_two_datasets_alike_are_not_gone_through_alike() -> None:
+def test_two_datasets_of_one_size_have_different_orders() -> None:
     places = Order((sized(500), sized(500)), 10).places(0, 1000)
     first, second = (places.row[places.dataset == d] for d in (0, 1))
     assert len(first) == len(second) == 500 and np.mean(first == second) < 0.02
 
 
-def test_with_one_dataset_there_is_nothing_to_mix() -> None:
+def test_a_weight_changes_nothing_for_one_dataset() -> None:
     rows = sized(997)
     plain = Order((rows,), 8, seed=5).places(0, 3000)
     assert listed(Order((rows,), 8, seed=5, weights=(0.3,)).places(0, 3000)) == listed(plain)
@@ -174,7 +174,7 @@ def test_with_one_dataset_there_is_nothing_to_mix() -> None:
 
 @fewer
 @given(st.lists(st.floats(0.01, 1), min_size=2, max_size=6), st.integers(0, 2**40))
-def test_weights_hold_in_every_run_of_places(weights: list[float], start: int) -> None:
+def test_weights_hold_in_every_run_of_positions(weights: list[float], start: int) -> None:
     order = Order(tuple(sized(64) for _ in weights), 16, weights=tuple(weights))
     dataset = order.places(start, 5000).dataset
     for d, weight in enumerate(weights):
@@ -185,14 +185,14 @@ def test_weights_hold_in_every_run_of_places(weights: list[float], start: int) -
 
 @fewer
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=5), st.integers(0, 10))
-def test_dealt_out_each_dataset_has_its_turns_in_order_and_its_quota(quotas: list[int], cycle: int) -> None:
+def test_deal_gives_each_dataset_its_quota_in_order(quotas: list[int], cycle: int) -> None:
     total = sum(quotas)
     dataset, turn = deal(np.arange(cycle * total, (cycle + 2) * total), quotas)
     for d, quota in enumerate(quotas):
         assert (turn[dataset == d] == cycle * quota + np.arange(2 * quota)).all()
 
 
-def test_without_weights_every_crop_of_every_dataset_comes_once_before_any_comes_again() -> None:
+def test_without_weights_every_crop_comes_once_before_any_repeats() -> None:
     order = Order((sized(1000), sized(10), sized(333)), 1)
     places = order.places(0, 2 * 1343)
     assert (np.bincount(places.dataset) == [2000, 20, 666]).all()
@@ -249,7 +249,7 @@ def test_ten_million_crops_take_the_memory_of_a_batch(block_shards: int) -> None
     assert peak < (200_000 if not block_shards else 2_000_000)  # a layout of 10,000 shards is held for each of a few epochs
 
 
-def test_orders_of_old_runs_come_out_again() -> None:
+def test_orders_never_change() -> None:
     """Never to be changed: a run is resumed, and a paper's table made again, by them."""
     one, two = sized(1000), sized(333)
     assert listed(Order((one,), 10, seed=42).places(998, 4)) == [(0, 165, 0), (0, 570, 0), (0, 153, 1), (0, 598, 1)]
@@ -320,7 +320,7 @@ def test_shards_that_do_not_add_up_are_refused(dataset: Dataset) -> None:
         ({"rows": (DatasetRows.among("empty", [3], np.array([], int)),)}, "empty: 0 crops are selected"),
     ],
 )
-def test_an_order_that_cannot_be_says_so_in_one_line(wrong: dict[str, object], message: str) -> None:
+def test_an_invalid_order_is_one_line(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(OrderError, match=message) as error:
         Order(**({"rows": (sized(100),), "batch_crops": 10} | wrong))  # type: ignore[arg-type]
     assert "\n" not in str(error.value)
@@ -335,6 +335,8 @@ def test_an_order_that_cannot_be_says_so_in_one_line(wrong: dict[str, object], m
         (Order.batch, (-1,), "position -10"),
     ],
 )
-def test_impossible_places_are_refused(call: Callable[..., Places], arguments: tuple[int, ...], message: str) -> None:
+def test_invalid_positions_and_world_sizes_are_refused(
+    call: Callable[..., Places], arguments: tuple[int, ...], message: str
+) -> None:
     with pytest.raises(OrderError, match=message):
         call(Order((sized(100),), 10), *arguments)

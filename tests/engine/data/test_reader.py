@@ -275,7 +275,7 @@ def test_skip_goes_round_and_ends(small: Dataset) -> None:
         read(CropReader([small], on_corrupt="skip"), [18])
 
 
-def test_a_full_machine_is_no_reason_to_skip(small: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_open_files_is_not_a_corrupt_crop(small: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = CropReader([small], on_corrupt="skip")
 
     def no_more(*_: object) -> int:
@@ -350,7 +350,7 @@ def test_read_ahead_order_depth_and_buffers(small: Dataset, depth: int, in_use: 
     assert i == len(rows) - 1 and len(buffers) <= depth + in_use and not threads()
 
 
-def test_closed_early_it_stops_and_leaves_the_rest_unread(small: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_early_stops_the_thread_and_reads_no_more(small: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second batch is being read when the generator is closed."""
     reader, noted, closed = CropReader([small]), Noted(batches(*([[1, 2]] * 10))), threading.Event()
     real = reader.read
@@ -423,7 +423,7 @@ threading.Thread(target=next, args=(ahead,), daemon=True).start() if stuck else 
 
 
 @pytest.mark.parametrize("shards", ["stuck", "there"])
-def test_a_program_ends_though_its_batches_were_forgotten(small: Dataset, shards: str) -> None:
+def test_the_interpreter_exits_while_batches_are_prefetched(small: Dataset, shards: str) -> None:
     """It neither crashes, as a daemon thread in C++ code would make it, nor hangs, as one that imports a module would."""
     arguments = [sys.executable, "-c", PROGRAM, small.root.url, shards]
     assert subprocess.run(arguments, cwd=Path(module.__file__).parents[2], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Shards from far away: in time, in bounds, once for all processes, and never a wrong byte."""
+"""The cache of remote shards: prefetched in time, bounded, shared by processes, and never a wrong byte."""
 
 import errno
 import os
@@ -62,14 +62,14 @@ def test_the_bound_holds_at_every_moment(ten: Dataset, tmp_path: Path, stagings:
     assert Counter(root.shards()) == dict.fromkeys(range(10), 2)  # nothing that was coming was evicted
 
 
-def test_the_longest_unneeded_goes_first(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
+def test_the_least_recently_used_shard_is_evicted_first(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
     stagings.append(stage(ten, tmp_path, room(ten, 3)))
     for shard in (0, 1, 2, 0, 5):
         path_of(stagings[0], shard)
     assert {path.stem for path in tmp_path.glob("*.tar")} == {ten.shards[s]["sha256"] for s in (0, 2, 5)}
 
 
-def test_a_prefetch_does_not_drive_out_the_current_block(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
+def test_prefetch_does_not_evict_the_current_block(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
     dataset, root = through(ten)
     stagings.append(stage(dataset, tmp_path, room(ten, 3), ahead=3, order=range(10), together=3))
     for _ in range(3):
@@ -93,7 +93,7 @@ def test_a_shard_that_was_evicted_is_fetched_before_its_next_turn(
     until(first.exists)
 
 
-def test_asking_again_does_not_advance(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
+def test_holding_a_shard_again_does_not_advance_the_order(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
     """Of three shards, all in use: the order comes back to them at once, but the time for that has not come."""
     order = iter([0, 1, 2] * 10)
     stagings.append(stage(ten, tmp_path, room(ten, 3), ahead=4, order=order, together=3))
@@ -117,7 +117,7 @@ def test_a_lock_on_a_file_that_was_just_evicted_is_none(tmp_path: Path) -> None:
     assert locks == [None]
 
 
-def test_what_is_held_stays(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
+def test_held_shards_are_not_evicted(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
     staging = stage(ten, tmp_path, room(ten, 2), order=range(10))
     stagings.append(staging)
     with held(staging, 0) as (first,):
@@ -133,7 +133,7 @@ def test_what_is_held_stays(ten: Dataset, tmp_path: Path, stagings: list[Staging
     assert not Path(first).exists()
 
 
-def test_a_cache_full_of_anothers_shards(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
+def test_a_cache_full_of_shards_that_another_process_holds(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
     stagings += [stage(ten, tmp_path, room(ten, 1)), stage(ten, tmp_path, room(ten, 1), timeout_s=0.05)]
     with held(stagings[0], 0), pytest.raises(StagingError, match=r"no room for .*00001\.tar: other processes hold all of it"):
         path_of(stagings[1], 1)
@@ -151,7 +151,7 @@ def over() -> Iterator[threading.Event]:
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_a_place_that_fails_stops_the_run_and_a_file_that_is_too_short_may_be_skipped(
+def test_storage_errors_stop_the_run_and_truncated_shards_may_be_skipped(
     ten: Dataset, tmp_path: Path, stagings: list[Staging], cut: bool
 ) -> None:
     """The storage has tried again before."""
@@ -230,7 +230,7 @@ def test_a_crop_that_is_wrong_in_a_whole_shard_names_both_files(ten: Dataset, tm
             read(reader, [2])
 
 
-def test_what_an_earlier_run_left_is_verified(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
+def test_files_of_an_earlier_run_are_verified(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
     first = stage(ten, tmp_path, room(ten, 10))
     paths = [Path(path_of(first, shard)) for shard in (0, 1)]
     first.close()
@@ -243,7 +243,7 @@ def test_what_an_earlier_run_left_is_verified(ten: Dataset, tmp_path: Path, stag
     assert root.shards() == [0]
 
 
-def test_what_an_earlier_run_left_is_within_the_bound_too(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
+def test_files_of_an_earlier_run_count_towards_the_bound(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
     stagings.append(stage(ten, tmp_path, room(ten, 10)))
     for shard in range(6):
         path_of(stagings[0], shard)
@@ -253,7 +253,7 @@ def test_what_an_earlier_run_left_is_within_the_bound_too(ten: Dataset, tmp_path
     assert {stagings[1]._file((0, shard)).exists() for shard in (2, 5)} == {True}  # what comes next stays
 
 
-def test_close_wakes_who_waits(ten: Dataset, tmp_path: Path, over: threading.Event) -> None:
+def test_close_wakes_waiting_readers(ten: Dataset, tmp_path: Path, over: threading.Event) -> None:
     """Though no answer ever comes."""
     dataset, root = through(ten, lambda *_: bytes(over.wait()))
     before = set(named("staging"))
@@ -324,7 +324,7 @@ def test_a_killed_download_is_taken_over(ten: Dataset, tmp_path: Path, stagings:
         assert right(path_of(stagings[-1], shard), ten, shard)
 
 
-def test_two_that_wait_for_each_others_room_let_go(
+def test_two_processes_waiting_for_each_others_room_do_not_deadlock(
     ten: Dataset, tmp_path: Path, stagings: list[Staging], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks, two shards each, room for two: as each has one, neither gets its second."""

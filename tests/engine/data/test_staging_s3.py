@@ -1,4 +1,4 @@
-"""Shards from a bucket: one that is served on loopback."""
+"""Training from an S3 bucket, served on loopback."""
 
 import logging
 from collections import Counter

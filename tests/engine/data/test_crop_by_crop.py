@@ -1,4 +1,4 @@
-"""Crops that are read together, and on a CPU made one by one: the tensors of all at once, whatever crop is bad."""
+"""Crops made one by one on a CPU equal the whole batch made at once, also where bad crops are replaced."""
 
 import dataclasses
 import shutil
@@ -36,13 +36,13 @@ def at_once(dataset: Dataset, batch: Batch, augment: AugmentConfig, views: Views
         ("window", AugmentConfig(rlm=0, threekg=ThreeKG())),
     ],
 )
-def test_few_at_a_time_is_all_at_once(backend: str, views: Views, augment: AugmentConfig, dataset: Dataset) -> None:
+def test_crop_by_crop_equals_the_whole_batch(backend: str, views: Views, augment: AugmentConfig, dataset: Dataset) -> None:
     for batch, _ in some(loader(dataset, backend, views=views, augment=augment), 2):
         assert torch.equal(batch.x_BSLT, at_once(dataset, batch, augment, views))
 
 
 @pytest.mark.parametrize(("augment", "threads"), [(NOISY, 1), (AugmentConfig(), 3), (AugmentConfig(leads="I"), 3)])
-def test_a_crop_in_the_place_of_another_has_its_own_parameters(
+def test_a_replacement_crop_has_its_own_parameters(
     augment: AugmentConfig, threads: int, dataset: Dataset, tmp_path: Path
 ) -> None:
     source = loader(dataset)
@@ -56,7 +56,7 @@ def test_a_crop_in_the_place_of_another_has_its_own_parameters(
 
 
 @pytest.mark.parametrize(("backend", "per_lead"), [("torch", False), ("torch", True), ("dali", False)])
-def test_what_is_read_together_with_a_bad_crop_comes_before_its_error(
+def test_batches_before_a_bad_crop_are_returned_before_the_error(
     backend: str, per_lead: bool, dataset: Dataset, tmp_path: Path
 ) -> None:
     changes = {"augment": AugmentConfig(noise="shift", per_lead=per_lead)}
@@ -82,7 +82,7 @@ def damage(dataset: Dataset, copy: Path, rows: Iterable[int]) -> Dataset:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_comes_in_the_place_of_another_takes_part_too(backend: str, dataset: Dataset, tmp_path: Path) -> None:
+def test_a_replacement_crop_has_the_same_role(backend: str, dataset: Dataset, tmp_path: Path) -> None:
     """Nobody who is kept for tests is trained on because a neighbour is bad, and each signal is whose it says it is."""
     source = loader(dataset, pretrain=True)
     taking_part = source.order.rows[0].row(np.arange(len(source.order.rows[0])))
