@@ -29,7 +29,7 @@ demo: .venv/installed
 	rm -rf demo
 	$(RUN) -m data_tools synth demo/archive --patients 1200 --workers 2
 	$(RUN) -m data_tools shard demo/archive --out demo/dataset --format both --workers 2
-	$(RUN) -m data_tools verify demo/dataset --source demo/archive
+	$(RUN) -m data_tools verify demo/dataset --archive demo/archive
 	$(RUN) -m data_tools show demo/dataset --png demo/summary.png > demo/summary.txt
 	$(RUN) -m data_tools show demo/dataset --crop 0 --png demo/ecg.png
 	$(BIN)/python -m engine.data.picture demo/augmentations.png --data demo/dataset

@@ -35,9 +35,9 @@ from engine.config import CONFIGS, load
 from engine.model import fairseq
 from engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop
 from engine.model.draws import Draws, row_keys
+from engine.model.parity import Adam, authors_adam, draws_of
 from engine.model.pretrainer import Pretrainer
 from engine.model.quantizer import temperature
-from engine.parity import Adam, authors_adam, draws_of
 from engine.training.train import COMPILED, compile_model
 from engine.training.validation import to_device
 

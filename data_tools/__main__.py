@@ -1,11 +1,12 @@
 """ECG archives -> verified datasets.
 
-  python -m data_tools synth  OUT --patients 100              make a synthetic archive in the real layouts
-  python -m data_tools shard  SRC [SRC ...] --out DATASET     make a dataset; run again after any interruption
-  python -m data_tools verify DATASET [--source SRC] [--fast] check every byte; exit 0 only if everything holds
-  python -m data_tools show   DATASET|RECORD [--png FILE]     print a summary, plot 12 leads
+  omnilead synth  OUT --patients 100                  make a synthetic archive in the real layouts
+  omnilead shard  SRC [SRC ...] --out DATASET         make a dataset; run again after any interruption
+  omnilead verify DATASET [--archive SRC] [--fast]    check every byte; exit 0 only if everything holds
+  omnilead show   DATASET|RECORD [--png FILE]         print a summary, plot 12 leads
 
-SRC and DATASET may be folders or s3:// addresses (AWS_ENDPOINT_URL and the usual credentials are used).
+`python -m data_tools` is the same program. SRC and DATASET may be folders or s3:// addresses (AWS_ENDPOINT_URL and the usual
+credentials are used).
 """
 
 import argparse
@@ -57,63 +58,73 @@ def _number(kind: type[int] | type[float], low: float, high: float = math.inf) -
     return parse
 
 
+WORKERS: Option = {"type": _number(int, 1), "default": os.cpu_count() or 1, "help": "processes (all cores)"}
+SEED: Option = {"type": _number(int, 0), "default": 0}
+ANONYMOUS: Option = {"action": "store_true", "help": "read public buckets without credentials"}
+LAYOUT: Option = {"choices": ("physionet2021", "ptbxl"), "default": "physionet2021", "help": "of files (physionet2021)"}
+NAMES: Option = {"metavar": "NAME", "nargs": "+"}
+SOURCE: Option = {"default": "auto", "metavar": "KIND", "help": f"how to read SRC: {KINDS}"}
+PATIENTS: Option = {"metavar": "CSV", "help": "ptbxl_database.csv, if it is not in the Challenge's archive"}
+
+
 def _parser() -> argparse.ArgumentParser:
-    workers: Option = {"type": _number(int, 1), "default": os.cpu_count() or 1, "help": "processes (all cores)"}
-    seed: Option = {"type": _number(int, 0), "default": 0}
-    anonymous: Option = {"action": "store_true", "help": "read public buckets without credentials"}
-    names: Option = {"metavar": "NAME", "nargs": "+"}
     synth: dict[str, Option] = {
         "out": {"metavar": "OUT", "help": "an empty or new folder"},
         "--patients": {"type": _number(int, 1), "default": 100, "help": "PTB-XL patients, and as many further records (100)"},
         "--sessions": {"type": _number(int, 1), "default": 2, "help": "recordings of each PTB-XL patient (2)"},
-        "--seed": seed | {"help": "same seed, same bytes (0)"},
-        "--layout": {"choices": ("physionet2021", "ptbxl"), "default": "physionet2021", "help": "(physionet2021)"},
-        "--workers": workers | {"default": 1, "help": "processes (1)"},
+        "--seed": SEED | {"help": "same seed, same bytes (0)"},
+        "--layout": LAYOUT,
+        "--workers": WORKERS | {"default": 1, "help": "processes (1)"},
     }
     shard: dict[str, Option] = {
         "sources": {"metavar": "SRC", "nargs": "+", "help": "a folder or s3:// address of an archive"},
         "--out": {"metavar": "DATASET", "required": True, "help": "where to write"},
-        "--source": {"default": "auto", "metavar": "KIND", "help": KINDS},
-        "--patients": {"metavar": "CSV", "help": "ptbxl_database.csv, if it is not in the Challenge's archive"},
-        "--format": {"choices": ("tar", "zarr", "both"), "default": "tar", "help": "(tar)"},
+        "--source": SOURCE,
+        "--patients": PATIENTS,
+        "--format": {
+            "choices": ("tar", "zarr", "both"),
+            "default": "tar",
+            "help": "of the samples; both: tar with a twin in zarr (tar)",
+        },
         "--plan": {"choices": ("paper", "all", "paper-split"), "default": "paper", "help": "how roles are assigned (paper)"},
-        "--dx-sources": names | {"help": "sources whose records get diagnosis roles (cpsc_2018 georgia)"},
-        "--id-sources": names | {"help": "sources whose patients get gallery and probe (ptb-xl)"},
-        "--pretrain-sources": names | {"help": "sources for pre-training, or `all` (all but ptb and st_petersburg_incart)"},
+        "--dx-sources": NAMES | {"help": "sources whose records get diagnosis roles (cpsc_2018 georgia)"},
+        "--id-sources": NAMES | {"help": "sources whose patients get gallery and probe (ptb-xl)"},
+        "--pretrain-sources": NAMES | {"help": "sources for pre-training, or `all` (all but ptb and st_petersburg_incart)"},
         "--id-share": {"type": _number(float, 0, 1), "metavar": "X", "help": "test at most this share of the patients (0.15)"},
-        "--seed": seed | {"help": "of the order and of the roles (0)"},
-        "--workers": workers,
+        "--seed": SEED | {"help": "of the order and of the roles (0)"},
+        "--workers": WORKERS,
         "--cluster": {"metavar": "tcp://HOST:8786", "help": "a Dask scheduler instead of processes"},
         "--pseudonymize": {"metavar": "KEYFILE", "help": "replace record and patient ids by keyed hashes"},
-        "--anonymous": anonymous,
+        "--anonymous": ANONYMOUS,
         "--strict": {"action": "store_true", "help": "exit 2 if any record was refused"},
     }
     verify: dict[str, Option] = {
-        "dataset": {"metavar": "DATASET"},
-        "--source": {"metavar": "SRC", "action": "append", "help": "compare with the archive; once for each SRC"},
-        "--kind": {"default": "auto", "metavar": "KIND", "help": "as --source of shard (auto)"},
-        "--patients": {"metavar": "CSV", "help": "as --patients of shard"},
+        "dataset": {"metavar": "DATASET", "help": "a folder or s3:// address of a dataset"},
+        "--archive": {"metavar": "SRC", "nargs": "+", "default": [], "help": "compare with the archives it was made from"},
+        "--source": SOURCE,
+        "--patients": PATIENTS,
         "--fast": {"action": "store_true", "help": "structure, tables and sizes only: samples are not read"},
-        "--workers": workers,
-        "--pseudonymize": {"metavar": "KEYFILE", "help": "the key that the dataset was made with, for --source"},
-        "--anonymous": anonymous,
+        "--workers": WORKERS,
+        "--pseudonymize": {"metavar": "KEYFILE", "help": "the key that the dataset was made with, for --archive"},
+        "--anonymous": ANONYMOUS,
     }
     show: dict[str, Option] = {
         "what": {"metavar": "DATASET|RECORD", "help": "a dataset, or a WFDB header file"},
         "--crop": {"metavar": "ROW", "type": _number(int, 0), "help": "one crop of the dataset instead of the summary"},
-        "--anonymous": anonymous,
+        "--anonymous": ANONYMOUS,
         "--png": {"metavar": "FILE", "help": "draw it"},
     }
     table = (
-        ("synth", _synth, synth, "make a synthetic archive"),
-        ("shard", _shard, shard, "make a dataset of archives, or finish one"),
-        ("verify", _verify, verify, "check a dataset: exit 0 only if everything holds"),
-        ("show", _show, show, "print or draw a dataset, one of its crops, or a record"),
+        ("synth", _synth, synth, "make a synthetic archive", "archive --patients 1000"),
+        ("shard", _shard, shard, "make a dataset of archives, or finish one", "archive --out dataset --workers 8"),
+        ("verify", _verify, verify, "check a dataset: exit 0 only if everything holds", "dataset --archive archive"),
+        ("show", _show, show, "print or draw a dataset, one of its crops, or a record", "dataset --crop 7 --png ecg.png"),
     )
-    parser = Parser("python -m data_tools", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = Parser("omnilead", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="synth|shard|verify|show")
-    for name, run, options, text in table:
-        command = commands.add_parser(name, help=text, description=text.capitalize())
+    for name, run, options, text, example in table:
+        epilog = f"example: omnilead {name} {example}"
+        command = commands.add_parser(name, help=text, description=text.capitalize(), epilog=epilog)
         command.set_defaults(run=run)
         for option, settings in options.items():
             command.add_argument(option, **settings)
@@ -183,7 +194,9 @@ def _verify(options: argparse.Namespace) -> int:
     started = time.monotonic()
     key = read_key(options.pseudonymize) if options.pseudonymize else None
     dataset = Dataset.open(options.dataset, options.anonymous)
-    sources = _open_sources(options.source or [], options.kind, options)
+    if options.source != "auto" and not options.archive:
+        raise DataError(f"--source {options.source}: is how to read the archive: name that with --archive SRC")
+    sources = _open_sources(options.archive, options.source, options)
     found = verify(dataset, sources, options.fast, options.workers, key, not sys.stderr.isatty())
     for finding in found:
         print(printable(finding))

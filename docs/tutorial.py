@@ -45,7 +45,7 @@ gallery/probe), drawn by patient. If it is interrupted, run it again. `verify` c
 # %%
 run(f"python -m data_tools synth archive --patients {PATIENTS} --seed 1")
 run("python -m data_tools shard archive --out dataset --workers 1")  # in a shell: all cores
-run("python -m data_tools verify dataset --source archive --workers 1")
+run("python -m data_tools verify dataset --archive archive --workers 1")
 
 # %% [markdown]
 """

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine.model.inference import TrainedModel
 
+__version__ = "0.1.0"
+
 
 def load(path: str | os.PathLike[str]) -> "TrainedModel":
     """A model that was trained here or converted, in eval mode. torch is imported now and not with the package."""

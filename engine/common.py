@@ -2,6 +2,7 @@
 
 parse_leads("3")                  # (0, 1, 7); also "12", "6", "2", "1" or names: "I,II,V2"
 describe_leads((0, 1, 7))         # "I,II,V2"
+find_config("w2v", "pretrain")    # a file, or a config that comes with the package
 read_yaml(path)                   # merged over the file that its `base:` names
 parse_yaml("5e-5", "--set lr")    # 5e-5
 write_whole(path, text)           # all of it or nothing
@@ -11,6 +12,8 @@ A signal holds all twelve leads in the order of LEADS up to the last step of the
 sets the others to zero (padded: the paper's "P-N leads", for a model of twelve channels) or drops them (a model of N channels).
 """
 
+import argparse
+import difflib
 import os
 import re
 import sys
@@ -18,12 +21,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml  # type: ignore[import-untyped]
 
 from data_tools.cli import Parser as Parser
-from data_tools.cli import guard_streams, is_memory
+from data_tools.cli import guard_streams, is_memory, show
 from data_tools.storage import sync as sync
 from data_tools.storage import write_whole as write_whole
 
@@ -33,6 +36,8 @@ LEADS = ("I", "II", "III", "aVR", "aVL", "aVF", "V1", "V2", "V3", "V4", "V5", "V
 LIMB, ALL = tuple(range(6)), tuple(range(12))
 SUBSETS = {"12": ALL, "6": LIMB, "3": (0, 1, 7), "2": (0, 1), "1": (0,)}  # Oh et al. 2022, section 4
 _INDEX = {lead.upper(): i for i, lead in enumerate(LEADS)}
+HERE = Path(__file__).resolve().parent
+CONFIGS = HERE / "configs" if (HERE / "configs").is_dir() else HERE.parent / "configs"  # of the wheel, or of the repository
 MAX_YAML_BYTES, MAX_YAML_VALUES, MAX_INTEGER = 2**20, 10_000, 2**63
 
 
@@ -111,8 +116,21 @@ _YamlLoader.add_implicit_resolver(
 )
 
 
-def read_yaml(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A file, merged over the file that its `base:` names."""
+def find_config(name: str | Path, folder: str = "", key: str = "--config", beside: str | Path = "") -> Path:
+    """A file, by its path from the folder `beside`; or a shipped config, by its name with or without suffix."""
+    shipped = CONFIGS / folder
+    stem = str(name).removeprefix("configs/").removeprefix(f"{folder}/")
+    for path in (Path(beside, name), *(shipped / f"{stem}{suffix}" for suffix in ("", ".yaml", ".json"))):
+        if os.path.lexists(path) and not os.path.isdir(path):  # a pipe will do
+            return path
+    names = sorted(path.stem for path in shipped.glob("*.*"))
+    near = difflib.get_close_matches(Path(stem).stem, names, 3, 0.5)
+    mend = f"did you mean {', '.join(near)}?" if near else f"shipped are {', '.join(names)}"
+    raise ConfigError(f"{key}={str(name)!r}: no such file or shipped config: {mend}"[:500])
+
+
+def read_yaml(path: Path, folder: str = "", above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A file, merged over the one that its `base:` names: a path from there, or a config shipped in `folder`."""
     try:
         path = path.resolve()
         with open(path, "rb") as file:
@@ -125,7 +143,9 @@ def read_yaml(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: settings must be a mapping, key: value")
     base = tree.pop("base", None)
-    return tree if base is None else merge(read_yaml(path.parent / str(base), (*above, path)), tree)
+    if base is None:
+        return tree
+    return merge(read_yaml(find_config(str(base), folder, f"{path}: base", path.parent), folder, (*above, path)), tree)
 
 
 def parse_yaml(text: str | bytes, source: str) -> Any:
@@ -173,6 +193,20 @@ def cores_per_rank() -> int:
     """Of this machine's."""
     here = next((int(os.environ[name]) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE") if os.environ.get(name)), 1)
     return max(1, len(os.sched_getaffinity(0)) // here)
+
+
+def positive(text: str) -> int:
+    """For argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from 1")
+    return int(text)
+
+
+def leave(code: int) -> NoReturn:
+    """Exits without shutting down the interpreter: gloo's threads may still hold tensors, which would end it with SIGABRT."""
+    code = show("") or code
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def interruptible(name: str) -> None:

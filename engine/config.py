@@ -1,8 +1,8 @@
 """Settings: YAML files and `--set a.b=c` become one frozen, validated object, or an error of one line that names the key.
 
-    config = load("configs/pretrain/w2v_cmsc_rlm.yaml", ["train.steps=100", "data.datasets=[DATASET]"])
+    config = load("w2v_cmsc_rlm", ["train.steps=100", "data.datasets=[DATASET]"])
     check(config, world=8)                    # settings that contradict each other, before any work is done
-    load("configs/finetune/diagnosis.yaml", ["start=RUN"], FinetuneConfig)
+    load("diagnosis", ["start=RUN"], FinetuneConfig)
     python engine/pretrain.py --schema        # JSON schema, for editors
 
 The settings of a component are a dataclass beside its code; this file collects them. A YAML file may begin with
@@ -20,15 +20,14 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from engine.common import ConfigError, merge, parse_yaml, read_yaml
+from engine.common import CONFIGS as CONFIGS
+from engine.common import ConfigError, find_config, merge, parse_yaml, read_yaml
 from engine.data.augment import AugmentConfig
 from engine.data.augmenter import HALF
 from engine.data.loader import LoaderConfig, PipelineConfig
 from engine.model.config import HeadConfig, ModelConfig, ObjectiveConfig, current_settings
 from engine.model.draws import max_masked
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-QUICKSTART = CONFIGS / "pretrain" / "quickstart.yaml"
 CPUINFO = Path("/proc/cpuinfo")
 SHOWN = 80  # characters of a wrong value
 ALIASES = {  # names in other libraries
@@ -85,7 +84,7 @@ class TrainConfig(Section):
     micro_batch: int | None = Field(default=None, ge=1)
     precision: Literal["auto", "bf16", "fp32"] = "bf16"  # auto: bf16 if the hardware computes in it
     zero_stage: int | None = Field(default=None, ge=0, le=3)  # None: that of the DeepSpeed JSON, else 1
-    deepspeed: str | None = None  # DeepSpeed JSON file: ZeRO and communication only
+    deepspeed: str | None = None  # DeepSpeed JSON file, or zero0 to zero3: ZeRO and communication only
     compile: Literal["eager", "layers", "step"] | None = None  # scope of torch.compile; None: layers on CUDA, else eager
     lr: float = Field(default=5e-5, gt=0, le=1)
     schedule: Literal["fixed", "warmup_cosine", "tri_stage"] = "fixed"
@@ -146,6 +145,7 @@ class Tuning(Section):
 class RunConfig(Section):
     """Settings of every training run."""
 
+    folder: ClassVar[str] = "pretrain"  # of the configs that are found by name
     defaults: ClassVar[dict[str, Any]] = {}  # where they differ from those of the sections
     run: str
     data: Any
@@ -174,6 +174,7 @@ class Config(RunConfig):
 
 
 class FinetuneConfig(RunConfig):
+    folder: ClassVar[str] = "finetune"
     run: str = "runs/finetune"
     start: str = ""  # pre-trained run or model folder; a pre-training YAML: its architecture with random weights
     data: FinetuneData = FinetuneData()
@@ -206,8 +207,8 @@ Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), kind: type[Kind] = Config) -> Kind:  # type: ignore[assignment]
-    """A YAML file with `key=value` overrides."""
-    tree = read_yaml(Path(path))
+    """A YAML file, or a shipped config by name, with `key=value` overrides."""
+    tree = read_yaml(find_config(path, kind.folder), kind.folder)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
@@ -304,10 +305,8 @@ def _deepspeed_file(config: RunConfig) -> DeepSpeedFile:
     name = config.train.deepspeed
     if name is None:
         return DeepSpeedFile()
-    path = next((p for p in (Path(name), CONFIGS.parent / name) if p.is_file()), None)
-    if path is None:
-        raise ConfigError(f"train.deepspeed={name!r}: no such file; {CONFIGS / 'deepspeed'} has some")
-    return _validate(DeepSpeedFile, path.read_text(errors="replace"), f"train.deepspeed={name!r}: ")
+    text = find_config(name, "deepspeed", "train.deepspeed").read_text(errors="replace")
+    return _validate(DeepSpeedFile, text, f"train.deepspeed={name!r}: ")
 
 
 def zero_stage(config: RunConfig) -> int:

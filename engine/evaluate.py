@@ -1,8 +1,8 @@
 """Score a trained model on held-out ECGs: a table, JSON, an HTML report.
 
-    python -m engine.evaluate --model RUN --data DATASET                        # a fine-tuned model, on the test split
-    python -m engine.evaluate --model RUN --data DATASET --leads I,II,V2        # a 12-lead model that is shown three leads
-    python -m engine.evaluate --model RUN --data DATASET --json F.json --report F.html
+    omnilead evaluate --model RUN --data DATASET                        # a fine-tuned model, on the test split
+    omnilead evaluate --model RUN --data DATASET --leads I,II,V2        # a 12-lead model that is shown three leads
+    omnilead evaluate --model RUN --data DATASET --json F.json --report F.html
 
 Diagnosis: the CinC 2021 Challenge score, AUROC, AUPRC, accuracy and F measure, for halves of 5 s as in the paper and for whole
 records. Identification: whether the gallery crop most similar to a probe (cosine) is of the same patient; this also works for
@@ -14,29 +14,24 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from engine.common import Parser, interruptible
+from engine.common import ConfigError, OutputError, Parser, interruptible, writable, write_whole, writing
 
-if __name__ == "__main__":
-    interruptible("engine.evaluate")
+if TYPE_CHECKING:
+    import torch
 
-import torch
-
-import engine
-from data_tools.dataset import DataError, Dataset
-from engine.common import ConfigError, OutputError, writable, write_whole, writing
-from engine.evaluation import evaluation_report
-from engine.evaluation.metrics import MetricError
-from engine.evaluation.results import DiagnosisResult, EvalOptions, IdentificationResult, diagnose, identify, task_of
-from engine.model.kernels import disable_tf32
+    from engine.evaluation.results import DiagnosisResult, IdentificationResult
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
+    from data_tools.dataset import DataError  # PyTorch and others only now: --help does not wait for them
+    from engine.evaluation.metrics import MetricError
+
     try:
         evaluate(args)
         return 0
@@ -53,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="python -m engine.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="omnilead evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", required=True, metavar="RUN", help="a run, or a folder with model.safetensors")
     add("--data", required=True, metavar="DATASET", help="a dataset made by data_tools; s3:// works too")
@@ -77,6 +72,11 @@ def evaluate(args: argparse.Namespace) -> None:
             writable(place, flag)
     if args.json and args.report and args.json.resolve() == args.report.resolve():
         raise ConfigError(f"--json {args.json} and --report {args.report} are the same file: choose two names")
+    import engine
+    from data_tools.dataset import Dataset
+    from engine.evaluation import evaluation_report
+    from engine.evaluation.results import EvalOptions, diagnose, identify, task_of
+
     dataset = Dataset.open(args.data, args.anonymous)
     model = engine.load(args.model).to(_device(args.device))
     task = task_of(model) if args.task == "auto" else args.task
@@ -94,7 +94,11 @@ def evaluate(args: argparse.Namespace) -> None:
         print(args.report)
 
 
-def _device(name: str) -> torch.device:
+def _device(name: str) -> "torch.device":
+    import torch
+
+    from engine.model.kernels import disable_tf32
+
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise ConfigError("--device cuda: PyTorch finds no GPU: use --device cpu")
@@ -124,4 +128,5 @@ def _score(document: dict[str, Any], name: str) -> str:
 
 
 if __name__ == "__main__":
+    interruptible("engine.evaluate")
     sys.exit(main())

@@ -1,11 +1,14 @@
 """Pre-train an ECG encoder: W2V + CMSC + random lead masking (Oh et al., CHIL 2022) and its baselines.
 
-    deepspeed engine/pretrain.py                              the quick start: a small model, a minute or two on a CPU
-    deepspeed engine/pretrain.py --config configs/pretrain/w2v_cmsc_rlm.yaml --set data.datasets=[DATASET] --set run=RUN
-    torchrun --nproc-per-node 8 engine/pretrain.py --config F ...             the same; plain python too, for one process
-    deepspeed --hostfile H --no_ssh --node_rank I --master_addr A engine/pretrain.py --config F ...      on each of many nodes
-    python engine/pretrain.py --export RUN                    RUN/model from the newest checkpoint
-    python engine/pretrain.py --schema                        JSON schema of the settings
+    omnilead pretrain --data DATASET --out RUN                the quick start: a small model, a minute or two on a CPU
+    omnilead pretrain --config w2v_cmsc_rlm --data DATASET --out RUN --set train.steps=1000
+    deepspeed --module engine.pretrain --config w2v_cmsc_rlm ...              on all GPUs of this machine
+    torchrun --nproc-per-node 8 --module engine.pretrain --config F ...       the same
+    deepspeed --hostfile H --no_ssh --node_rank I --master_addr A --module engine.pretrain ...          on each of many nodes
+    omnilead pretrain --export RUN                            RUN/model from the newest checkpoint
+    omnilead pretrain --schema                                JSON schema of the settings
+
+In a clone of the repository `deepspeed engine/pretrain.py` is the same program, and `python engine/pretrain.py` in one process.
 
 RUN/ holds config.yaml, run.json, metrics.jsonl, validation.jsonl, tensorboard/, checkpoints/ and in the end model/, report.html
 Started again with the same RUN, training resumes from the last checkpoint: bit for bit with the same number of ranks; with
@@ -16,21 +19,24 @@ SIGTERM or Ctrl-C: a checkpoint at the next step, exit 0. Exit 2: a setting or a
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from engine.common import interruptible
+from engine.common import interruptible, leave
+from engine.training.command import SHORTCUTS, command
+
+
+def classes() -> tuple[Any, Any]:
+    from engine.config import Config
+    from engine.training.pretraining import PretrainTask
+
+    return Config, PretrainTask
+
+
+main = partial(command, "pretrain", __doc__, classes, "quickstart", SHORTCUTS)
 
 if __name__ == "__main__":
     interruptible("engine/pretrain.py")
-
-from engine.config import QUICKSTART, Config
-from engine.training.distributed import leave
-from engine.training.pretraining import PretrainTask
-from engine.training.train import command
-
-main = partial(command, "engine/pretrain.py", __doc__, Config, PretrainTask, QUICKSTART)
-
-if __name__ == "__main__":
     leave(main())

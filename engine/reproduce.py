@@ -1,9 +1,9 @@
 """Reproduce the paper's tables: pre-train, fine-tune and evaluate what they need, and print the scores beside the paper's.
 
-    python -m engine.reproduce --table 1 --data DATASET --out DIR --dry-run              the commands, and how long they take
-    python -m engine.reproduce --table 1 --data DATASET --out DIR --scale small --jobs 4
-    python -m engine.reproduce --table 1 2 3 4 --data DATASET --out DIR --scale paper --cluster tcp://SCHEDULER:8786
-    python -m engine.reproduce --table 1 --out DIR --collect-only                        the tables, from the scores in DIR
+    omnilead reproduce --table 1 --data DATASET --out DIR --dry-run              the commands, and how long they take
+    omnilead reproduce --table 1 --data DATASET --out DIR --scale small --jobs 4
+    omnilead reproduce --table 1 2 3 4 --data DATASET --out DIR --scale paper --cluster tcp://SCHEDULER:8786
+    omnilead reproduce --table 1 --out DIR --collect-only                        the tables, from the scores in DIR
 
 Scales: smoke (minutes: does it work?), demo (used by `make demo`), small (hours on a small machine), paper (the paper's
 configurations), or your own file like configs/reproduce/scales/*.yaml. Run the same command again after a kill or a failure: it
@@ -12,30 +12,22 @@ Exit 1: jobs failed. Exit 2: a setting or a file is wrong.
 """
 
 import argparse
-import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
-from data_tools.cli import say
-from data_tools.cluster import connected
-from data_tools.dataset import META, DataError, Dataset
-from engine.common import ConfigError, Parser
-from engine.reproduction.cost import expected_seconds, flops_per_s
-from engine.reproduction.jobs import ROOT, duration, on_this_machine, run_jobs
-from engine.reproduction.paper import LEADS, TABLES, TASKS, ReproductionScale, Table, tables
-from engine.reproduction.plan import PROGRAMS, DatasetInfo, Job, JobPlan, make_plan
-from engine.reproduction.results import write_table
-from engine.reproduction.workdir import WorkDir, read_json
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-NEEDED_ROLES = [("pretrain", ""), *(("dx", role) for role in ("train", "valid", "test"))]
-NEEDED_ROLES += [("id", role) for role in ("train", "valid", "gallery", "probe")]
+from engine.common import ConfigError, Parser, positive
+from engine.reproduction.paper import LEADS, TABLES, TASKS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    from data_tools.dataset import DataError
+    from engine.reproduction.run import run
+
     try:
         return run(options)
     except (ConfigError, DataError) as error:
@@ -52,122 +44,21 @@ def _say(error: object, code: int) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser("python -m engine.reproduce", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("omnilead reproduce", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--table", type=int, nargs="+", choices=TABLES, required=True, metavar="N", help="1, 2, 3, 4: one or several")
     add("--out", required=True, metavar="DIR", help="for runs, scores and tables of one dataset and one scale")
     add("--data", metavar="DATASET", help="a folder or s3:// address, built with --plan paper")
     add("--scale", default="paper", help="smoke, demo, small, paper (the default), or a YAML file")
-    add("--seeds", type=_positive, default=3, metavar="K", help="fine-tunings per cell (3)")
+    add("--seeds", type=positive, default=3, metavar="K", help="fine-tunings per cell (3)")
     add("--rows", nargs="+", default=(), metavar="NAME", help="only these rows of the tables, such as W2V+CMSC+RLM")
     add("--leads", nargs="+", type=int, choices=LEADS, default=(), metavar="N", help="only these columns: 12 6 3 2 1")
     add("--tasks", nargs="+", choices=sorted(TASKS), default=(), metavar="T", help="only Dx, only Id")
     add("--dry-run", action="store_true", help="print every job's command and its expected time, and run nothing")
     add("--collect-only", action="store_true", help="make the tables from the scores in DIR, and run nothing")
-    add("--jobs", type=_positive, default=1, metavar="N", help="jobs at a time on this machine, each on one GPU (1)")
+    add("--jobs", type=positive, default=1, metavar="N", help="jobs at a time on this machine, each on one GPU (1)")
     add("--cluster", metavar="ADDRESS", help="run jobs on a Dask cluster instead, one for each thread of its workers")
     return parser.parse_args(arguments)
-
-
-def _positive(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from 1")
-    return number
-
-
-def run(options: argparse.Namespace) -> int:
-    chosen = [tables()[number] for number in dict.fromkeys(options.table)]
-    folder = WorkDir(Path(options.out).absolute())
-    if folder.path.is_file() or (folder.path / META).exists():
-        raise ConfigError(f"--out {options.out}: is a file or a dataset: name another folder")
-    if options.collect_only:
-        scale, data = _started_with(folder)
-    else:
-        scale, data = ReproductionScale.read(options.scale), _open(options.data)
-    plan = make_plan(chosen, scale, data, folder.path, options.seeds, options.rows, options.leads, options.tasks)
-    if options.dry_run:
-        return _show(plan, folder)
-
-    def collect(job: Job | None = None) -> None:
-        for table in chosen if job is None or job.kind == "evaluate" else ():
-            write_table(folder, table, plan, options.seeds)
-
-    failed, missing = dict[str, str](), []
-    if not options.collect_only:
-        folder.start(plan)
-        collect()
-        missing = folder.missing(plan)
-    if missing:
-        with _executor(options) as (executor, slots):
-            speed = executor.submit(flops_per_s, next(iter(plan.models.values()))).result()
-            say(_forecast(plan, expected_seconds(plan, folder, speed), slots()))
-            failed = run_jobs(plan, folder, executor, slots, collect)
-    collect()
-    return _end(folder, plan, chosen, failed)
-
-
-@contextmanager
-def _executor(options: argparse.Namespace) -> Iterator[tuple[Executor, Callable[[], int]]]:
-    """What runs the jobs, and a function that tells how many at a time."""
-    if options.cluster:
-        with connected(options.cluster) as client:
-            yield client.get_executor(pure=False), lambda: sum(client.nthreads().values())
-    else:
-        with on_this_machine(options.jobs) as executor:
-            yield executor, lambda: options.jobs
-
-
-def _open(url: str | None) -> DatasetInfo:
-    if not url:
-        raise ConfigError("--data is missing: name a dataset made by python -m data_tools shard ... --out DATASET")
-    dataset = Dataset.open(url)
-    path = url if "://" in url else str(Path(url).absolute())
-    data = DatasetInfo(path, dataset.fingerprint, str(dataset.meta["plan"]), dataset.meta["roles"])
-    for group, role in NEEDED_ROLES:
-        if not data.count(group, role):
-            built = f"it was built with --plan {data.split}: use --plan paper and the paper's sources"
-            raise ConfigError(f"--data {url}: no crop has the role {f'{group} {role}'.strip()}: {built}")
-    return data
-
-
-def _started_with(folder: WorkDir) -> tuple[ReproductionScale, DatasetInfo]:
-    path = folder.path / "settings" / "data.json"
-    settings = read_json(path)
-    try:
-        return ReproductionScale.read(str(settings.pop("scale"))), DatasetInfo(**settings)
-    except (KeyError, TypeError):
-        raise ConfigError(f"{path}: missing or damaged: run without --collect-only first, or use another --out") from None
-
-
-def _show(plan: JobPlan, folder: WorkDir) -> int:
-    expected = expected_seconds(plan, folder, flops_per_s(next(iter(plan.models.values()))))
-    print(f"cd {shlex.quote(str(ROOT))}")
-    for job in plan.ordered:
-        state = f"about {duration(expected[job.name])}" if job.name in expected else "done"
-        print(f"# {job.name}: {state}\npython {shlex.join(job.command)}")
-    print(f"# {_forecast(plan, expected, 1)}")
-    return 0
-
-
-def _forecast(plan: JobPlan, expected: dict[str, float], workers: int) -> str:
-    each = ", ".join(f"{sum(job.kind == kind for job in plan.ordered)} {kind}" for kind in PROGRAMS)
-    total = sum(expected.values())
-    many = f" on one worker, {duration(total / workers)} on {workers}" if workers > 1 else ""
-    disk = sum(plan.jobs[name].disk for name in expected) / 1e9
-    return f"{len(plan.jobs)} jobs ({each}), {len(expected)} to run: about {duration(total)}{many}; {disk:.1f} GB of results"
-
-
-def _end(folder: WorkDir, plan: JobPlan, chosen: Sequence[Table], failed: dict[str, str]) -> int:
-    for name, why in failed.items():
-        _say(f"{name} failed: {why}", 1)
-    paths = [folder.path / f"table-{table.number}.md" for table in chosen]
-    for path in paths:
-        print("\n".join(line for line in path.read_text().splitlines() if line.startswith(("#", "|", "Each cell"))) + "\n")
-    done = len(plan.jobs) - len(folder.missing(plan))
-    again = "" if done == len(plan.jobs) else "; run the same command again to continue"
-    print(f"{', '.join(map(str, paths))}: {done} of {len(plan.jobs)} jobs done{again}")
-    return 1 if failed else 0
 
 
 if __name__ == "__main__":

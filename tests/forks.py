@@ -13,10 +13,12 @@ from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
 HEAVY = [
-    "engine.pretrain",
-    "engine.finetune",
+    "engine.training.train",
+    "engine.training.pretraining",
+    "engine.training.finetuning",
     "engine.evaluation.embedding",
-    "engine.reproduce",
+    "engine.evaluation.results",
+    "engine.reproduction.run",
     "deepspeed",
     "torch._dynamo",
     "torch.utils.tensorboard",

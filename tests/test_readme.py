@@ -1,6 +1,5 @@
 """What the READMEs tell a newcomer to type is what the commands take, and their Python runs."""
 
-import argparse
 import re
 import shlex
 from collections.abc import Callable
@@ -8,52 +7,40 @@ from pathlib import Path
 
 import pytest
 
-from data_tools.__main__ import _parser
 from data_tools.dataset import Dataset
-from engine import convert, embed, evaluate, finetune, pretrain, reproduce
-from engine.config import load
+from engine.__main__ import COMMANDS
+from engine.config import Config, FinetuneConfig, load
+from tests.parsers import parse
 
 ROOT = Path(__file__).parents[1]
 READMES = [ROOT / "README.md", *sorted(ROOT.glob("*/README.md")), *sorted(ROOT.glob("docs/*.md"))]
 LINES = [
-    (path.parent.name, line.strip().split("#")[0].replace("$B", "s3://bucket"))
+    line.strip().split("#")[0].replace("$B", "s3://bucket")
     for path in READMES
     for line in path.read_text().replace("\\\n", " ").splitlines()
 ]
-COMMANDS = [(where, line) for where, line in LINES if line.startswith("python -m data_tools ")]
-DOORS = [line for _, line in LINES if line.startswith(("deepspeed engine/", "python engine/"))]
-TOOLS = {"evaluate": evaluate.parse, "embed": embed.parse, "reproduce": reproduce.parse, "convert": convert.parse}
-USES = [line for _, line in LINES if line.startswith(tuple(f"python -m engine.{name} " for name in TOOLS))]
+# omnilead NAME, python -m data_tools NAME, and, in one process or under a launcher, the module engine.NAME or engine/NAME.py
+TYPED = re.compile(
+    r"(?:omnilead +|python -m data_tools +|(?:python|deepspeed|torchrun) .*?engine[./])(\w+)(?:\.py)?(?: +(.*))?$"
+)
+USES = [
+    (line[:60], *match.groups())
+    for line in LINES
+    if (match := TYPED.match(line)) and match[1] in COMMANDS and "..." not in line
+]
 PYTHON = [(path, block) for path in READMES for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)]
 
 
 def test_there_is_something_to_check() -> None:
-    assert len(COMMANDS) >= 9 and len(DOORS) >= 3 and len(USES) >= 4
+    assert len(USES) >= 20 and {"shard", "pretrain", "evaluate"} <= {name for _, name, _ in USES}
     assert len(PYTHON) >= 3
 
 
-@pytest.mark.parametrize(("where", "command"), COMMANDS)
-def test_commands_are_accepted(where: str, command: str) -> None:
-    _parser().parse_args(shlex.split(command)[3:])
-
-
-@pytest.mark.parametrize("command", DOORS)
-def test_settings_are_accepted(command: str) -> None:
-    words = shlex.split(command)
-    first = next(i for i, word in enumerate(words) if word.startswith("engine/"))
-    program = {"engine/pretrain.py": pretrain.main, "engine/finetune.py": finetune.main}[words[first]]
-    _, _, kind, _, default = program.args
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--config", default=default)
-    parser.add_argument("--set", action="append", default=[])
-    args = parser.parse_args(words[first + 1 :])
-    load(ROOT / args.config, args.set, kind)
-
-
-@pytest.mark.parametrize("command", USES)
-def test_options_are_accepted(command: str) -> None:
-    words = shlex.split(command)
-    TOOLS[words[2].split(".")[1]](words[3:])
+@pytest.mark.parametrize(("name", "words"), [use[1:] for use in USES], ids=[use[0] for use in USES])
+def test_commands_are_accepted(name: str, words: str) -> None:
+    args = parse(name, shlex.split(words or ""))
+    if name in ("pretrain", "finetune") and args.config:
+        load(args.config, args.set, Config if name == "pretrain" else FinetuneConfig)
 
 
 @pytest.mark.parametrize(("path", "block"), PYTHON, ids=lambda value: getattr(value, "parent", Path("block")).name)

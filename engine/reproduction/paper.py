@@ -8,11 +8,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from engine.common import ConfigError, read_yaml
-from engine.config import CONFIGS
+from engine.common import CONFIGS, ConfigError, find_config, read_yaml
 
 HERE = CONFIGS / "reproduce"
 TASKS = {"Dx": "diagnosis", "Id": "identification"}  # as the paper calls them: configs/finetune/TASK.yaml
@@ -45,8 +43,6 @@ class Table:
 
 @cache
 def tables() -> dict[int, Table]:
-    if not (HERE / "paper.yaml").is_file():  # the package was installed without the repository
-        raise ConfigError(f"{HERE}: no such folder: clone the repository and `pip install -e .` there, or run in the clone")
     return {
         number: Table(**table | {"number": number, "rows": {name: Row(name, **row) for name, row in table["rows"].items()}})
         for number, table in read_yaml(HERE / "paper.yaml")["tables"].items()
@@ -63,10 +59,7 @@ class ReproductionScale:
     @classmethod
     def read(cls, name: str) -> "ReproductionScale":
         """A shipped scale, or a YAML file of the same form."""
-        shipped = HERE / "scales" / f"{name}.yaml"
-        path = shipped if name in scales() else Path(name).absolute()
-        if not path.is_file():
-            raise ConfigError(f"--scale {name!r}: no such scale: use {', '.join(scales())}, or a YAML file like theirs")
+        path = find_config(name, "reproduce/scales", "--scale").absolute()
         tree = read_yaml(path)
         if unknown := [stage for stage in tree if stage not in STAGES]:
             raise ConfigError(f"{path}: {unknown[0]}: no such stage: use {', '.join(STAGES)}")
@@ -75,14 +68,13 @@ class ReproductionScale:
             section = tree.get(stage) or {}
             if not isinstance(section, dict):
                 raise ConfigError(f"{path}: {stage}: {section!r}: write a table of keys and values")
-            base = read_yaml(path.parent / str(section.pop("base"))) if "base" in section else {}
+            base: dict[str, Any] = {}
+            if "base" in section:
+                kind = "pretrain" if stage == "pretrain" else "finetune"
+                base = read_yaml(find_config(str(section.pop("base")), kind, f"{path}: base", path.parent), kind)
             both = flat(base) | flat(section)  # where a run is written and on which data is up to its job
             settings[stage] = {key: value for key, value in both.items() if key not in ("run", "data.datasets")}
-        return cls(name if path == shipped else str(path), settings)
-
-
-def scales() -> list[str]:
-    return sorted(path.stem for path in (HERE / "scales").glob("*.yaml"))
+        return cls(path.stem if path.parent == HERE / "scales" else str(path), settings)
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -15,13 +15,12 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from data_tools.cli import show
 from engine.common import ConfigError, cores_per_rank
 from engine.common import environment as environment
 from engine.model.kernels import disable_tf32
@@ -93,13 +92,6 @@ def close() -> None:
         deepspeed.comm.destroy_process_group()
     elif dist.is_initialized():
         dist.destroy_process_group()
-
-
-def leave(code: int) -> NoReturn:
-    """Exits without shutting down the interpreter: gloo's threads may still hold tensors, which would end it with SIGABRT."""
-    code = show("") or code
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def on_first_rank(ranks: Ranks, work: Callable[[], T]) -> T:

@@ -76,8 +76,8 @@ class Loop:
         self.terminated, self.loader_state = False, State()
         self.saved_at_step, self.saved_at_s = self.progress.step, time.monotonic()
 
-    def train(self) -> bool:
-        """True when all steps are done; False if the run was asked to stop."""
+    def train(self, tracer: Any = None) -> bool:
+        """True when all steps are done; False if the run was asked to stop. `tracer`: see engine.training.profiler."""
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         any_rank = AnyRank(self.ranks)
         self.engine.train()
@@ -89,6 +89,8 @@ class Loop:
                 batch = self._next_batch(batches)
                 losses = self._step(batch)
                 self._after_step(losses, batch)
+                if tracer:
+                    tracer.step()
                 stop, save = any_rank(self.terminated, self.ranks.first and self._save_is_due())
                 if stop or save:
                     self._save()

@@ -1,32 +1,28 @@
-"""A training run from its settings to RUN/model and RUN/report.html, as a function and as a command.
+"""A training run from its settings to RUN/model and RUN/report.html.
 
-    train(load("configs/pretrain/small.yaml"), PretrainTask)               # raises; may be called several times in one process
-    sys.exit(command("engine/pretrain.py", __doc__, Config, PretrainTask))  # an error is one line and an exit code
+    train(load("small"), PretrainTask)               # raises; may be called several times in one process
 
 A RUN that holds a checkpoint is resumed if its data and settings have not changed; what may change is listed in CHANGEABLE.
 """
 
-import argparse
 import errno
 import gc
 import math
-import os
 import re
-import signal
 import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
-from data_tools.cli import is_memory, say, show
+from data_tools.cli import is_memory, say
 from data_tools.dataset import META, DataError, Dataset
-from engine.common import ConfigError, Parser, describe_leads
-from engine.config import RunConfig, build, check, deepspeed_json, flatten, load, micro_batch, schema, zero_stage
+from engine.common import ConfigError, describe_leads
+from engine.config import RunConfig, build, check, deepspeed_json, flatten, micro_batch, zero_stage
 from engine.data.loader import Loader
 from engine.data.preprocess import SCALES
 from engine.evaluation.run_report import write_report
@@ -37,6 +33,7 @@ from engine.training.distributed import Ranks
 from engine.training.loggers import RunLogger, require_installed
 from engine.training.loop import Loop, Progress, TrainError, run_facts
 from engine.training.optimizer import GuardedAdamW
+from engine.training.profiler import WARM_UP, profiled
 from engine.training.task import TrainingTask
 
 # May change when a run is resumed; train.steps and train.epochs too if the learning rate does not depend on them
@@ -74,41 +71,6 @@ settings; weights are float32 in safetensors. Usage:
 """
 
 
-def command(
-    name: str,
-    about: str | None,
-    kind: type[RunConfig],
-    task: type[TrainingTask],
-    default: Path | None = None,
-    arguments: Sequence[str] | None = None,
-) -> int:
-    """A command line; `default`: settings if no --config is given."""
-    parser = Parser(prog=name, description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", metavar="F", default=default, help="YAML file; default: %(default)s")
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="one setting; may be given many times")
-    parser.add_argument("--export", metavar="RUN", help="write RUN/model and exit")
-    parser.add_argument("--schema", action="store_true", help="print the JSON schema of the settings and exit")
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it; LOCAL_RANK counts
-    args = parser.parse_args(arguments)
-    try:
-        if args.schema:
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
-            return show(schema(kind) + "\n")
-        if args.export:
-            say(str(export_run(Path(args.export), kind, task)))
-        elif args.config is None:
-            raise ConfigError("--config is missing: give a YAML file, for example --config configs/finetune/diagnosis.yaml")
-        else:
-            train(load(args.config, args.set, kind), task)
-    except (Exception, KeyboardInterrupt) as error:
-        message, code = explain(error)
-        if code == 1 or os.environ.get("RANK", "0") == "0":  # all ranks meet bad input alike
-            with suppress(OSError):
-                print(f"{name}: {' '.join(message.split())}", file=sys.stderr, flush=True)
-        return code
-    return 0
-
-
 def explain(error: BaseException) -> tuple[str, int]:
     """One line and an exit code: 2, settings or files are wrong; 1, the run failed. Anything else is a bug: its traceback."""
     if isinstance(error, BAD_INPUT):
@@ -130,8 +92,8 @@ def explain(error: BaseException) -> tuple[str, int]:
     raise error
 
 
-def train(config: RunConfig, task: type[TrainingTask]) -> Path:
-    """Starts or resumes the run; returns its folder."""
+def train(config: RunConfig, task: type[TrainingTask], profile: int = 0) -> Path:
+    """Starts or resumes the run; returns its folder. `profile`: number of steps to trace."""
     check(config, distributed.environment()[1])
     require_installed(config)
     datasets, run = open_datasets(config), Path(config.run)
@@ -145,7 +107,7 @@ def train(config: RunConfig, task: type[TrainingTask]) -> Path:
     failed = True
     try:
         with checkpoint.locked(run, ranks):
-            _train(config, task(config, datasets, ranks), datasets, run, ranks)
+            _train(config, task(config, datasets, ranks), datasets, run, ranks, profile)
         failed = False
     finally:
         if not failed or ranks.world == 1:  # after an error, do not wait for the other ranks
@@ -167,7 +129,7 @@ def open_datasets(config: RunConfig) -> list[Dataset]:
     return datasets
 
 
-def _train(config: RunConfig, task: TrainingTask, datasets: Sequence[Dataset], run: Path, ranks: Ranks) -> None:
+def _train(config: RunConfig, task: TrainingTask, datasets: Sequence[Dataset], run: Path, ranks: Ranks, profile: int) -> None:
     path = distributed.on_first_rank(ranks, lambda: checkpoint.newest(run, _warn))
     saved = refuse_changes(path, config, datasets, ranks, task) if path else None
     loader_state = checkpoint.read_loader_state(path, ranks, saved["world"]) if path and saved else None
@@ -186,6 +148,9 @@ def _train(config: RunConfig, task: TrainingTask, datasets: Sequence[Dataset], r
         universal = bool(saved["zero_stage"]) and saved["world"] != ranks.world
         if universal:
             distributed.on_first_rank(ranks, lambda: checkpoint.to_universal(path))
+    if 0 < profile > total - progress.step - WARM_UP:
+        left = f"{total - progress.step} steps are left, of which {WARM_UP} warm up"
+        raise ConfigError(f"--profile {profile}: {left}: give a smaller number, or raise train.steps")
     engine, adam = make_engine(config, ranks, task, universal)
     if path:
         checkpoint.load(engine, path, universal)
@@ -199,7 +164,8 @@ def _train(config: RunConfig, task: TrainingTask, datasets: Sequence[Dataset], r
     gc.collect()
     gc.freeze()  # or a collection in the middle of a step would visit all that was imported
     try:
-        finished = loop.train()
+        with profiled(profile, run / "profile", ranks.device) if profile and ranks.first else nullcontext() as tracer:
+            finished = loop.train(tracer)
     finally:
         gc.unfreeze()
         loader.close()

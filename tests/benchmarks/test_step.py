@@ -16,7 +16,7 @@ from benchmarks.authors_step import compute_mask_indices, draw
 from benchmarks.measure import CaseError
 from engine.model import fairseq
 from engine.model.config import ModelConfig
-from engine.parity import authors_adam
+from engine.model.parity import authors_adam
 
 torch.set_num_threads(1)
 SMALL: dict[str, Any] = {"width": 48, "layers": 2, "heads": 4, "ffn": 96, "codes": 16, "projection": 32, "code_width": 32}

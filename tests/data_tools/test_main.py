@@ -29,7 +29,7 @@ def test_from_nothing_to_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture
     assert run(capsys, "synth", archive, "--patients", 5, "--seed", 3)[0] == 0
     text = run(capsys, "shard", archive, "--out", out, "--workers", 1, "--format", "both")[1]
     assert "189,051" in text  # beside the paper's own count
-    assert run(capsys, "verify", out, "--source", archive, "--workers", 1)[0] == 0
+    assert run(capsys, "verify", out, "--archive", archive, "--workers", 1)[0] == 0
     for arguments in ((), ("--crop", 0)):
         png = tmp_path / f"{len(arguments)}.png"
         assert run(capsys, "show", out, *arguments, "--png", png)[0] == 0
@@ -172,7 +172,7 @@ def test_names_in_another_encoding(tmp_path: Path, capsys: pytest.CaptureFixture
     rows = [line for line in rejects.splitlines() if "file name" in line]
     assert len(rows) == 1 and "E\\xffé\\n.hea" in rows[0]
     (out / "shards" / f"x{bad}").touch()
-    code, text, _ = run(capsys, "verify", out, "--source", src, "--workers", 1)
+    code, text, _ = run(capsys, "verify", out, "--archive", src, "--workers", 1)
     assert code == 1 and "not a part of the dataset" in text
     (other := tmp_path / f"out{bad}").mkdir()
     for command in (("shard", src, "--out", other), ("verify", other), ("show", other)):

@@ -167,7 +167,7 @@ def test_no_file_of_the_dataset_holds_free_text(dataset: Dataset) -> None:
 def test_it_agrees_with_the_archive_and_strict_makes_refused_records_an_error(
     dataset: Dataset, written: tuple[Path, dict[str, Made]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["verify", dataset.root.url, "--source", str(written[0]), "--workers", "1"]) == 0
+    assert main(["verify", dataset.root.url, "--archive", str(written[0]), "--workers", "1"]) == 0
     command = ["shard", str(written[0]), "--out", dataset.root.url, "--workers", "1"]
     assert main([*command, "--strict"]) == 2
     assert f"{len(REFUSED) + len(ORPHANS) + 2} records were refused" in capsys.readouterr().err

@@ -185,7 +185,7 @@ def test_a_remote_dataset_is_verified_drawn_and_read_in_place(
         assert np.array_equal(crop, local.read(row))
     with pytest.raises(DatasetError, match="crc32c"):
         Dataset(dataset.root, dataset.meta | {"shards": dataset.shards[::-1]}).read(0)
-    assert main(["verify", f"{BUCKET}/made", "--source", ARCHIVE, "--workers", "1"]) == 0
+    assert main(["verify", f"{BUCKET}/made", "--archive", ARCHIVE, "--workers", "1"]) == 0
     assert main(["show", f"{BUCKET}/made"]) == 0
     assert main(["show", f"{BUCKET}/made", "--crop", "3", "--png", str(tmp_path / "crop.png")]) == 0
     assert f"{len(local):,} crops, everything holds" in capsys.readouterr().out

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine import convert
+from engine.model import conversion
 from engine.model.config import ModelConfig, ObjectiveConfig
 from engine.model.fairseq import their_settings, to_theirs
 from engine.model.folder import seal
@@ -72,7 +73,7 @@ def test_round_trip_is_exact(spelled: str, tmp_path: Path) -> None:
     assert (one["cfg"], one["optimizer_history"]) == (other["cfg"], other["optimizer_history"])
     out = {path.name: path for path in (tmp_path / "out").iterdir()}
     assert out.keys() == {"README.md", "config.json", "model.safetensors", "preprocessing.json"}
-    assert convert.config_of(json.loads(out["config.json"].read_text())) == CONFIG
+    assert conversion.config_of(json.loads(out["config.json"].read_text())) == CONFIG
     os.umask(umask := os.umask(0))
     assert {stat.S_IMODE(path.stat().st_mode) for path in out.values()} == {0o666 & ~umask}
 
@@ -86,7 +87,7 @@ def test_the_authors_own_checkpoint(tmp_path: Path) -> None:
 
 def test_a_run_of_ours_becomes_a_checkpoint_of_theirs(tmp_path: Path) -> None:
     """RUN/model without anything of theirs in its config.json, to a folder that is made."""
-    convert.from_fairseq(saved(tmp_path / "a.pt"), tmp_path / "run" / "model")
+    conversion.from_fairseq(saved(tmp_path / "a.pt"), tmp_path / "run" / "model")
     edited(tmp_path / "run" / "model", fairseq=None)
     assert convert.main(["to-fairseq", str(tmp_path / "run"), str(tmp_path / "no" / "such" / "b.pt")]) == 0
     assert convert.main(["from-fairseq", str(tmp_path / "no" / "such" / "b.pt"), str(tmp_path / "again")]) == 0
@@ -221,7 +222,7 @@ def test_tied_weights_and_tensors_among_the_settings(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("section", [[1], {"spelling": "x"}, {"order": 5}, {"order": ["nope"]}, {"order": ["mask_emb"]}])
 def test_a_damaged_config_is_one_line(section: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    convert.from_fairseq(saved(tmp_path / "a.pt"), tmp_path / "out")
+    conversion.from_fairseq(saved(tmp_path / "a.pt"), tmp_path / "out")
     edited(tmp_path / "out", fairseq=section)
     assert "section fairseq is damaged" in refused(capsys, "to-fairseq", tmp_path / "out", tmp_path / "b.pt")
     assert not (tmp_path / "b.pt").exists()
@@ -232,7 +233,7 @@ def test_nothing_is_overwritten_and_what_cannot_be_converted_is_one_line(
 ) -> None:
     path, out, other = saved(tmp_path / "a.pt"), tmp_path / "out", tmp_path / "b.pt"
     out.mkdir()
-    convert.from_fairseq(path, out)
+    conversion.from_fairseq(path, out)
     assert "out: exists" in refused(capsys, "from-fairseq", path, out)
     assert "a.pt: exists" in refused(capsys, "to-fairseq", out, path)
     assert "no model.safetensors" in refused(capsys, "to-fairseq", tmp_path, other)
@@ -257,4 +258,4 @@ for program in ("convert", "parity"):
 def test_programs_run_as_scripts() -> None:
     done = subprocess.run([sys.executable, "-c", AS_SCRIPTS], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert all(f"usage: python -m engine.{program}" in done.stdout for program in ("convert", "parity"))
+    assert all(f"usage: omnilead {program}" in done.stdout for program in ("convert", "parity"))

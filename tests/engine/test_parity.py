@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from engine import parity
 from engine.model.config import ModelConfig, ObjectiveConfig
 from engine.model.fairseq import from_theirs, names, settings, spelling, their_settings, to_theirs
+from engine.model.parity import INPUTS
 from engine.model.pretrainer import Pretrainer
 
 torch.set_num_threads(1)  # small tensors: threads would only wait for each other
@@ -135,7 +136,7 @@ HARMS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a missing weight": (lambda d: weights(d, lambda state: state.pop("mask_emb")), "1 missing: mask_emb"),
     "settings": (lambda d: (d / "small_cfg.json").write_text("[" * 100_000), "RecursionError"),
     "no weights": (lambda d: (d / "small_state_dict.safetensors").unlink(), "NAME_state_dict"),
-    "inputs only": (lambda d: keep(d, parity.INPUTS), "holds inputs only"),
+    "inputs only": (lambda d: keep(d, INPUTS), "holds inputs only"),
     "ragged mask": (lambda d: change(d, mask_indices=lambda x: x & (np.arange(len(x)) > 0)[:, None]), "equally many"),
     "segments": (lambda d: change(d, segment=lambda x: x[::-1]), "segment is not"),
     "other shape": (lambda d: change(d, source=lambda x: x[:, :5]), "RuntimeError"),

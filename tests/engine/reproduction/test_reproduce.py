@@ -16,7 +16,7 @@ import pytest
 from data_tools import cluster
 from data_tools.dataset import Dataset
 from engine import evaluate, finetune, pretrain, reproduce
-from engine.reproduction import jobs, paper, plan
+from engine.reproduction import jobs, plan, run
 from engine.reproduction.plan import Job
 from engine.reproduction.workdir import WorkDir
 from tests.data_tools.test_cluster import Dask, dask  # noqa: F401
@@ -67,7 +67,7 @@ def use_fake_jobs(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in plan.PROGRAMS:
         monkeypatch.setitem(plan.PROGRAMS, kind, (str(Path(__file__).with_name("fake.py")), str(fake), kind))
     monkeypatch.setattr(jobs, "POLL_S", 0.02)
-    monkeypatch.setattr(reproduce, "flops_per_s", lambda config: 1e10)
+    monkeypatch.setattr(run, "flops_per_s", lambda config: 1e10)
 
 
 def command(given: list[str], fake: Path) -> int:
@@ -171,7 +171,7 @@ def test_dry_run_and_collect_only(lab: Lab, capsys: pytest.CaptureFixture[str]) 
 def test_ctrl_c_before_a_job_runs_is_one_line(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(reproduce, "flops_per_s", lambda config: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(run, "flops_per_s", lambda config: (_ for _ in ()).throw(KeyboardInterrupt))
     assert lab.main() == 0
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -210,7 +210,7 @@ def test_what_is_wrong_is_one_line(
     given: str, says: str, lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cluster, "CONNECT_S", 1)
-    monkeypatch.setattr(reproduce, "run_jobs", lambda *_: pytest.fail("jobs were run"))
+    monkeypatch.setattr(run, "run_jobs", lambda *_: pytest.fail("jobs were run"))
     for name, text in SCALES.items():
         (tmp_path / f"{name}.yaml").write_text(text)
     used = tmp_path / "used" / "settings"
@@ -224,15 +224,12 @@ def test_what_is_wrong_is_one_line(
     assert code == 2 and says in err and err.count("\n") == 1, err
 
 
-def test_data_without_the_roles_and_a_package_without_the_tables_are_one_line(
-    lab: Lab, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_data_without_the_roles_are_one_line(
+    lab: Lab, dataset: Dataset, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(dataset.meta, "roles", {"pretrain": 5, "dx": {}, "id": {}})
-    monkeypatch.setattr(reproduce.Dataset, "open", lambda url: dataset)
+    monkeypatch.setattr(run.Dataset, "open", lambda url: dataset)
     assert lab.main() == 2 and "no crop has the role dx train" in capsys.readouterr().err
-    monkeypatch.setattr(paper, "HERE", tmp_path / "configs" / "reproduce")
-    paper.tables.cache_clear()
-    assert lab.main() == 2 and f"{tmp_path}/configs/reproduce: " in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -255,7 +252,7 @@ def test_a_cell_of_real_jobs(dataset: Dataset, tmp_path: Path, monkeypatch: pyte
             return int(self.process.exitcode)
 
     monkeypatch.setattr(jobs.subprocess, "Popen", Forked)
-    monkeypatch.setattr(reproduce, "flops_per_s", lambda config: 1e9)
+    monkeypatch.setattr(run, "flops_per_s", lambda config: 1e9)
     given = ["--table", "2", "--data", dataset.root.url, "--out", str(tmp_path), "--scale", "smoke", "--seeds", "1"]
     assert reproduce.main([*given, "--rows", "W2V+CMSC+RLM", "--leads", "2", "--tasks", "Dx"]) == 0
     cells = json.loads((tmp_path / "table-2.json").read_text())["cells"]

@@ -1,0 +1,59 @@
+"""ECG archives to datasets, pre-trained encoders, fine-tuned models and their scores.
+
+    omnilead synth archive --patients 1000                      synthetic ECGs, to try everything with
+    omnilead shard archive --out dataset                        a dataset for training
+    omnilead pretrain --data dataset --out RUN                  a small model: a minute on a CPU
+    omnilead COMMAND --help                                     the options of a command, with examples
+
+`python -m engine COMMAND` is the same.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import engine
+from engine.common import Parser, interruptible, leave
+
+COMMANDS = {  # name: module with main(arguments), perhaps the first of its arguments; what it does
+    "synth": ("data_tools.__main__ synth", "make a synthetic archive"),
+    "shard": ("data_tools.__main__ shard", "make a dataset of archives"),
+    "verify": ("data_tools.__main__ verify", "check every byte of a dataset"),
+    "show": ("data_tools.__main__ show", "print or draw a dataset, a crop or a record"),
+    "pretrain": ("engine.pretrain", "pre-train an encoder on a dataset"),
+    "finetune": ("engine.finetune", "fine-tune a pre-trained encoder on a task"),
+    "evaluate": ("engine.evaluate", "score a model on held-out ECGs"),
+    "embed": ("engine.embed", "write embeddings of ECGs as parquet"),
+    "probe": ("engine.embed --probe", "score embeddings with a linear probe, k-NN and identification"),
+    "predict": ("engine.predict", "write the predictions of a fine-tuned model as CSV or parquet"),
+    "convert": ("engine.convert", "convert weights from and to fairseq-signals, and to ONNX"),
+    "reproduce": ("engine.reproduce", "reproduce the tables of the paper"),
+    "parity": ("engine.parity", "compare the model with the authors' numbers"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Imports the module of one command only, so that --help does not wait for PyTorch."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    listed = "\n".join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items())
+    about = {"description": __doc__, "epilog": f"commands:\n{listed}"}
+    parser = Parser("omnilead", **about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"omnilead {engine.__version__}")
+    parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help="one of those below")
+    module, *first = COMMANDS[parser.parse_args(given[:1]).command][0].split()
+    code: int = importlib.import_module(module).main([*first, *given[1:]])
+    return code
+
+
+def script() -> NoReturn:
+    interruptible("omnilead")
+    code = main()
+    if "torch" in sys.modules:
+        leave(code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    script()

@@ -1,0 +1,80 @@
+"""The command line of `pretrain` and `finetune`. PyTorch is imported only once the arguments are known.
+
+main = partial(command, "pretrain", __doc__, classes, "quickstart", SHORTCUTS)      # classes() -> Config, PretrainTask
+main(["--config", "w2v_cmsc_rlm", "--data", "DATASET", "--out", "RUN"])  # -> exit code
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from data_tools.cli import say, show
+from engine.common import ConfigError, Parser, positive
+
+Shortcut = tuple[str, dict[str, Any]]  # the setting that an option stands for, and how argparse shall read it
+SHORTCUTS: dict[str, Shortcut] = {
+    "--data": ("data.datasets", {"nargs": "+", "metavar": "DATASET", "help": "one or more datasets; s3:// works too"}),
+    "--out": ("run", {"metavar": "RUN", "help": "the run's folder; a run that was interrupted is resumed"}),
+    "--anonymous": (
+        "data.anonymous",
+        {"action": "store_const", "const": True, "help": "read public s3:// data without credentials"},
+    ),
+}
+
+
+def command(
+    name: str,
+    about: str | None,
+    classes: Callable[[], tuple[Any, Any]],
+    default: str | None,
+    shortcuts: Mapping[str, Shortcut],
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """`default`: the config if none is given. An error is one line and an exit code."""
+    args = parser(name, about, default, shortcuts).parse_args(arguments)
+    settings = ((setting, getattr(args, option.removeprefix("--"))) for option, (setting, _) in shortcuts.items())
+    overrides = [f"{setting}={json.dumps(value)}" for setting, value in settings if value is not None]
+
+    from engine.config import load, schema
+    from engine.training.train import explain, export_run, train
+
+    kind, task = classes()
+    try:
+        if args.schema:
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
+            return show(schema(kind) + "\n")
+        if args.export:
+            say(str(export_run(Path(args.export), kind, task)))
+        elif args.config is None:
+            raise ConfigError("--config is missing: give a shipped config or a YAML file, for example --config diagnosis")
+        else:
+            train(load(args.config, [*overrides, *args.set], kind), task, args.profile or 0)
+    except (Exception, KeyboardInterrupt) as error:
+        message, code = explain(error)
+        if code == 1 or os.environ.get("RANK", "0") == "0":  # all ranks meet bad input alike
+            with suppress(OSError):
+                print(f"omnilead {name}: {' '.join(message.split())}", file=sys.stderr, flush=True)
+        return code
+    return 0
+
+
+def parser(name: str, about: str | None, default: str | None, shortcuts: Mapping[str, Shortcut]) -> Parser:
+    made = Parser(f"omnilead {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = made.add_argument
+    which = f" (default: {default})" if default else ""
+    add("--config", metavar="NAME|F", default=default, help=f"a shipped config by its name, or a YAML file{which}")
+    for option, (setting, how) in shortcuts.items():
+        add(option, **how | {"help": f"{how['help']}; --set {setting}=..."})
+    add("--set", action="append", default=[], metavar="a.b=c", help="one setting; may be given many times")
+    traced = "trace N steps after a warm-up into RUN/profile, print the operations that take longest, and train on"
+    add("--profile", type=positive, metavar="N", help=traced)
+    add("--export", metavar="RUN", help="write RUN/model and exit")
+    add("--schema", action="store_true", help="print the JSON schema of the settings and exit")
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it; LOCAL_RANK counts
+    return made

@@ -1,0 +1,45 @@
+"""Traces some training steps: `--profile N` of pretrain and finetune, on rank 0.
+
+RUN/profile/trace.json      every operation of every step, for https://ui.perfetto.dev or chrome://tracing
+RUN/profile/operators.txt   the operations that took most time
+RUN/profile/memory.pickle   on CUDA: all allocations, for https://pytorch.org/memory_viz
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from data_tools.cli import say
+
+WARM_UP = 5  # steps before, in which kernels are compiled and buffers are allocated
+TERMINAL_ROWS, FILE_ROWS = 12, 200
+ALLOCATIONS = 10**5  # of the memory snapshot
+
+
+@contextmanager
+def profiled(steps: int, folder: Path, device: torch.device) -> Iterator[Any]:
+    """Gives an object whose step() is called after each training step."""
+    cuda = device.type == "cuda"
+    by = f"self_{device.type}_time_total"
+
+    def write(trace: profile) -> None:
+        folder.mkdir(exist_ok=True)
+        trace.export_chrome_trace(str(folder / "trace.json"))
+        table = trace.key_averages()
+        (folder / "operators.txt").write_text(table.table(sort_by=by, row_limit=FILE_ROWS, max_name_column_width=80) + "\n")
+        if cuda:
+            torch.cuda.memory._dump_snapshot(str(folder / "memory.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        say(table.table(sort_by=by, row_limit=TERMINAL_ROWS, max_name_column_width=40))
+        say(f"profile of {steps} steps: {folder}/")
+
+    if cuda:
+        torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    when = schedule(wait=WARM_UP - 1, warmup=1, active=steps, repeat=1)
+    with profile(activities=activities, schedule=when, on_trace_ready=write) as tracer:
+        yield tracer

@@ -1,0 +1,72 @@
+"""The command line: every command is found, explains each of its arguments without PyTorch, and names options alike."""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import engine
+from engine.__main__ import COMMANDS, main
+from tests.parsers import parser_of
+
+ROOT = Path(__file__).parents[2]
+# Every command's help in one process; fails with the heavy modules that were imported
+HELP = """
+import sys
+from engine.__main__ import COMMANDS, main
+for words in (["--help"], *([name, "--help"] for name in COMMANDS), *(word.split() for word in sys.argv[1:])):
+    try:
+        main(words)
+    except SystemExit as ended:
+        assert not ended.code
+heavy = {"torch", "deepspeed", "pyarrow", "pydantic", "scipy", "matplotlib", "numpy"} & set(sys.modules)
+sys.exit(", ".join(sorted(heavy)))
+"""
+
+
+def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    for name in COMMANDS:
+        parser = parser_of(name)
+        yield parser.prog, parser
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                yield from ((one.prog, one) for one in action.choices.values())
+
+
+PARSERS = dict(parsers())
+
+
+def test_help_of_every_command_imports_nothing_heavy() -> None:
+    subcommands = [f"{prog.split(maxsplit=1)[1]} --help" for prog in PARSERS if prog.count(" ") == 2]
+    ended = subprocess.run([sys.executable, "-c", HELP, *subcommands], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-500:]
+
+
+@pytest.mark.parametrize("prog", PARSERS)
+def test_every_argument_is_described_and_an_example_given(prog: str) -> None:
+    parser = PARSERS[prog]
+    missing = [
+        action.dest for action in parser._actions if not action.help and not isinstance(action, argparse._SubParsersAction)
+    ]
+    assert not missing
+    assert f"{prog} " in f"{parser.description} {parser.epilog}"
+
+
+@pytest.mark.parametrize(
+    "option", ["--anonymous", "--config", "--device", "--model", "--on-corrupt", "--precision", "--source"]
+)
+def test_an_option_is_the_same_in_every_command(option: str) -> None:
+    found = [action for parser in PARSERS.values() for action in parser._actions if option in action.option_strings]
+    assert found and len({(one.metavar, one.nargs, one.type, tuple(one.choices or ())) for one in found}) == 1
+
+
+def test_version_and_a_command_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, code in ((["--version"], 0), (["pretrian"], 2), ([], 2)):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == code
+    out, err = capsys.readouterr()
+    assert out == f"omnilead {engine.__version__}\n" and err.count("\n") == 2 and "pretrain" in err

@@ -1,0 +1,40 @@
+"""The parser of a command, and what it makes of arguments, without the command's work."""
+
+import argparse
+import importlib
+from collections.abc import Sequence
+from unittest import mock
+
+from engine.__main__ import COMMANDS
+
+PARSE = argparse.ArgumentParser.parse_args
+
+
+class ParsedError(Exception):
+    """Leaves a command as soon as it has its arguments."""
+
+
+def parse(command: str, arguments: Sequence[str]) -> argparse.Namespace:
+    """The arguments as `omnilead COMMAND` understands them."""
+    result: argparse.Namespace = _left(command, arguments, lambda parser, given: PARSE(parser, given))
+    return result
+
+
+def parser_of(command: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = _left(command, [], lambda parser, given: parser)
+    return parser
+
+
+def _left(command: str, arguments, answer):
+    module, *first = COMMANDS[command][0].split()
+    main = importlib.import_module(module).main
+
+    def instead(parser, given=None):
+        raise ParsedError(answer(parser, given))
+
+    with mock.patch.object(argparse.ArgumentParser, "parse_args", instead):
+        try:
+            main([*first, *arguments])
+        except ParsedError as left:
+            return left.args[0]
+    raise AssertionError(f"omnilead {command} has not parsed its arguments")
