@@ -126,7 +126,7 @@ def find_config(name: str | Path, folder: str = "", key: str = "--config", besid
     names = sorted(path.stem for path in shipped.glob("*.*"))
     near = difflib.get_close_matches(Path(stem).stem, names, 3, 0.5)
     mend = f"did you mean {', '.join(near)}?" if near else f"shipped are {', '.join(names)}"
-    raise ConfigError(f"{key}={str(name)!r}: no such file or shipped config: {mend}"[:500])
+    raise ConfigError(f"{key}{' ' if key[0] == '-' else '='}{str(name)!r}: no such file or shipped config: {mend}"[:500])
 
 
 def read_yaml(path: Path, folder: str = "", above: tuple[Path, ...] = ()) -> dict[str, Any]:

@@ -23,7 +23,7 @@ for words in (["--help"], *([name, "--help"] for name in COMMANDS), *(word.split
     except SystemExit as ended:
         assert not ended.code
 heavy = {"torch", "deepspeed", "pyarrow", "pydantic", "scipy", "matplotlib", "numpy"} & set(sys.modules)
-sys.exit(", ".join(sorted(heavy)))
+sys.exit(", ".join(sorted(heavy)) or 0)
 """
 
 
@@ -55,9 +55,7 @@ def test_every_argument_is_described_and_an_example_given(prog: str) -> None:
     assert f"{prog} " in f"{parser.description} {parser.epilog}"
 
 
-@pytest.mark.parametrize(
-    "option", ["--anonymous", "--config", "--device", "--model", "--on-corrupt", "--precision", "--source"]
-)
+@pytest.mark.parametrize("option", ["--anonymous", "--config", "--model", "--on-corrupt", "--precision", "--source"])
 def test_an_option_is_the_same_in_every_command(option: str) -> None:
     found = [action for parser in PARSERS.values() for action in parser._actions if option in action.option_strings]
     assert found and len({(one.metavar, one.nargs, one.type, tuple(one.choices or ())) for one in found}) == 1

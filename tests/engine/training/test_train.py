@@ -151,7 +151,7 @@ def test_wrong_input_is_one_line(dataset: Dataset, tmp_path: Path, monkeypatch: 
         (
             StorageError("s3://ecgs/dataset.json: the server does not answer"),
             2,
-            "pretrain.py: s3://ecgs/dataset.json: the serv",
+            "pretrain: s3://ecgs/dataset.json: the serv",
         ),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. GPU 0"), 1, "memory: lower train.micro_batch"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"), 1, "memory: lower train.micro_batch"),
