@@ -9,13 +9,18 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from engine.model.inference import TrainedModel
 
 __version__ = "0.1.0"
 
 
-def load(path: str | os.PathLike[str]) -> "TrainedModel":
-    """A model that was trained here or converted, in eval mode. torch is imported now and not with the package."""
+def load(path: str | os.PathLike[str], code: bool = False, encoder: "type[nn.Module] | None" = None) -> "TrainedModel":
+    """A model that was trained here or converted, in eval mode. torch is imported now and not with the package.
+
+    If its encoder is not one of omnilead's, its code lies in the folder: `code=True` runs it, `encoder` gives the class.
+    """
     from engine.model.inference import load
 
-    return load(path)
+    return load(path, code, encoder)

@@ -27,6 +27,9 @@ import yaml  # type: ignore[import-untyped]
 
 from data_tools.cli import Parser as Parser
 from data_tools.cli import guard_streams, is_memory, show
+from data_tools.errors import DataError
+from data_tools.plugins import blame as blame
+from data_tools.plugins import plugin
 from data_tools.storage import sync as sync
 from data_tools.storage import write_whole as write_whole
 
@@ -38,6 +41,7 @@ SUBSETS = {"12": ALL, "6": LIMB, "3": (0, 1, 7), "2": (0, 1), "1": (0,)}  # Oh e
 _INDEX = {lead.upper(): i for i, lead in enumerate(LEADS)}
 HERE = Path(__file__).resolve().parent
 CONFIGS = HERE / "configs" if (HERE / "configs").is_dir() else HERE.parent / "configs"  # of the wheel, or of the repository
+OWN = re.compile(r"(?s).+\.py:\w+")  # file.py:Name, code of one's own
 MAX_YAML_BYTES, MAX_YAML_VALUES, MAX_INTEGER = 2**20, 10_000, 2**63
 
 
@@ -81,6 +85,14 @@ def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
         inner = both.get(name)
         both[name] = merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
     return both
+
+
+def plugged(spec: str, setting: str) -> Any:
+    """The class or function that a setting names, file.py:Name."""
+    try:
+        return plugin(spec, f"{setting}={spec}")
+    except DataError as error:
+        raise ConfigError(str(error)) from None
 
 
 class _YamlLoader(yaml.SafeLoader):  # type: ignore[misc]

@@ -168,6 +168,7 @@ class Config(RunConfig):
     """Pre-training."""
 
     run: str = "runs/pretrain"
+    start: str = ""  # run or model folder whose weights training goes on from; "": random weights
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
@@ -177,6 +178,7 @@ class FinetuneConfig(RunConfig):
     folder: ClassVar[str] = "finetune"
     run: str = "runs/finetune"
     start: str = ""  # pre-trained run or model folder; a pre-training YAML: its architecture with random weights
+    code: bool = False  # run the code of a plugged-in encoder in the folder that `start` names
     data: FinetuneData = FinetuneData()
     defaults: ClassVar[dict[str, Any]] = {"augment": {"rlm": 0.0}}  # no lead masking unless asked for
     augment: AugmentConfig = AugmentConfig(rlm=0.0)
@@ -365,9 +367,9 @@ def check(config: RunConfig, world: int) -> None:
 def _pretraining_problems(config: Config, world: int) -> list[tuple[Any, str]]:
     objective, augment, t = config.objective, config.augment, config.train
     leads, views = len(augment.output_leads), "halves" if objective.method == "cmsc" else "window"
-    contrast, tokens = objective.contrast > 0, config.model.tokens(HALF)
-    if objective.local > 0:
-        max_masked(config.model, tokens)
+    contrast = objective.contrast > 0
+    if not config.model.encoder and config.model.tokens(HALF) and objective.local > 0:
+        max_masked(config.model, config.model.tokens(HALF))
     return [
         (config.model.leads != leads, f"model.leads={config.model.leads}: augment.leads={augment.leads!r} needs {leads}"),
         (
@@ -375,7 +377,7 @@ def _pretraining_problems(config: Config, world: int) -> list[tuple[Any, str]]:
             f"pipeline.views={config.pipeline.views!r}: objective.method={objective.method} needs {views}",
         ),
         (
-            contrast and views == "window" and not (augment.rlm or augment.kinds or augment.threekg),
+            contrast and views == "window" and not (augment.rlm or augment.kinds or augment.threekg or augment.extra),
             "pipeline.views='window' without augmentation: both views would be equal: set augment.rlm or augment.noise",
         ),
         (

@@ -3,12 +3,9 @@
 `open_sources("ROOT")` looks at the names in ROOT and in the folders just below it; a folder may hold several archives.
 """
 
-import importlib
-import sys
-from pathlib import Path
-
 from data_tools.dataset import META
-from data_tools.errors import DataError, ReadError, StorageError, one_line
+from data_tools.errors import DataError, ReadError, StorageError
+from data_tools.plugins import plugin
 from data_tools.sources.base import Prepared, Source, prepared
 from data_tools.sources.code15 import Code15
 from data_tools.sources.mimic_iv_ecg import MimicIvEcg
@@ -62,19 +59,7 @@ def open_sources(url: str, kind: str = "auto", anonymous: bool = False) -> list[
 
 def _import(spec: str) -> type[Source]:
     """`module:Class` or `path/to/file.py:Class`; worker processes can import it, too."""
-    module, _, name = spec.rpartition(":")
-    try:
-        if module.endswith(".py"):
-            path = Path(module).resolve()
-            if not path.is_file():
-                raise DataError(f"--source {spec}: no such file {module}")
-            sys.path.insert(0, str(path.parent))
-            module = path.stem
-        found = getattr(importlib.import_module(module), name)
-    except DataError:
-        raise
-    except Exception as error:  # whatever a user's module raises when it is imported
-        raise DataError(one_line(f"--source {spec}: {type(error).__name__}: {error}")) from None
+    found = plugin(spec, f"--source {spec}", importable=True)
     if not (isinstance(found, type) and issubclass(found, Source)):
         raise DataError(f"--source {spec}: not a subclass of data_tools.sources.Source")
     return found

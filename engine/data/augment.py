@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.common import ALL, ConfigError, parse_leads
+from engine.common import ALL, OWN, ConfigError, parse_leads
 
 PAPER_NOISE = ("powerline", "emg", "wander", "shift")
 AUTHORS_NOISE = tuple(f"authors_{kind}" for kind in PAPER_NOISE)
@@ -80,6 +80,7 @@ class AugmentConfig:
     threekg: ThreeKG | None = None
     leads: str | tuple[str, ...] = "12"  # used by the model
     padded: bool = True  # the other leads are zeros; false: they are left out
+    extra: str = ""  # your own, file.py:function of x_BSLT and a torch.Generator, after the others: engine.data.extra
 
     def __post_init__(self) -> None:
         _within("augment.rlm", self.rlm, 0, 1)
@@ -97,6 +98,8 @@ class AugmentConfig:
             raise ConfigError(f"augment.powerline_components={self.powerline_components!r}: must stay below 250 Hz: use 1 to 4")
         if self.per_lead and any(kind in AUTHORS_NOISE for kind in self.kinds):
             raise ConfigError("augment.per_lead=True: the authors' kinds say themselves what is per lead: use false")
+        if self.extra and not OWN.fullmatch(self.extra):
+            raise ConfigError(f"augment.extra={self.extra!r}: name your own function as file.py:function")
         parse_leads(self.leads, "augment.leads")
 
     @property

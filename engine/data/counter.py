@@ -43,6 +43,7 @@ class RandomStream(IntEnum):
     TIME_MASK = 11
     MIX = 12
     WHITE = 13
+    EXTRA = 14
 
 
 def mix(x: np.ndarray) -> np.ndarray:

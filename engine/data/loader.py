@@ -36,6 +36,7 @@ from engine.data.augment import AugmentConfig
 from engine.data.augment_draws import Params
 from engine.data.augmenter import CHUNK, HALF, Augmenter, Tensors, Views, Write, measured_leads, parameters, single_threaded
 from engine.data.device import Resident, Upload
+from engine.data.extra import ExtraAugmentation
 from engine.data.order import DatasetRows, Order, Places, shards_needed
 from engine.data.reader import BadCrop, CropReader, Desk, Report, prefetch
 from engine.data.staging import Staging
@@ -147,8 +148,11 @@ class Loader:
         self.config, self.device, self.rank, self.world, self.spare_bytes = config, device, rank, world, spare_bytes
         self.backend: str = config.backend
         if self.backend == "auto":
-            self.backend = "dali" if device.type == "cuda" else "torch"
+            self.backend = "dali" if device.type == "cuda" and not config.augment.extra else "torch"
             log.info("pipeline.backend=auto: %s, because the device is %s", self.backend, device.type)
+        self.extra = ExtraAugmentation(config.augment.extra, config.seed, rank, device) if config.augment.extra else None
+        if self.extra and self.backend == "dali":
+            raise ConfigError(f"pipeline.backend=dali: cannot run augment.extra={config.augment.extra}: use torch or resident")
         rows = tuple(DatasetRows.of(dataset, **roles) for dataset in datasets)
         self.order = Order(rows, config.batch_crops, config.seed, config.weights, config.block_shards)
         self.order.slice(0, rank, world, micro=config.micro_batch)  # raises now if it cannot be divided
@@ -180,6 +184,9 @@ class Loader:
         while True:
             with self.meter.timed("wait", without="gpu_wait"):
                 batch, blob = next(batches)
+            if self.extra:
+                with self.meter.timed("augment"):
+                    batch = dataclasses.replace(batch, x_BSLT=self.extra(batch.x_BSLT, self.step))
             self.meter.crops += len(batch.places)
             self.step += 1
             yield batch, {"crops_seen": self.step * self.config.batch_crops, "recipe": self.recipe, "dali": blob}
@@ -343,6 +350,7 @@ class Loader:
 
     def _recipe(self, datasets: Sequence[Dataset], roles: dict[str, Any]) -> dict[str, Any]:
         """All that the next batch depends on besides `crops_seen`, as JSON."""
+        augment = json.loads(json.dumps(dataclasses.asdict(self.config.augment)))
         recipe = {
             "datasets": [dataset.fingerprint for dataset in datasets],
             "roles": {name: value for name, value in sorted(roles.items()) if value is not None},
@@ -352,7 +360,7 @@ class Loader:
             "views": self.config.views,
             "block_shards": self.config.block_shards,
             "weights": list(self.config.weights) if self.config.weights else None,
-            "augment": json.loads(json.dumps(dataclasses.asdict(self.config.augment))),
+            "augment": {name: value for name, value in augment.items() if name != "extra" or value},  # as before it existed
         }
         if self.backend == "dali":  # the state of its generator belongs to one version, and to one rank of so many
             recipe |= {"dali_version": dali.version(), "rank": self.rank, "world": self.world}

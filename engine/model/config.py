@@ -30,10 +30,11 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from engine.common import ConfigError
+from engine.common import OWN, ConfigError
 
 STRICT = ConfigDict(strict=True, extra="forbid")
 OBSOLETE = ("attention", "position")  # settings of earlier versions, replaced by `kernels`
+ENCODERS = {"": "engine.model.encoder:Encoder", "resnet": "engine.model.resnet:ResNet"}
 SHOWN = 80  # characters of a wrong value in a message
 Count = Annotated[int, Field(ge=1, le=65_536)]  # bounded, since a config may come from anywhere
 Probability = Annotated[float, Field(ge=0, le=0.99, allow_inf_nan=False)]
@@ -44,6 +45,11 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True, config=STRICT)
 class ModelConfig:
+    """Settings of the authors' encoder, of the local objective, and which encoder it is. Another one than the authors' takes
+    `options`, and no notice of the settings from `conv` to `input_dropout`, but `kernels`."""
+
+    encoder: str = ""  # "": the authors'; resnet; or your own, file.py:Class (engine.model.encoders)
+    options: dict[str, Any] = Field(default_factory=dict)  # arguments of its class
     leads: Count = 12
     conv: Annotated[tuple[tuple[Count, Annotated[int, Field(ge=1, le=1024)]], ...], Field(min_length=1, max_length=16)] = (
         ((256, 2),) * 4  # (width, kernel = stride) of each block
@@ -74,6 +80,11 @@ class ModelConfig:
     mask_trim: bool = False  # cut every row to the smallest count of the batch (authors)
 
     def __post_init__(self) -> None:
+        if self.encoder not in ENCODERS and not OWN.fullmatch(self.encoder):
+            shipped = ", ".join(filter(None, ENCODERS))
+            raise ConfigError(f"model.encoder={self.encoder!r}: use {shipped}, your own file.py:Class, or '' for the authors'")
+        if self.options and not self.encoder:
+            raise ConfigError(f"model.options={self.options}: are for another encoder than the authors': set model.encoder")
         for key, divisor in (("width", "heads"), ("width", "position_groups"), ("code_width", "codebooks")):
             value, by = getattr(self, key), getattr(self, divisor)
             if value % by:
@@ -165,12 +176,14 @@ def flops_per_segment(config: ModelConfig, samples: int = 2500, negatives: int =
         flops += 2 * tokens * width * d
     flops += 2 * tokens * (d // config.position_groups) * config.position_kernel * d
     flops += config.layers * (2 * tokens * (4 * d * d + 2 * d * config.ffn) + 4 * tokens * tokens * d)
-    if local:
-        masked = tokens * masked_share(config, tokens)
-        heads = d * config.projection + width * config.codebooks * config.codes + config.code_width * config.projection
-        codebook = config.codebooks * config.codes * (config.code_width // config.codebooks)
-        flops += 2 * masked * (heads + codebook + (1 + negatives) * config.projection)
-    return 3 * flops
+    return 3 * flops + (local_flops(config, tokens, d, width, negatives) if local else 0.0)
+
+
+def local_flops(config: ModelConfig, tokens: int, width: int, feature_width: int, negatives: int = 100) -> float:
+    """Of the local objective, of one segment, for an encoder of these widths."""
+    heads = width * config.projection + feature_width * config.codebooks * config.codes + config.code_width * config.projection
+    codebook = config.codebooks * config.codes * (config.code_width // config.codebooks)
+    return 6 * tokens * masked_share(config, tokens) * (heads + codebook + (1 + negatives) * config.projection)
 
 
 def flops_per_crop(config: ModelConfig, samples: int = 2500, segments: int = 2, local: bool = True) -> float:

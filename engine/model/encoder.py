@@ -12,6 +12,7 @@ norm after the last layer), modules/conv_feature_extraction.py:21-60 (no bias, o
 block 0), modules/conv_positional_encoding.py:15-28, modules/multi_head_attention.py. Shapes: engine.model.config; K taps.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -230,6 +231,13 @@ class Encoder(nn.Module):
 
     def forward(self, x_RLT: Tensor) -> Tensor:
         return self.context(self.features(x_RLT)[0], None)
+
+    @staticmethod
+    def select_leads(weights: Mapping[str, Tensor], rows: Sequence[int], of: int) -> dict[str, Tensor]:
+        """Weights for some of the leads: the output is the same as with zeros for the others."""
+        first = "conv.blocks.0.weight"
+        by_lead = weights[first].unflatten(1, (-1, of))
+        return {**weights, first: by_lead[:, :, list(rows)].flatten(1).contiguous()}
 
 
 def pool(c_RND: Tensor) -> Tensor:

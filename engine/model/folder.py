@@ -37,9 +37,14 @@ class LoadError(ConfigError):
 
 
 def write(
-    folder: Path, weights: Mapping[str, Tensor], config: Mapping[str, Any], preprocessing: Mapping[str, Any], card: str = ""
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    preprocessing: Mapping[str, Any],
+    card: str = "",
+    code: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Atomic: written to a temporary folder, then renamed. An existing folder is replaced."""
+    """Atomic: written to a temporary folder, then renamed. An existing folder is replaced. `code`: plugged-in files."""
     temporary, old = (folder.with_name(f".{folder.name}.{kind}{os.getpid()}") for kind in ("", "old."))
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -47,6 +52,8 @@ def write(
         save_weights(dict(weights), temporary / WEIGHTS)
         (temporary / PREPROCESSING).write_text(_json(preprocessing))
         (temporary / CARD).write_text(card)
+        for name, content in (code or {}).items():
+            (temporary / name).write_bytes(content)
         seal(temporary, {"format_version": FORMAT, **config})
         if folder.exists():
             os.replace(folder, old)
@@ -78,7 +85,7 @@ def check(folder: Path) -> str:
     sums = sums if isinstance(sums, dict) else {}
     others = {name: value for name, value in sums.items() if name != CONFIG}
     actual = {CONFIG: _content_sha256(document | {SHA256: others})}
-    for name in (PREPROCESSING, WEIGHTS):
+    for name in (PREPROCESSING, WEIGHTS, *filter(lambda name: (folder / name).exists(), code_names(sums))):
         try:
             actual[name] = file_sha256(folder / name)
         except OSError as error:
@@ -90,6 +97,11 @@ def check(folder: Path) -> str:
     if not sums:
         print(f"warning: {folder / CONFIG}: no sha256 of the files: damage to this model cannot be detected", file=sys.stderr)
     return hashlib.sha256("".join(actual.values()).encode()).hexdigest()
+
+
+def code_names(sums: Mapping[str, Any]) -> list[str]:
+    """Files with code among those that config.json names."""
+    return [name for name in sums if name.endswith(".py") and Path(name).name == name]
 
 
 def file_sha256(path: Path) -> str:
@@ -131,6 +143,12 @@ def _download(url: str, local: Path) -> Path:
         root = f"{root}/model" if files.exists(f"{root}/model/{WEIGHTS}") else root
         for name in (CONFIG, PREPROCESSING, WEIGHTS):
             files.get_file(f"{root}/{name}", str(local / name))
+        sums = document_of(local / CONFIG).get(SHA256)
+        for name in code_names(sums if isinstance(sums, dict) else {}):
+            if files.exists(f"{root}/{name}"):
+                files.get_file(f"{root}/{name}", str(local / name))
+    except LoadError:
+        raise
     except FileNotFoundError as error:
         raise LoadError(f"{url}: no model there: {error}".splitlines()[0]) from None
     except Exception as error:  # of many kinds: network, credentials, a missing package

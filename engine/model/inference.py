@@ -30,12 +30,24 @@ from torch import Tensor, nn
 from data_tools.errors import ReadError
 from data_tools.prepare import MAX_RATIO, RATE_RANGE_HZ, crop_count, fill, rate_ratio, samples_at_500
 from data_tools.record import MV_PER_UNIT, EcgRecord, unit_name
-from engine.common import LEADS, ConfigError, leads_in_order
+from engine.common import LEADS, ConfigError, leads_in_order, plugged
 from engine.data.augmenter import CROP, FS_HZ, HALF
 from engine.data.preprocess import Input, SignalError
 from engine.model.config import ModelConfig, current_settings, validated
 from engine.model.encoder import Encoder, pool
-from engine.model.folder import CONFIG, FORMAT, PREPROCESSING, WEIGHTS, LoadError, document_of, misfits, model_folder
+from engine.model.encoders import build_encoder
+from engine.model.folder import (
+    CONFIG,
+    FORMAT,
+    PREPROCESSING,
+    SHA256,
+    WEIGHTS,
+    LoadError,
+    code_names,
+    document_of,
+    misfits,
+    model_folder,
+)
 
 KINDS = {"diagnosis": "multilabel", "identification": "identity"}  # of a head that an earlier version saved
 LARGE_MV, HUGE_MV, TINY_MV = 20.0, 100.0, 0.01  # of a typical lead: median, peak, peak; hearts give 0.1 to 10 mV at the peak
@@ -74,17 +86,26 @@ class HeadInfo:
 class TrainedModel(nn.Module):
     """In eval mode. R segments of 5 s, L leads, T samples; D is `encoder.width`. `digest` identifies its files."""
 
+    encoder: Any  # nn.Module with a `width`
+
     def __init__(
-        self, encoder: Encoder, head: nn.Linear | None, config: dict[str, Any], preprocessing: dict[str, Any], digest: str = ""
+        self,
+        encoder: nn.Module,
+        head: nn.Linear | None,
+        config: dict[str, Any],
+        preprocessing: dict[str, Any],
+        digest: str = "",
     ) -> None:
         super().__init__()
         self.encoder, self.head, self.config, self.preprocessing, self.digest = encoder, head, config, preprocessing, digest
         self.input, self.head_info = Input.of(preprocessing, config_of(config).leads), head_of(config)
+        self.code: dict[str, bytes] = {}  # plugged-in files of its folder, by name
         self.eval()
 
     @property
     def device(self) -> torch.device:
-        return next(self.encoder.parameters()).device
+        device: torch.device = next(self.encoder.parameters()).device
+        return device
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -172,18 +193,43 @@ class TrainedModel(nn.Module):
         return y_BD
 
 
-def load(path: str | os.PathLike[str]) -> TrainedModel:
+def load(path: str | os.PathLike[str], code: bool = False, encoder: type[nn.Module] | None = None) -> TrainedModel:
+    """`code`: run the encoder's own code, which lies in the folder, if it has any; `encoder`: use this class instead."""
     with model_folder(path) as (folder, digest):
         document, preprocessing = document_of(folder / CONFIG), document_of(folder / PREPROCESSING)
         config, head_info = config_of(document, folder / CONFIG), head_of(document, folder / CONFIG)
         classes = len(head_info.classes) if head_info else 0  # none of identification, whose class vectors are not exported
-        with torch.device("meta"):
-            encoder, head = Encoder(config), nn.Linear(config.width, classes) if classes else None
-        _load_weights(folder / WEIGHTS, encoder, head)
+        if encoder and not config.encoder:
+            raise LoadError(f"{folder}: encoder={encoder.__name__}: this model has the authors' encoder: leave it out")
+        with torch.device("cpu" if config.encoder else "meta"):
+            own: Any = build_encoder(config, kind=encoder or own_class(folder, document, config.encoder, code))
+            head = nn.Linear(own.width, classes) if classes else None
+        _load_weights(folder / WEIGHTS, own, head)
         try:
-            return TrainedModel(encoder, head, document, preprocessing, digest)
+            model = TrainedModel(own, head, document, preprocessing, digest)
+            files = [folder / name for name in code_names(document.get(SHA256) or {})]
+            model.code = {file.name: file.read_bytes() for file in files if file.is_file()}
+            return model
         except ConfigError as error:
             raise LoadError(f"{folder / PREPROCESSING}: {error}") from None
+
+
+def own_class(folder: Path, document: Mapping[str, Any], encoder: str, code: bool) -> Any:
+    """The class that a model folder brings; None if its encoder is one of omnilead's. Code is never run without being asked."""
+    file, _, name = encoder.rpartition(":")
+    if not file:
+        return None
+    give = f"give the class: engine.load(..., encoder={name})"
+    if Path(file).name != file or not (folder / file).is_file():
+        raise LoadError(f"{folder / file}: no such file, and it holds the model's encoder: copy it again, or {give}")
+    if document.get(SHA256) and file not in document[SHA256]:
+        raise LoadError(f"{folder / file}: {CONFIG} has no sha256 of it, so it is not the model's: {give}")
+    if not code:
+        ask = "use --code, or engine.load(..., code=True)"
+        raise LoadError(
+            f"{folder}: its encoder is code in that folder, {file}, and runs only if asked: read it, then {ask}; or {give}"
+        )
+    return plugged(f"{folder / file}:{name}", "model.encoder")
 
 
 def config_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> ModelConfig:
@@ -213,19 +259,21 @@ def head_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> HeadInfo 
         raise LoadError(f"{path}: head={str(head)[:60]}: {error}") from None
 
 
-def _load_weights(path: Path, encoder: Encoder, head: nn.Linear | None) -> None:
-    """Into modules on the meta device: every weight comes from the file."""
+def _load_weights(path: Path, encoder: nn.Module, head: nn.Linear | None) -> None:
+    """Every weight comes from the file."""
     try:
         with safe_open(path, framework="pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            if "encoder.mask_embedding" not in shapes:
+            if isinstance(encoder, Encoder) and "encoder.mask_embedding" not in shapes:
                 encoder.mask_embedding = None
             model = nn.ModuleDict({"encoder": encoder} | ({"head": head} if head else {}))
             expected = {name: tuple(weights.shape) for name, weights in model.state_dict().items()}
             own = {name: shape for name, shape in shapes.items() if name.startswith(("encoder.", "head."))}
             if wrong := misfits(own, expected):
                 raise LoadError(f"{path}: the weights are not those of {CONFIG}: {wrong}")
-            model.load_state_dict({name: file.get_tensor(name).float() for name in expected}, assign=True)
+            tensors = {name: file.get_tensor(name) for name in expected}
+            floats = {name: tensor.float() for name, tensor in tensors.items() if tensor.is_floating_point()}
+            model.load_state_dict(tensors | floats, assign=True)
     except (SafetensorError, OSError) as error:
         raise LoadError(f"{path}: cannot be read as safetensors: {error}: copy it again".splitlines()[0]) from None
 

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from engine.common import ConfigError
 from engine.model.config import ModelConfig, ObjectiveConfig
 from engine.model.draws import Draws, draw
-from engine.model.encoder import Dropout, Encoder, MaskedEncoder, pool
+from engine.model.encoder import Dropout, MaskedEncoder, pool
+from engine.model.encoders import build_encoder
 from engine.model.init_weights import initialise
 from engine.model.quantizer import Quantized, Quantizer
 from engine.objectives.contrastive import authors_cmsc_loss, nt_xent, threekg_loss
@@ -67,21 +68,20 @@ class Pretrainer(nn.Module):
         encoder: nn.Module | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        """`encoder`: another than the authors', with its weights; all else is initialised from `generator`."""
+        """`encoder`: one with its weights; None: the one that `config` names. All else is initialised from `generator`."""
         super().__init__()
         self.config, self.objective = config, objective
         self.draw, self.pool = draw, pool  # as attributes, which can be compiled
         local = objective.local > 0
-        if local and encoder is not None and not isinstance(encoder, MaskedEncoder):
+        self.encoder = build_encoder(config, local, generator) if encoder is None else encoder
+        if local and not isinstance(self.encoder, MaskedEncoder):
             raise ConfigError(
-                f"objective.local={objective.local}: {type(encoder).__name__} has no features() and context(): "
-                "implement both (engine.model.encoder.MaskedEncoder), or set objective.local=0"
+                f"objective.local={objective.local}: {type(self.encoder).__name__} has no features() and context(): implement "
+                "both, and feature_width (engine.model.encoder.MaskedEncoder), or set objective.local=0"
             )
-        self.encoder = Encoder(config, mask=local) if encoder is None else encoder
         self.local = LocalHead(config, self.encoder.width, self.encoder.feature_width) if local else None
-        for part in (self.encoder if encoder is None else None, self.local):
-            if part is not None:
-                initialise(part, generator)
+        if self.local is not None:
+            initialise(self.local, generator)
 
     def forward(
         self,

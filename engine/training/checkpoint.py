@@ -293,7 +293,8 @@ def full_weights(path: Path) -> dict[str, torch.Tensor]:
             from deepspeed.utils import zero_to_fp32  # type: ignore[import-untyped]
 
             weights |= zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name)
-        return {name: tensor.float().contiguous().clone() for name, tensor in weights.items()}
+        floats = {name: tensor.float() for name, tensor in weights.items() if tensor.is_floating_point()}
+        return {name: tensor.contiguous().clone() for name, tensor in (weights | floats).items()}
 
 
 @contextmanager

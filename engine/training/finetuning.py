@@ -26,16 +26,24 @@ from torch import Tensor, nn
 from data_tools.dataset import CLASSES, Dataset
 from engine.common import ConfigError, describe_leads
 from engine.config import Config, FinetuneConfig, load
-from engine.data.augmenter import HALF
 from engine.data.leakage import find_leak, patient_ids
 from engine.data.loader import Batch
 from engine.evaluation import metrics
 from engine.evaluation.run_files import VALID
 from engine.model import inference
 from engine.model.classifier import Classifier
-from engine.model.config import ModelConfig, current_settings, flops_per_crop, kept_per_crop, validated
+from engine.model.config import ModelConfig, current_settings, validated
 from engine.model.encoder import Encoder
-from engine.model.init_weights import initialise
+from engine.model.encoders import (
+    build_encoder,
+    code_of,
+    cost_per_crop,
+    describe_encoder,
+    drops_out,
+    encoder_class,
+    portable,
+    prepared,
+)
 from engine.training.distributed import Ranks
 from engine.training.task import TrainingTask, best_metric, best_step_text
 from engine.training.validation import count_crops, dtype_of, eval_mode, pairs, predict_on_ranks, to_device
@@ -62,7 +70,7 @@ class FinetuneTask(TrainingTask):
         for dataset in datasets:
             if not count_crops(dataset, self.roles):
                 raise ConfigError(f"data.datasets: {dataset.root.url} has no crop with {role}=train: nothing to learn from")
-        self.start = read_start(config.start)
+        self.start = read_start(config.start, config.code)
         self.architecture = config.tuned(self.start.model)
         self.weights = self.start.weights and select_leads(self.start, config)
         self.halves = [dataset.column("halves") for dataset in datasets]
@@ -83,12 +91,14 @@ class FinetuneTask(TrainingTask):
         self.held_out_halves = np.array([self.halves[n][row] for n, row in held_out], np.int64)
         if not held_out:
             self.remarks = [*self.remarks, f"no crop with {role}=valid: the newest model counts as the best"]
-        self.flops_per_crop = flops_per_crop(self.architecture, HALF, local=False)
-        self.kept_per_crop = kept_per_crop(self.architecture, HALF)
+        self.code = self.start.code | code_of({"augment.extra": config.augment.extra}, config.run)
+        self.encoder, _ = prepared(self.architecture, False, dtype_of(config), config.train.seed, self.start.kind)
+        self.flops_per_crop, self.kept_per_crop = cost_per_crop(self.encoder, self.architecture, local=False)
 
     def facts(self) -> dict[str, Any]:
         """The model it starts from: a resumed run must have the same one, and an export needs its architecture."""
-        facts = {"finetuning": {"architecture": asdict(self.architecture), "start": self.start.name}}
+        architecture = asdict(self.architecture) | {"encoder": portable(self.architecture.encoder)}
+        facts = super().facts() | {"finetuning": {"architecture": architecture, "start": self.start.name}}
         plain: dict[str, Any] = json.loads(json.dumps(facts))  # as it comes back from a checkpoint
         return plain | ({"splits_before": self.start.splits} if self.start.splits else {})
 
@@ -107,9 +117,8 @@ class FinetuneTask(TrainingTask):
         return saved
 
     def explained(self) -> dict[str, Any]:
-        m, augment = self.architecture, self.config.augment
-        dropouts = (m.dropout, m.attention_dropout, m.activation_dropout, m.input_dropout)
-        differs = ["dropout is off"] * any(dropouts)
+        augment = self.config.augment
+        differs = ["dropout is off"] * drops_out(self.encoder, self.architecture)
         differs += ["no lead is masked and no noise added"] if augment.rlm or augment.kinds else []
         return {"chance": self._chance() if self.held_out else {}, "validation": differs}
 
@@ -122,11 +131,10 @@ class FinetuneTask(TrainingTask):
         return {f"{VALID}auroc": 0.5} | ({f"{VALID}auprc": float(share_C[share_C > 0].mean())} if share_C.any() else {})
 
     def model(self, generator: torch.Generator) -> nn.Module:
-        encoder = Encoder(self.architecture, mask=False)
-        initialise(encoder, generator)
+        encoder = self.encoder or build_encoder(self.architecture, mask=False, generator=generator)
         if self.weights is not None:
             encoder.load_state_dict(self.weights)
-        if self.architecture.feature_grad == 0:
+        if isinstance(encoder, Encoder) and self.architecture.feature_grad == 0:
             encoder.conv.requires_grad_(False)
         return Classifier(encoder, self.config.head, self.classes, generator)
 
@@ -187,6 +195,7 @@ class FinetuneTask(TrainingTask):
         best, diagnosis = state.get("best") or {}, config.head.task == "diagnosis"
         which = "the best by it" if best.get("step") == state["step"] else "the newest"
         return f"ECG {config.head.task}, fine-tuned with omnilead", [
+            describe_encoder(validated(ModelConfig, current_settings(state["finetuning"]["architecture"]), "model")),
             f"Fine-tuned from {config.start}, on leads {describe_leads(config.augment.seen)}.",
             "Mean over time, then a linear layer to 26 classes, sigmoid."
             if diagnosis
@@ -207,35 +216,48 @@ class Start(NamedTuple):
     name: str
     splits: list[Any]  # of the datasets it was trained on
     weights: dict[str, Tensor] | None  # of its encoder; None: random
+    kind: type[nn.Module]  # of its encoder
+    code: dict[str, bytes]  # files that it brings
 
 
 def _current(settings: dict[str, Any], now: ModelConfig) -> ModelConfig:
     return validated(ModelConfig, {"kernels": now.kernels} | current_settings(settings), "model")
 
 
-def read_start(start: str) -> Start:
+def read_start(start: str, code: bool = False) -> Start:
+    """`code`: run an encoder's own code, which the folder may hold."""
     if Path(start).suffix in (".yaml", ".yml"):
         config = load(start, kind=Config)
-        return Start(config.model, config.augment.output_leads, f"{RANDOM}{config.model}", [], None)
-    model = inference.load(start)
-    weights = {name: w for name, w in model.encoder.state_dict().items() if name != "mask_embedding"}
+        brought = code_of({"model.encoder": config.model.encoder}, start)
+        return Start(
+            config.model, config.augment.output_leads, f"{RANDOM}{config.model}", [], None, encoder_class(config.model), brought
+        )
+    model = inference.load(start, code)
+    weights = dict(model.encoder.state_dict())
+    if isinstance(model.encoder, Encoder):
+        weights.pop("mask_embedding", None)
     name = " ".join(str(model.history.get(key)) for key in ("step", "crops_seen", "datasets"))
-    splits = model.history.get("splits")
-    return Start(
-        inference.config_of(model.config), model.input.leads, name, splits if isinstance(splits, list) else [], weights
-    )
+    splits, settings = model.history.get("splits"), inference.config_of(model.config)
+    splits = splits if isinstance(splits, list) else []
+    return Start(settings, model.input.leads, name, splits, weights, type(model.encoder), model.code)
 
 
 def select_leads(start: Start, config: FinetuneConfig) -> dict[str, Tensor]:
     """The encoder's weights for the leads of this fine-tuning: the output is the same as with zeros for the other leads."""
     assert start.weights is not None
-    had, leads = list(start.leads), list(config.augment.output_leads)
+    had, leads, setting = list(start.leads), list(config.augment.output_leads), f"augment.leads={config.augment.leads!r}"
     if not set(leads) <= set(had):
         trained = f"start={config.start} was trained on {describe_leads(had)} only"
-        raise ConfigError(f"augment.leads={config.augment.leads!r}: {trained}: choose among them, with augment.padded=false")
-    first = "conv.blocks.0.weight"
-    by_lead = start.weights[first].unflatten(1, (-1, len(had)))
-    return start.weights | {first: by_lead[:, :, [had.index(lead) for lead in leads]].flatten(1).contiguous()}
+        raise ConfigError(f"{setting}: {trained}: choose among them, with augment.padded=false")
+    if leads == had:
+        return start.weights
+    select: Any = getattr(start.kind, "select_leads", None)
+    if select is None:
+        raise ConfigError(
+            f"{setting}: {start.model.encoder} cannot take fewer leads: use augment.padded=true: the others are zeros"
+        )
+    chosen: dict[str, Tensor] = select(start.weights, [had.index(lead) for lead in leads], len(had))
+    return chosen
 
 
 def diagnosis_labels(datasets: Sequence[Dataset]) -> tuple[list[np.ndarray], list[str]]:

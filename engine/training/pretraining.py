@@ -12,16 +12,17 @@ from torch import Tensor, nn
 from data_tools.dataset import Dataset
 from engine.common import ConfigError
 from engine.config import Config, candidates, micro_batch
-from engine.data.augmenter import HALF
 from engine.data.leakage import patient_ids
 from engine.data.loader import Batch
 from engine.evaluation.run_files import VALID
-from engine.model.config import flops_per_crop, kept_per_crop, masked_share
+from engine.model.config import masked_share
+from engine.model.encoders import code_of, cost_per_crop, describe_encoder, drops_out, portable, prepared
 from engine.model.pretrainer import Pretrainer
 from engine.model.quantizer import temperature
+from engine.training.continuing import read_weights
 from engine.training.distributed import Ranks
 from engine.training.task import TrainingTask, best_metric, best_step_text
-from engine.training.validation import Capture, PatientProbe, ValidationLoss, eval_mode, model_inputs, training_roles
+from engine.training.validation import Capture, PatientProbe, ValidationLoss, dtype_of, eval_mode, model_inputs, training_roles
 
 DIAGNOSED = 16  # crops of a rank
 COLLAPSED_SHARE, COLLAPSED_LOGS = 0.02, 3  # of all codes; log lines in a row
@@ -37,13 +38,16 @@ class PretrainTask(TrainingTask):
 
     def __init__(self, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> None:
         self.config, self.ranks, self.low_logs = config, ranks, 0
+        local = config.objective.local > 0
+        self.code = code_of({"model.encoder": config.model.encoder, "augment.extra": config.augment.extra}, config.run)
+        self.encoder, self.tokens = prepared(config.model, local, dtype_of(config), config.train.seed)
+        self.start = read_weights(config) if config.start else None
         self.best = best_metric(config.train.best, ("loss", "identification_accuracy"))
         self.roles = training_roles(config)
         self.patients = patient_ids(datasets) if config.objective.needs_ids else None
         self.held_out, self.probe = ValidationLoss(config, datasets, ranks), PatientProbe(config, datasets, ranks)
         self.remarks = [remark] if (remark := self._validation_remark()) else []
-        self.flops_per_crop = flops_per_crop(config.model, HALF, local=config.objective.local > 0)
-        self.kept_per_crop = kept_per_crop(config.model, HALF)
+        self.flops_per_crop, self.kept_per_crop = cost_per_crop(self.encoder, config.model, local)
 
     def _validation_remark(self) -> str | None:
         data = self.config.data
@@ -58,7 +62,10 @@ class PretrainTask(TrainingTask):
         return f"no validation loss: no two crops have data.valid {role}; data.hold_out=0.05 would keep patients for it"
 
     def model(self, generator: torch.Generator) -> nn.Module:
-        return Pretrainer(self.config.model, self.config.objective, generator=generator)
+        model = Pretrainer(self.config.model, self.config.objective, self.encoder, generator)
+        if self.start:
+            self.remarks = [*self.remarks, self.start.into(model)]
+        return model
 
     def arguments(self, batch: Batch, step: int) -> tuple[Tensor | None, ...]:
         tau = torch.tensor(temperature(self.config.model, step)).to(self.ranks.device, non_blocking=True)
@@ -73,7 +80,8 @@ class PretrainTask(TrainingTask):
     def facts(self) -> dict[str, Any]:
         """The number of candidates is part of the objective."""
         contrasted = self.config.objective.contrast > 0
-        return {"train.micro_batch x ranks": candidates(self.config, self.ranks.world)} if contrasted else {}
+        facts = {"train.micro_batch x ranks": candidates(self.config, self.ranks.world)} if contrasted else {}
+        return super().facts() | facts | (self.start.facts if self.start else {})
 
     def explained(self) -> dict[str, Any]:
         c, m = self.config, self.config.model
@@ -81,7 +89,7 @@ class PretrainTask(TrainingTask):
         chance: dict[str, float] = {}
         crops = {"": candidates(c, self.ranks.world), VALID: self.held_out.crops}
         if local:
-            tokens, drawn = m.tokens(HALF), c.objective.negatives
+            tokens, drawn = self.tokens, c.objective.negatives
             others = max(1.0, tokens * masked_share(m, tokens) - 1)
             rivals = others * (1 - (1 - 1 / others) ** drawn)  # some are drawn more than once
             for prefix in crops:
@@ -93,8 +101,9 @@ class PretrainTask(TrainingTask):
                 chance |= {f"{prefix}loss_global": math.log(choices), f"{prefix}accuracy_global": 1 / choices} if n else {}
         if self.probe.pairs:
             chance[f"{VALID}identification_accuracy"] = 1 / len(self.probe.pairs)
-        dropouts = (m.dropout, m.attention_dropout, m.activation_dropout, m.input_dropout, m.feature_dropout)
-        differs = ["dropout is off"] * any(dropouts) + ["codes are the likeliest ones, not sampled"] * local
+        differs = ["dropout is off"] * drops_out(self.encoder, m, m.feature_dropout) + [
+            "codes are the likeliest ones, not sampled"
+        ] * local
         if contrast and crops[VALID] != crops[""]:
             differs.append(f"crops are contrasted in batches of {crops[VALID]:,}, not {crops['']:,}")
         masked = ["tokens"] * local + ["leads"] * (c.augment.rlm > 0)
@@ -128,14 +137,17 @@ class PretrainTask(TrainingTask):
 
     @staticmethod
     def described(config: Config, state: dict[str, Any]) -> dict[str, Any]:
-        return {"model": asdict(config.model), "objective": asdict(config.objective)}
+        model = asdict(config.model) | {"encoder": portable(config.model.encoder)}
+        continued = {"continued": state["continued"]} if "continued" in state else {}
+        return {"model": model, "objective": asdict(config.objective)} | continued
 
     @staticmethod
     def card(config: Config, state: dict[str, Any]) -> tuple[str, list[str]]:
         m, o = config.model, config.objective
         terms = [f"{getattr(o, name)} x {name}" for name in ("local", "diversity", "features", "contrast") if getattr(o, name)]
         return "Lead-agnostic ECG encoder, pre-trained with omnilead", [
-            f"{len(m.conv)} convolutions, {m.layers} transformer layers of width {m.width}.",
+            describe_encoder(m),
+            *([f"Goes on from the weights of {config.start}, step {state['continued']['step']}."] if config.start else []),
             f"Loss: {', '.join(terms)}; global objective {o.method if o.contrast else 'none'}.",
             f"Weights of step {state['step']:,}, the newest. {best_step_text(state.get('best') or {})}",
         ]

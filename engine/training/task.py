@@ -4,6 +4,7 @@ class PretrainTask(TrainingTask): ...             # engine.training.pretraining;
 train(config, PretrainTask)               # engine.training.train
 """
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -35,6 +36,7 @@ class TrainingTask(ABC):
     flops_per_crop: float
     kept_per_crop: float  # numbers that a training step keeps per crop
     remarks: Sequence[str] = ()  # printed at the start
+    code: Mapping[str, bytes] = {}  # plugged-in files by name, for RUN/code and RUN/model
 
     @abstractmethod
     def __init__(self, config: Any, datasets: Sequence[Dataset], ranks: Ranks) -> None: ...
@@ -62,7 +64,8 @@ class TrainingTask(ABC):
 
     def facts(self) -> dict[str, Any]:
         """What else must not change when a run is resumed."""
-        return {}
+        sums = {name: f"sha256 {hashlib.sha256(content).hexdigest()[:16]}" for name, content in self.code.items()}
+        return {"code": sums} if sums else {}
 
     def saved_facts(self, state: dict[str, Any]) -> dict[str, Any]:
         """The facts in a checkpoint's state, as this version writes them."""

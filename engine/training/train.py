@@ -21,12 +21,13 @@ from safetensors import SafetensorError
 
 from data_tools.cli import is_memory, say
 from data_tools.dataset import META, DataError, Dataset
-from engine.common import ConfigError, describe_leads
+from engine.common import ConfigError, describe_leads, write_whole
 from engine.config import RunConfig, build, check, deepspeed_json, flatten, micro_batch, zero_stage
 from engine.data.loader import Loader
 from engine.data.preprocess import SCALES
 from engine.evaluation.run_report import write_report
 from engine.model import folder
+from engine.model.encoders import CODE
 from engine.training import checkpoint, distributed
 from engine.training.checkpoint import CheckpointError, WriteError
 from engine.training.distributed import Ranks
@@ -38,7 +39,7 @@ from engine.training.task import TrainingTask
 
 # May change when a run is resumed; train.steps and train.epochs too if the learning rate does not depend on them
 CHANGEABLE = re.compile(
-    r"run|data\.(datasets|anonymous)|pipeline\.(source|check|on_corrupt|threads|read_ahead|cache_dir|cache_bytes)|train\.(log_every|"
+    r"run|code|data\.(datasets|anonymous)|pipeline\.(source|check|on_corrupt|threads|read_ahead|cache_dir|cache_bytes)|train\.(log_every|"
     r"validate_every|valid_batches|probe_patients|save_every_steps|save_every_minutes|keep|peak_tflops|timeout_s|max_nonfinite|"
     r"deepspeed|compile|micro_batch|zero_stage|track|deterministic)"
 )
@@ -151,6 +152,10 @@ def _train(config: RunConfig, task: TrainingTask, datasets: Sequence[Dataset], r
     if 0 < profile > total - progress.step - WARM_UP:
         left = f"{total - progress.step} steps are left, of which {WARM_UP} warm up"
         raise ConfigError(f"--profile {profile}: {left}: give a smaller number, or raise train.steps")
+    if not path and ranks.first:
+        for name, content in task.code.items():
+            (run / CODE).mkdir(exist_ok=True)
+            write_whole(run / CODE / name, content)
     engine, adam = make_engine(config, ranks, task, universal)
     if path:
         checkpoint.load(engine, path, universal)
@@ -230,7 +235,8 @@ def make_engine(config: RunConfig, ranks: Ranks, task: TrainingTask, universal: 
 
 
 def compile_model(model: Any, how: str, **options: Any) -> None:
-    """`layers`: the transformer layers, which are equal and so compiled once, and other parts of many small operations.
+    """`layers`: the transformer layers, which are equal and so compiled once, and other parts of many small operations; the
+    whole of an encoder without `layers`.
     `step`: forward and loss as one graph."""
     options = options or {"options": INDUCTOR_OPTIONS}
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch._inductor")  # about itself
@@ -241,6 +247,8 @@ def compile_model(model: Any, how: str, **options: Any) -> None:
     elif how == "layers":
         for layer in getattr(model.encoder, "layers", ()):  # another encoder may have none
             layer.compile(**options)
+        if not hasattr(model.encoder, "layers"):
+            model.encoder.compile(**options)
         for owner, names in ((model.encoder, ("features", "enter")), (model, ("draw", "compare", "pool"))):
             for name in names:
                 if hasattr(owner, name):
@@ -284,7 +292,8 @@ def export_run(run: Path, kind: type[RunConfig], task: type[TrainingTask]) -> Pa
         augment=config.augment,
     )
     try:
-        folder.write(run / "model", weights, task.described(config, state) | {"trained": trained}, signal_spec, card)
+        code = {name: (run / CODE / name).read_bytes() for name in state.get("code", ())}
+        folder.write(run / "model", weights, task.described(config, state) | {"trained": trained}, signal_spec, card, code)
     except SafetensorError as error:
         raise WriteError(f"{run / 'model'}: {error}: make room, then --export {run}") from error
     return run / "model"

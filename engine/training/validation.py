@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -32,7 +33,7 @@ from engine.evaluation.predict import CropBatch, predict
 from engine.model.draws import Draws, row_keys
 from engine.model.encoder import pool
 from engine.model.pretrainer import LocalOutput
-from engine.objectives.contrastive import all_gather_no_grad, single_process, sum_over_ranks
+from engine.objectives.contrastive import all_gather_no_grad, single_process, sum_over_ranks, world_size
 from engine.training.distributed import Ranks
 
 BATCH = 16  # crops encoded at a time
@@ -64,7 +65,11 @@ def model_inputs(
 
 @contextmanager
 def eval_mode(engine: Any) -> Iterator[None]:
+    """Called by all ranks. Running statistics, which a plugged-in encoder may have, are those of the first rank: checkpoints
+    have them."""
     engine.eval()
+    for buffer in engine.module.buffers() if world_size() > 1 else ():
+        dist.broadcast(buffer, 0)
     try:
         yield
     finally:

@@ -1,0 +1,32 @@
+"""An augmentation of one's own, `augment.extra: file.py:function`, applied after all others by the backends torch and resident.
+
+    def dim(x_BSLT, generator):                          # float32 millivolts; may be changed in place
+        gain = torch.rand(x_BSLT.shape[0], 1, 1, 1, generator=generator, device=x_BSLT.device)
+        return x_BSLT * (0.5 + gain)
+
+Leads that are zeros, because they were masked or not recorded, stay zeros. The generator is seeded by the run's seed for each
+step and rank: a resumed run draws the same numbers; another number of ranks draws others, as for dropout.
+"""
+
+import torch
+from torch import Tensor
+
+from engine.common import ConfigError, blame, plugged
+from engine.data.counter import RandomStream, bits
+
+
+class ExtraAugmentation:
+    def __init__(self, spec: str, seed: int, rank: int, device: torch.device) -> None:
+        self.spec, self.seed, self.rank, self.generator = spec, seed, rank, torch.Generator(device)
+        self.function = plugged(spec, "augment.extra")
+
+    def __call__(self, x_BSLT: Tensor, step: int) -> Tensor:
+        self.generator.manual_seed(int(bits(self.seed, RandomStream.EXTRA, step, self.rank)) >> 1)
+        absent_BSL1, shape = ~x_BSLT.any(-1, keepdim=True), x_BSLT.shape
+        try:
+            y_BSLT = self.function(x_BSLT, self.generator)
+            if (y_BSLT.shape, y_BSLT.dtype, y_BSLT.device) != (shape, x_BSLT.dtype, x_BSLT.device):
+                raise ValueError(f"{list(shape)} {x_BSLT.dtype} became {list(y_BSLT.shape)} {y_BSLT.dtype} on {y_BSLT.device}")
+            return y_BSLT.masked_fill_(absent_BSL1, 0.0)  # type: ignore[no-any-return]
+        except Exception as error:  # whatever a user's function raises
+            raise ConfigError(f"augment.extra={self.spec}: {blame(error)}") from None
