@@ -1,0 +1,200 @@
+"""Encoders beside the authors': the ResNet, what is asked of one's own, and what a step of them costs."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import SMALL
+from torch import nn
+
+from engine.common import ConfigError
+from engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop, kept_per_crop
+from engine.model.encoder import Encoder
+from engine.model.encoders import build_encoder, cost_per_crop, describe_encoder, drops_out, examine
+from engine.model.init_weights import initialise
+from engine.model.pretrainer import Pretrainer
+from engine.model.resnet import ResNet
+
+OWN = """
+import torch
+from torch import nn
+
+class Good(nn.Module):
+    width, feature_width = 8, 4
+
+    def __init__(self, leads, scale=1.0):
+        super().__init__()
+        self.conv, self.out, self.scale = nn.Conv1d(leads, 4, 25, 25), nn.Linear(4, 8), scale
+
+    def forward(self, x):
+        return self.context(self.features(x)[0], None)
+
+    def features(self, x):
+        z = self.scale * self.conv(x).transpose(1, 2)
+        return z, z.square().mean()
+
+    def context(self, z, mask):
+        return self.out(z if mask is None else z.masked_fill(mask[..., None], 0))
+
+class Wide(Good):
+    width = 9
+
+class Flat(Good):
+    def forward(self, x):
+        return super().forward(x).mean(1)
+
+class NotANumber(Good):
+    def forward(self, x):
+        return super().forward(x / x.std((1, 2), keepdim=True))
+
+class Mixing(Good):
+    def forward(self, x):
+        return super().forward(x - x.mean(0))
+
+class Seeing(Good):
+    def context(self, z, mask):
+        return self.out(z)
+
+class Single(Good):
+    def forward(self, x):
+        return self.context(self.features(x), None)
+
+    def features(self, x):
+        return super().features(x)[0]
+
+class Raising(Good):
+    def forward(self, x):
+        return self.conv(x[:, :5])
+
+class Twelve(Good):
+    def __init__(self, leads):
+        super().__init__(12)
+
+class NoModule:
+    width = 8
+    def __init__(self, leads): pass
+"""
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("own") / "own.py"
+    path.write_text(OWN)
+    return path
+
+
+def of(own: Path, name: str, **settings: Any) -> ModelConfig:
+    return ModelConfig(encoder=f"{own}:{name}", **settings)
+
+
+def test_one_of_ones_own_trains_with_every_objective(own: Path) -> None:
+    config = replace(of(own, "Good", options={"scale": 2.0}), codes=8, code_width=8, projection=8)
+    first, second = (build_encoder(config, generator=torch.Generator().manual_seed(3)) for _ in range(2))
+    assert first.scale == 2.0 and first.conv.weight.equal(second.conv.weight)  # type: ignore[union-attr]
+    for dtype in (torch.float32, torch.bfloat16):
+        assert examine(first, config, True, dtype) == 100
+    keys = torch.arange(4).view(2, 2)
+    for objective in (ObjectiveConfig(), ObjectiveConfig(local=0, method="simclr")):
+        model = Pretrainer(config, objective, generator=torch.Generator().manual_seed(3))
+        assert model.encoder.conv.weight.equal(first.conv.weight)  # type: ignore[union-attr]
+        model(torch.randn(2, 2, 12, 2500), keys, torch.tensor(1.0))["loss"].backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    with pytest.raises(ConfigError, match=r"objective.local=1.0: ResNet has no features\(\) and context\(\)"):
+        Pretrainer(ModelConfig(encoder="resnet", options={"widths": [8, 8]}), ObjectiveConfig())
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("Wide", {}, "forward gives [4, 100, 8] for [4, 12, 2500], not [4, tokens, 9] as its width says"),
+        ("Flat", {}, "forward gives [4, 8]"),
+        ("NotANumber", {}, "forward gives NaN or infinity for noise and zeros"),
+        ("Mixing", {}, "rows must be independent"),
+        ("Seeing", {}, "context sees the masked tokens"),
+        ("Single", {}, "features gives Tensor, not the pair"),
+        ("Raising", {}, "forward fails for [4, 12, 2500]: RuntimeError"),
+        ("Twelve", {"leads": 2}, "can it take 2 leads? augment.padded=true gives it 12, others zero"),
+        ("Good", {"options": {"depth": 3}}, "unexpected keyword argument 'depth'"),
+        ("Good", {"mask_span": 99}, "model.mask_span=99: too long for 100 tokens"),
+        ("NoModule", {}, "must give an nn.Module with an integer `width`"),
+        ("Absent", {}, "has no attribute 'Absent'"),
+    ],
+)
+def test_what_an_encoder_gets_wrong_is_said_at_the_start(name: str, settings: Any, words: str, own: Path) -> None:
+    config = of(own, name, **settings)
+    with pytest.raises(ConfigError) as raised:
+        examine(build_encoder(config), config, masked=True)
+    assert words in str(raised.value) and "\n" not in str(raised.value)
+    assert name != "Raising" or "(own.py, line " in str(raised.value)
+
+
+def test_settings_that_name_no_encoder() -> None:
+    with pytest.raises(ConfigError, match="model.encoder='resnt': use resnet, your own file.py:Class"):
+        ModelConfig(encoder="resnt")
+    with pytest.raises(ConfigError, match="model.options=.*: set model.encoder"):
+        ModelConfig(options={"widths": [8]})
+    with pytest.raises(ConfigError, match="no such file gone.py"):
+        build_encoder(ModelConfig(encoder="gone.py:Net"))
+    with pytest.raises(ConfigError, match="widths=.*: two or more are needed, each a multiple of 8"):
+        build_encoder(ModelConfig(encoder="resnet", options={"widths": [12, 24]}))
+
+
+def test_two_files_of_one_name_are_two_modules_and_a_changed_one_is_read_again(tmp_path: Path) -> None:
+    widths = []
+    for folder, width in (("a", 8), ("b", 16), ("a", 24)):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "net.py").write_text(f"from torch import nn\nclass Net(nn.Identity):\n    width = {width}\n")
+        widths.append(build_encoder(ModelConfig(encoder=f"{tmp_path / folder}/net.py:Net")).width)
+    assert widths == [8, 16, 24] and not list(tmp_path.rglob("__pycache__"))
+
+
+def test_the_resnet() -> None:
+    config = ModelConfig(encoder="resnet", options={"widths": [16, 24, 32]})
+    encoder = build_encoder(config, generator=torch.Generator().manual_seed(0)).eval()
+    assert examine(encoder, config) == 157 and examine(encoder, config, dtype=torch.bfloat16) == 157
+    x = torch.randn(2, 12, 1237)
+    x[:, [0, 2, 3, 4, 5, 6, 8, 9, 10, 11]] = 0
+    fewer = ResNet(2, [16, 24, 32]).eval()
+    fewer.load_state_dict(ResNet.select_leads(encoder.state_dict(), (1, 7), 12))
+    torch.testing.assert_close(fewer(x[:, [1, 7]]), encoder(x))
+    assert "1-D residual network" in describe_encoder(config) and "widths=[16, 24, 32]" in describe_encoder(config)
+    for options, millions in (
+        ({"widths": (32, 48, 80, 96, 128)}, 1.0),
+        ({}, 6.7),
+        ({"widths": (96, 192, 320, 448, 576)}, 20.1),
+    ):
+        with torch.device("meta"):
+            assert round(sum(p.numel() for p in ResNet(**options).parameters()) / 1e6, 1) == millions  # type: ignore[arg-type]
+
+
+class Grouped(nn.Module):
+    """What torch's counter gets wrong: the backward pass of grouped convolutions, fused attention, recurrent layers."""
+
+    width = 16
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.group = nn.Conv1d(12, 16, 50, 50), nn.Conv1d(16, 16, 5, padding=2, groups=4)
+        self.recurrent = nn.GRU(16, 16, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.group(self.conv(x)).transpose(1, 2)
+        z: torch.Tensor = self.recurrent(nn.functional.scaled_dot_product_attention(y, y, y))[0]
+        return z
+
+
+def test_flops_and_memory_are_counted() -> None:
+    forward = 2 * 50 * (12 * 50 * 16 + 4 * 5 * 16 + 2 * 50 * 16 + 2 * 3 * 16 * 16)  # 50 tokens of 5 s
+    cost = cost_per_crop(Grouped(), ModelConfig(encoder="own.py:Grouped"), local=False)
+    assert cost.flops == 2 * 3 * forward and 2 * 12 * 2500 < cost.kept < 2 * 2 * 12 * 2500
+    plain = replace(SMALL, kernels="plain")
+    encoder = Encoder(plain)
+    initialise(encoder)
+    for local in (False, True):  # the authors' encoder, as if it were another
+        counted = cost_per_crop(encoder, replace(plain, encoder="own.py:Encoder"), local)
+        assert counted.flops == pytest.approx(flops_per_crop(plain, local=local), rel=1e-9)
+        assert cost_per_crop(encoder, plain, local) == (flops_per_crop(plain, local=local), kept_per_crop(plain))
+    assert drops_out(None, ModelConfig()) and not drops_out(Grouped(), ModelConfig(encoder="own.py:Grouped"))
+    assert drops_out(ResNet(widths=(8, 8)), ModelConfig(encoder="resnet"))
