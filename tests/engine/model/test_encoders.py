@@ -131,13 +131,13 @@ def test_what_an_encoder_gets_wrong_is_said_at_the_start(name: str, settings: An
 
 
 def test_settings_that_name_no_encoder() -> None:
-    with pytest.raises(ConfigError, match="model.encoder='resnt': use resnet, your own file.py:Class"):
+    with pytest.raises(ConfigError, match=r"model\.encoder=.resnt.: use resnet, your own file.py:Class"):
         ModelConfig(encoder="resnt")
-    with pytest.raises(ConfigError, match="model.options=.*: set model.encoder"):
+    with pytest.raises(ConfigError, match=r"model\.options=.*: set model.encoder"):
         ModelConfig(options={"widths": [8]})
-    with pytest.raises(ConfigError, match="no such file gone.py"):
+    with pytest.raises(ConfigError, match=r"no such file gone\.py"):
         build_encoder(ModelConfig(encoder="gone.py:Net"))
-    with pytest.raises(ConfigError, match="widths=.*: two or more are needed, each a multiple of 8"):
+    with pytest.raises(ConfigError, match=r"widths=.*: two or more are needed, each a multiple of 8"):
         build_encoder(ModelConfig(encoder="resnet", options={"widths": [12, 24]}))
 
 
