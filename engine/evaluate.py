@@ -2,9 +2,11 @@
 
     omnilead evaluate --model RUN --data DATASET                        # a fine-tuned model, on the test split
     omnilead evaluate --model RUN --data DATASET --leads I,II,V2        # a 12-lead model that is shown three leads
+    omnilead evaluate --model RUN --data DATASET --labels my.csv        # labels from a table, with the columns of its task
     omnilead evaluate --model RUN --data DATASET --json F.json --report F.html
 
-Diagnosis: the CinC 2021 Challenge score, AUROC, AUPRC, accuracy and F measure, for halves of 5 s as in the paper and for whole
+Classes: AUROC, AUPRC, accuracy, F measure, sensitivity and specificity at the model's thresholds; of diagnosis also the CinC
+2021 Challenge score. Values: mean absolute error, RMSE, R2, Pearson r. All for halves of 5 s as in the paper and for whole
 records. Identification: whether the gallery crop most similar to a probe (cosine) is of the same patient; this also works for
 a model that was only pre-trained. Scores have 95 % intervals: a bootstrap over patients.
 """
@@ -24,7 +26,10 @@ from engine.common import ConfigError, OutputError, Parser, interruptible, writa
 if TYPE_CHECKING:
     import torch
 
-    from engine.evaluation.results import DiagnosisResult, IdentificationResult
+    from engine.evaluation.results import IdentificationResult, TaskResult
+
+CLASSES_SHOWN = 12  # on the terminal
+COLUMNS = ("positives", "auroc", "auprc", "f_measure", "mae", "r2", "n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,8 +58,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--model", required=True, metavar="RUN", help="a run, or a folder with model.safetensors")
     add("--data", required=True, metavar="DATASET", help="a dataset made by data_tools; s3:// works too")
     add("--leads", default="", metavar="L", help='12, 6, 3, 2, 1 or names such as "I,II,V2"; others are zeros (default: all)')
-    tasks = ("auto", "diagnosis", "identification")
-    add("--task", choices=tasks, default="auto", help="auto: what the model was fine-tuned for")
+    add("--task", default="auto", metavar="NAME", help="a task of configs/tasks or a YAML file (what the model was tuned for)")
+    add("--labels", default="", metavar="CSV", help="label table, CSV or parquet, with the columns of the model's task")
     add("--role", choices=("test", "valid"), default="test", help="which held-out crops (test)")
     add("--json", type=Path, metavar="F", help="write the scores as JSON")
     add("--report", type=Path, metavar="F.html", help="write an HTML page with curves and tables")
@@ -75,14 +80,14 @@ def evaluate(args: argparse.Namespace) -> None:
     import engine
     from data_tools.dataset import Dataset
     from engine.evaluation import evaluation_report
-    from engine.evaluation.results import EvalOptions, diagnose, identify, task_of
+    from engine.evaluation.results import EvalOptions, chosen_task, identify, score_task
 
     dataset = Dataset.open(args.data, args.anonymous)
     model = engine.load(args.model).to(_device(args.device))
-    task = task_of(model) if args.task == "auto" else args.task
+    task = chosen_task(model, args.task, args.labels)
     options = EvalOptions(args.role, args.leads, args.batch, args.model)
-    result: DiagnosisResult | IdentificationResult
-    result = diagnose(model, dataset, options) if task == "diagnosis" else identify(model, dataset, options)
+    result: TaskResult | IdentificationResult
+    result = identify(model, dataset, options) if task.kind == "identity" else score_task(model, dataset, task, options)
     document = result.document()
     print("\n".join(lines(document)))
     if args.json:
@@ -90,7 +95,7 @@ def evaluate(args: argparse.Namespace) -> None:
             write_whole(args.json, json.dumps(document, indent=1) + "\n")
     if args.report:
         with writing(args.report, "--report"):
-            write_whole(args.report, evaluation_report.build(result))
+            write_whole(args.report, evaluation_report.build(result, dataset))
         print(args.report)
 
 
@@ -117,6 +122,11 @@ def lines(document: dict[str, Any]) -> Iterator[str]:
     for name in document["metrics"]:
         columns = (_score(one, name) for one in (document, record) if one)
         yield f"{name.replace('_', ' '):<18}{''.join(f'{column:<28}' for column in columns)}".rstrip()
+    if 1 < len(classes := document["classes"]) <= CLASSES_SHOWN:
+        names = [name for name in COLUMNS if name in next(iter(classes.values()))]
+        yield f"{'class':<18}" + "".join(f"{name.replace('_', ' '):>11}" for name in names)
+        for name, of in classes.items():
+            yield f"{name:<18}" + "".join(f"{'-' if of[key] is None else round(of[key], 4):>11}" for key in names)
     yield from document["remarks"]
 
 

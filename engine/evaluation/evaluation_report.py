@@ -1,9 +1,9 @@
 """The HTML report of an evaluation: how good the model is, and where it errs.
 
-    html = build(DiagnosisResult(labels_NK, scores_NK, records, patients, facts))
+    html = build(TaskResult(labels_NK, scores_NK, records, patients, facts), dataset)      # of any kind but identity
     html = build(IdentificationResult(gallery_PD, gallery_ids, probe_QD, probe_ids, facts))
 
-`facts`: the model, the data, the role and the leads.
+`facts`: the model, the data, the role and the leads. `dataset`: draws the ECGs that were read most wrongly.
 """
 
 import math
@@ -12,73 +12,158 @@ from typing import Any
 
 import numpy as np
 
-from data_tools.dataset import CLASSES
-from engine.evaluation import plots
-from engine.evaluation.metrics import Array, outputs_of, unit_vectors
+from data_tools.dataset import Dataset
+from engine.data.augmenter import HALF
+from engine.evaluation import plots, score_plots
+from engine.evaluation.metrics import Array, predicted, unit_vectors
 from engine.evaluation.plots import Line, LineStyle
-from engine.evaluation.results import DiagnosisResult, IdentificationResult, calibration
+from engine.evaluation.results import IdentificationResult, TaskResult, calibration
 from engine.evaluation.run_report import ReportSection, flat, render
 
 CLASSES_SHOWN = 11  # with curves of their own, the most frequent
+CONFUSED = 30  # classes in the confusion chart, the most frequent
+WORST = 12  # ECGs drawn
 OTHER_PAIRS = 200_000  # pairs of different patients in the histogram
 NAMES = {"challenge": "Challenge score", "auroc": "AUROC", "auprc": "AUPRC", "accuracy": "Accuracy", "f_measure": "F measure"}
-COLUMNS = ("auroc", "auprc", "f_measure", "sensitivity", "specificity")
+NAMES |= {"sensitivity": "Sensitivity", "specificity": "Specificity", "balanced_accuracy": "Balanced accuracy"}
+NAMES |= {"mae": "Mean absolute error", "rmse": "RMSE", "r2": "R\u00b2", "pearson": "Pearson r"}
+BY_CLASS = {
+    **{"positives": "positives", "predicted": "predicted", "threshold": "threshold", "auroc": "AUROC", "auprc": "AUPRC"},
+    **{"f_measure": "F", "sensitivity": "sensitivity", "specificity": "specificity", "n": "known"},
+    **{"mae": "mean absolute error", "rmse": "RMSE", "r2": "R\u00b2", "pearson": "r"},
+    **{"mean_error": "mean error", "sd_error": "SD of the error"},
+}
 
 
-def build(result: DiagnosisResult | IdentificationResult) -> str:
-    kind, counts, sections = diagnosis(result) if isinstance(result, DiagnosisResult) else identification(result)
+def build(result: TaskResult | IdentificationResult, dataset: Dataset | None = None) -> str:
+    kind, counts, sections = scored(result, dataset) if isinstance(result, TaskResult) else identification(result)
     facts, name = result.facts, str(result.facts.get("model", "model"))
     heading = [counts, *(f"{key} {facts[key]}" for key in ("role", "leads") if key in facts)]
     sections.append(ReportSection("The evaluation", table=list(flat(facts))))
     return render(f"{name}: evaluation", kind, name, heading, sections)
 
 
-def shown(value: float, percent: bool = False) -> str:
-    if not math.isfinite(value):
+def shown(value: float | None, percent: bool = False) -> str:
+    if value is None or not math.isfinite(value):
         return "-"
-    return f"{value:.1%}" if percent else f"{value:.3f}"
+    return f"{value:.1%}" if percent else f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"
 
 
 def interval(ends: list[float], percent: bool = False) -> str:
     return f"{shown(ends[0], percent)} to {shown(ends[1], percent)}" if math.isfinite(ends[0]) else "no interval"
 
 
-def diagnosis(result: DiagnosisResult) -> tuple[str, str, list[ReportSection]]:
-    half, labels = result.half, np.asarray(result.labels_NK, bool)
+def scored(result: TaskResult, dataset: Dataset | None) -> tuple[str, str, list[ReportSection]]:
+    half, head = result.half, result.head
+    how = {
+        "multiclass": "the most probable class is predicted",
+        "regression": f"values are in {head.unit or 'their own unit'}",
+    }.get(head.kind, "a class is predicted where its probability is above its threshold")
     note = (
-        "One sample is a half of 5 s, as in the paper; a class is predicted where its probability is above 0.5. Small: 95 % "
-        "intervals by bootstrap over patients. AUROC, AUPRC and F are means over the classes for which they are defined."
+        f"One sample is a half of 5 s, as in the paper; {how}. Small: 95 % intervals by bootstrap over patients. AUROC, AUPRC "
+        "and F are means over the classes for which they are defined; unknown labels count nowhere."
     )
-    errors = [
-        plots.calibration_chart(*calibration(labels, result.scores_NK)),
-        plots.confusion_chart(labels, outputs_of(result.scores_NK), CLASSES),
-    ]
-    rows: list[Sequence[str]] = [("class", "positives", "predicted", "AUROC", "AUPRC", "F", "sensitivity", "specificity")]
-    for name, of in half["classes"].items():
-        label = name if of["positives"] else f"{name} (no positives)"
-        rows.append((label, f"{of['positives']:,}", f"{of['predicted']:,}", *(shown(of[key]) for key in COLUMNS)))
     sections = [
-        ReportSection(tiles=list(scores(half)), note=note, remarks=result.remarks),
-        ReportSection("By record: mean probability over its halves", tiles=list(scores(result.record))),
-        ReportSection("ROC and precision-recall curves", charts=list(threshold_charts(labels, result.scores_NK)), columns=4),
-        ReportSection("Calibration and confusions", charts=errors),
-        ReportSection("Classes", grid=rows),
+        ReportSection(tiles=list(tiles(half)), note=note, remarks=result.remarks),
+        ReportSection("By record: mean over its halves", tiles=list(tiles(result.record))),
+        *(agreement(result) if head.kind == "regression" else decisions(result)),
+        ReportSection("Classes" if head.kind != "regression" else "Columns", grid=list(class_table(result))),
     ]
-    return "Diagnosis", f"{half['n']:,} halves of 5 s of {result.record['n']:,} records", sections
+    for name, groups in result.groups.items():
+        sections.append(ReportSection(f"Records by {name}", grid=list(group_table(name, groups))))
+    if dataset is not None and result.crops_N is not None:
+        charts = [ecg(result, dataset, row) for row in result.worst(WORST)]
+        sections.append(ReportSection(f"The {len(charts)} most wrongly read records", charts=charts, columns=2))
+    kind = f"{head.task}, {head.kind}" if head.task != "diagnosis" else "Diagnosis"
+    return kind, f"{half['n']:,} halves of 5 s of {result.record['n']:,} records", sections
 
 
-def scores(part: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    for key, name in NAMES.items():
+def tiles(part: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for key, ends in part["intervals"].items():
         percent = key == "accuracy"
-        yield name, shown(part["metrics"][key], percent), interval(part["intervals"][key], percent)
+        yield NAMES[key], shown(part["metrics"][key], percent), interval(ends, percent)
 
 
-def threshold_charts(labels: Array, scores: Array) -> Iterator[str]:
-    yield plots.roc_and_pr("All classes together", labels.ravel(), scores.ravel())
-    positives = labels.sum(0)
+def class_table(result: TaskResult) -> Iterator[Sequence[str]]:
+    classes = {name: dict(of) for name, of in result.half["classes"].items()}
+    for of, threshold in zip(classes.values(), result.head.thresholds, strict=False):
+        of["threshold"] = threshold
+    columns = [key for key in BY_CLASS if key in next(iter(classes.values()))]
+    yield ["class", *(BY_CLASS[key] for key in columns)]
+    for name, of in classes.items():
+        label = f"{name} (no positives)" if of.get("positives") == 0 else name
+        yield [label, *(f"{of[key]:,}" if isinstance(of[key], int) else shown(of[key]) for key in columns)]
+
+
+def group_table(name: str, groups: Mapping[str, Any]) -> Iterator[Sequence[str]]:
+    first, *others = next(iter(groups.values()))["intervals"]
+    yield [name, "records", "patients", NAMES[first], "95 % interval", *(NAMES[key] for key in others)]
+    for value, of in groups.items():
+        counts = (f"{of['n']:,}", f"{of['patients']:,}")
+        yield [
+            value,
+            *counts,
+            shown(of["metrics"][first]),
+            interval(of["intervals"][first]),
+            *(shown(of["metrics"][key]) for key in others),
+        ]
+
+
+def decisions(result: TaskResult) -> Iterator[ReportSection]:
+    """Curves, calibration and confusions."""
+    y, scores, names = np.asarray(result.labels_NK, float), result.scores_NK, list(result.head.classes)
+    outputs = predicted(result.head.kind, scores, result.head.thresholds or None) & ~np.isnan(y)
+    yield ReportSection("ROC and precision-recall curves", charts=list(threshold_charts(y, scores, names)), columns=4)
+    labels, kept = y == 1, np.sort(np.argsort(-(y == 1).sum(0), kind="stable")[:CONFUSED])
+    if len(names) == 1:  # no and yes as two classes
+        known = ~np.isnan(y[:, 0])
+        labels, outputs = (np.concatenate([~of, of], 1)[known] for of in (labels, outputs))
+        names, kept = [f"not {names[0]}", names[0]], np.arange(2)
+    confusions = score_plots.confusion_chart(labels[:, kept], outputs[:, kept], [names[k] for k in kept])
+    yield ReportSection(
+        "Calibration and confusions", charts=[score_plots.calibration_chart(*calibration(y, scores)), confusions]
+    )
+
+
+def threshold_charts(y: Array, scores: Array, names: Sequence[str]) -> Iterator[str]:
+    known = ~np.isnan(y)
+    if len(names) > 1:
+        yield score_plots.roc_and_pr("All classes together", y[known] == 1, scores[known])
+    positives = (y == 1).sum(0)
     for k in np.argsort(-positives, kind="stable")[:CLASSES_SHOWN].tolist():
-        if 0 < positives[k] < len(labels):
-            yield plots.roc_and_pr(CLASSES[k], labels[:, k], scores[:, k])
+        if 0 < positives[k] < known[:, k].sum():
+            yield score_plots.roc_and_pr(names[k], y[known[:, k], k] == 1, scores[known[:, k], k])
+
+
+def agreement(result: TaskResult) -> Iterator[ReportSection]:
+    """Predictions against true values, by column."""
+    y, scores = np.asarray(result.labels_NK, float), result.scores_NK
+    for k, name in enumerate(result.head.classes):
+        known = np.isfinite(y[:, k])
+        if known.any():
+            charts = score_plots.agreement_charts(name, y[known, k], scores[known, k].astype(float), result.head.unit)
+            yield ReportSection(f"Predicted {name}", charts=charts, columns=2)
+
+
+def ecg(result: TaskResult, dataset: Dataset, row: int) -> str:
+    assert result.crops_N is not None
+    crop, y_K, score_K = int(result.crops_N[row]), np.asarray(result.labels_NK, float)[row], result.scores_NK[row]
+    halves = int(dataset.column("halves")[crop])
+    facts = ", ".join(str(values[row]) for values in result.groups_N.values())
+    mv_LT = dataset.read(crop)[:, : halves * HALF] * 1e-3
+    return score_plots.clinical_chart(f"{result.records_N[row]}: {facts}", reading(result.head, y_K, score_K), mv_LT)
+
+
+def reading(head: Any, y_K: Array, score_K: Array) -> str:
+    """What was read wrongly, in words."""
+    names = head.classes
+    if head.kind == "multiclass":
+        true, said = int(np.nanargmax(y_K)), int(score_K.argmax())
+        return f"labelled {names[true]} ({score_K[true]:.3f}), read as {names[said]} ({score_K[said]:.3f})"
+    k = int(np.nanargmax(np.abs(score_K - y_K)))
+    if head.kind == "regression":
+        return f"{names[k]} {y_K[k]:.4g}, predicted {score_K[k]:.4g} {head.unit}"
+    return f"{names[k]}: labelled {'yes' if y_K[k] else 'no'}, probability {score_K[k]:.3f}"
 
 
 def identification(result: IdentificationResult) -> tuple[str, str, list[ReportSection]]:

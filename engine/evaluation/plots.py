@@ -4,9 +4,6 @@
     histogram("Similarity", [("positive pairs", values), ...])       the distribution of each group
     rank_chart("Code usage", counts_GV)                              how often each code was used, most used first
     ecg_chart("Crop 1", mv_SLT, names, fs_hz)                        leads under each other, on one scale
-    roc_and_pr("AF", label_N, score_N)                               both curves side by side
-    calibration_chart(mean, true, count, error)                      predicted probability against observed frequency
-    confusion_chart(labels_NK, outputs_NK, names)                    predicted classes of the samples of each class
 
 Written by hand because the report needs colours for light and dark pages and the reading at the pointer (report.html).
 """
@@ -19,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.evaluation.metrics import Array, counts, ranked
+from engine.evaluation.metrics import Array
 
 WIDTH, HEIGHT = 384.0, 212.0
 WIDE = 2 * WIDTH + 52.0  # two charts side by side, with the gap and margins between them
@@ -27,7 +24,6 @@ ECG_WIDTH = 588.0  # two to a row
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 8.0, 40.0, 26.0  # margins around the plot
 MAX_POINTS = 480  # of a curve
 SMOOTHED_FROM = 60  # points; from there a moving average is drawn over the curve
-CELL, NAMES, HEAD = 26.0, 62.0, 96.0  # of the confusion chart
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,11 +204,11 @@ def _curve(line: Line, area: PlotArea, style: LineStyle) -> Iterator[str]:
         yield area.vertical("lost", a, "not finite", length=7)
 
 
-def thinned(x: Array, y: Array) -> tuple[Array, Array]:
-    """At most MAX_POINTS: the lowest and the highest of each stretch, in their order."""
-    if len(x) <= MAX_POINTS:
+def thinned(x: Array, y: Array, limit: int = MAX_POINTS) -> tuple[Array, Array]:
+    """At most `limit` points: the lowest and the highest of each stretch, in their order."""
+    if len(x) <= limit:
         return x, y
-    length = -(-len(y) // (MAX_POINTS // 2))
+    length = -(-len(y) // (limit // 2))
     rows = np.pad(y.astype(float), (0, -len(y) % length), constant_values=np.nan).reshape(-1, length)
     good, starts = np.isfinite(rows), np.arange(len(rows)) * length
     lowest, highest = np.where(good, rows, np.inf).argmin(1), np.where(good, rows, -np.inf).argmax(1)
@@ -282,102 +278,6 @@ def ecg_chart(title: str, mv_SLT: Array, leads: Sequence[str], fs_hz: float, ste
             kind, path = "s0" if mv.any() else "axis", area.path(t, mv + level)
             parts.append(tag("path", class_=kind, fill="none", stroke_width=".8", d=path))
     return svg("", title, ECG_WIDTH, TOP + BOTTOM + height, parts)
-
-
-def roc_and_pr(title: str, label_N: Array, score_N: Array) -> str:
-    """ROC and precision-recall curves; dotted: chance."""
-    true, false = (np.append(0.0, part) for part in counts(label_N, *ranked(score_N)))
-    positives, negatives = true[-1], false[-1]
-    sensitivity, fallout = true / max(positives, 1), false / max(negatives, 1)
-    precision = true[1:] / (true + false)[1:]
-    auroc = float(np.trapezoid(sensitivity, fallout)) if positives and negatives else np.nan
-    auprc = float((np.diff(sensitivity) * precision).sum()) if positives else np.nan
-    base, ends = positives / max(positives + negatives, 1), np.array([0.0, 1.0])
-    roc, pr = (PlotArea(0, 1, 0, 1, 120, 120, left, 46) for left in (24, 176))
-    parts = [
-        *_unit_square(roc, "sensitivity", "false positive rate", f"area {auroc:.3f}"),
-        curve("chance", roc.path(ends, ends)),
-        curve("s0", roc.path(*_thin(fallout, sensitivity))),
-        *_unit_square(pr, "precision", "recall", f"area {auprc:.3f}"),
-        curve("chance", pr.path(ends, np.array([base, base]))),
-        curve("s1", pr.path(*_thin(np.append(0.0, sensitivity[1:]), np.append(precision[:1], precision)))),
-        text(300, 13, f"{int(positives):,} of {int(positives + negatives):,}", "end"),
-    ]
-    return svg("", title, 300, 186, parts)
-
-
-def _thin(x: Array, y: Array, limit: int = 160) -> tuple[Array, Array]:
-    """Points at about equal distances along the curve."""
-    if len(x) <= limit:
-        return x, y
-    length = np.append(0.0, np.cumsum(np.abs(np.diff(x)) + np.abs(np.diff(y))))
-    kept = np.unique(np.searchsorted(length, np.linspace(0, length[-1], limit)).clip(0, len(x) - 1))
-    return x[kept], y[kept]
-
-
-def _unit_square(area: PlotArea, y_label: str, x_label: str, note: str) -> Iterator[str]:
-    right, bottom = area.left + area.width, area.top + area.height
-    yield area.vertical("grid", 0.5) + area.horizontal("grid", 0.5)
-    box = {"x": area.left, "y": area.top, "width": area.width, "height": area.height}
-    yield tag("rect", class_="axis", fill="none", **{name: float(value) for name, value in box.items()})
-    yield text(area.left, area.top - 6, y_label) + text(right, area.top - 6, note, "end", "key")
-    yield text(area.left, bottom + 14, "0") + text(right, bottom + 14, x_label, "end")
-    yield text(area.left - 5, area.top + 8, "1", "end") + text(area.left - 5, bottom, "0", "end")
-
-
-def calibration_chart(mean: Array, true: Array, count: Array, error: float) -> str:
-    """Above: a dot for each bin of probabilities; below: how many there are, as a logarithm."""
-    area = PlotArea(0, 1, 0, 1, 312, 312, LEFT, 46)
-    parts = [*_unit_square(area, "observed frequency", "predicted probability", f"calibration error {error:.3f}")]
-    there, ends = count > 0, np.array([0.0, 1.0])
-    parts += [curve("chance", area.path(ends, ends)), curve("s0", area.path(mean[there], true[there]))]
-    decades, low, floor = max(math.ceil(math.log10(max(count.max(), 1)) + 1e-9), 1), 90, area.top + area.height + 130.0
-    step = area.width / len(count)
-    for i in np.flatnonzero(there).tolist():
-        reading = f"predicted {mean[i]:.3f}, observed {true[i]:.3f}, {int(count[i]):,} probabilities"
-        title = tag("title", escape(reading))
-        height = float(low * (math.log10(count[i]) + 0.15) / (decades + 0.15))  # a sliver for a single one
-        box = {"x": area.left + i * step + 1, "y": floor - height, "width": step - 2, "height": height}
-        parts.append(tag("circle", title, class_="f0", cx=area.x(mean[i]), cy=area.y(true[i]), r=4))
-        parts.append(tag("rect", title, class_="f0", opacity=".35", **box))
-    parts += [text(LEFT - 5, floor, "1", "end"), text(LEFT - 5, floor - low + 8, f"{10**decades:g}", "end")]
-    parts.append(text(LEFT, floor + 14, "probabilities in each bin (logarithmic)"))
-    return svg("", "Calibration", area.left + area.width + 26, floor + 20, parts)
-
-
-def confusion_chart(labels_NK: Array, outputs_NK: Array, names: Sequence[str]) -> str:
-    """Of the samples of each class, the share for which it was predicted (the diagonal: sensitivity), and for which another
-    class was predicted that they do not have."""
-    share_KK, positives, columns = confusion_shares(labels_NK, outputs_NK), labels_NK.sum(0), [*names, "nothing"]
-    note = "per cent of the samples of each class (row) with each prediction (column); blue: right, brown: wrong or none"
-    parts = [text(0, 31, note)]
-    for k, name in enumerate(columns):
-        place = f"translate({NAMES + CELL * (k + 0.5) + 3:g} {HEAD - 6:g}) rotate(-60)"
-        parts.append(tag("text", escape(name), transform=place))
-    for j, name in enumerate(names):
-        faint = "" if positives[j] else ".45"
-        parts.append(text(NAMES - 6, HEAD + CELL * (j + 0.5) + 4, name, "end", opacity=faint))
-        for k, column in enumerate(columns):
-            share, x, y = share_KK[j, k], NAMES + CELL * k, HEAD + CELL * j
-            box = {"x": x + 0.5, "y": y + 0.5, "width": CELL - 1, "height": CELL - 1, "rx": 2}
-            parts.append(tag("rect", class_="none", opacity=".5", **box))
-            if share >= 0.005:
-                title = tag("title", escape(f"{name}: {column} predicted for {share:.1%} of {positives[j]:,}"))
-                parts.append(tag("rect", title, class_=f"f{int(j != k)}", opacity=f"{0.1 + 0.75 * share:.2f}", **box))
-            if share >= 0.095:
-                parts.append(text(x + CELL / 2, y + CELL / 2 + 3, f"{100 * share:.0f}", "middle", "number"))
-    width, height = NAMES + CELL * len(columns) + 30, HEAD + CELL * len(names) + 4
-    return svg("wide", "Confusions", width, height, parts)
-
-
-def confusion_shares(labels_NK: Array, outputs_NK: Array) -> Array:
-    """[K, K + 1], the last column: nothing was predicted. NaN where no sample has the class."""
-    labels, outputs = labels_NK.astype(np.float64), outputs_NK.astype(bool)
-    wrong = labels.T @ (outputs & ~labels_NK.astype(bool))
-    np.fill_diagonal(wrong, (labels * outputs).sum(0))
-    silent = labels.T @ ~outputs.any(1)
-    with np.errstate(invalid="ignore"):
-        return np.asarray(np.column_stack([wrong, silent]) / labels.sum(0)[:, None])
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:

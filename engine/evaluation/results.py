@@ -1,105 +1,146 @@
 """A trained model scored on held-out ECGs: metrics with 95 % intervals, and the JSON of them.
 
-    diagnose(model, dataset, EvalOptions(role="test", leads="I,II,V2")).document()["score"]     # Challenge score
-    identify(model, dataset, EvalOptions()).document()["score"]                                 # accuracy
-    DiagnosisResult(labels_NK, scores_NK, records, patients).document()                         # from arrays alone
+    score_task(model, dataset, task, EvalOptions(role="test", leads="I,II,V2")).document()["score"]     # of a TaskConfig
+    identify(model, dataset, EvalOptions()).document()["score"]                                          # accuracy
+    TaskResult(labels_NK, scores_NK, records, patients).document()                                       # from arrays alone
 
-A sample of diagnosis is a half of 5 s (paper, section "Datasets"). Identification compares the first 5 s of each patient's
+A sample is a half of 5 s (paper, section "Datasets"). Identification compares the first 5 s of each patient's
 gallery crop and probe crop; with role "valid", the two halves of each crop that was held out of fine-tuning. Intervals are
 bootstraps over patients, with all halves of a patient together.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
-from scipy.special import expit
 from torch import Tensor
 from tqdm import tqdm
 
 from data_tools.dataset import CLASSES, Dataset
-from engine.common import ConfigError, describe_leads
+from engine.common import ConfigError, describe_leads, find_config, read_yaml
 from engine.data.augmenter import none_measured
 from engine.data.leakage import conflicting_splits, patient_ids
 from engine.data.preprocess import Input
-from engine.evaluation.metrics import Array, Classification, MetricError, bootstrap, identification, outputs_of
+from engine.evaluation.metrics import Array, MetricError, bootstrap, identification, statistic_of
 from engine.evaluation.predict import dataset_batches, predict
-from engine.model.inference import TrainedModel
+from engine.model.config import validated
+from engine.model.inference import THRESHOLD, HeadInfo, TrainedModel
+from engine.tasks.config import TaskConfig
+from engine.tasks.labels import TaskLabels, read_task
 
-RESAMPLES = 1000
+RESAMPLES, GROUP_RESAMPLES = 1000, 200
 BINS = 10  # of probabilities, equally wide
+AGE_BANDS = {0: "0-17", 18: "18-39", 40: "40-59", 60: "60-79", 80: "80+"}  # years
+UNKNOWN = "unknown"
+DIAGNOSIS = HeadInfo("diagnosis", "multilabel", CLASSES, (THRESHOLD,) * len(CLASSES))
 
 
 @dataclass(frozen=True)
 class EvalOptions:
-    role: str = "test"
+    role: str = "test"  # or valid
     leads: str = ""  # as engine.common.parse_leads reads them; "": all that the model was trained on
     batch: int = 32  # crops encoded at a time
     name: str = "model"  # in the results
 
 
 @dataclass(frozen=True, eq=False)
-class DiagnosisResult:
-    """One row for each half of 5 s. `record`: the same for mean probabilities over the halves of a record."""
+class TaskResult:
+    """One row for each half of 5 s. `record`: the same for the mean scores over the halves of a record."""
 
-    labels_NK: Array
-    scores_NK: Array  # probabilities
+    labels_NK: Array  # 0, 1 or NaN (unknown); of regression values
+    scores_NK: Array  # probabilities; of regression values
     records_N: Sequence[Any]
     patients_N: Sequence[Any]
     facts: dict[str, Any] = field(default_factory=dict)  # model, data, role, leads
     notes: Sequence[str] = ()  # warnings about the data
+    head: HeadInfo = DIAGNOSIS
+    crops_N: Array | None = None  # rows of the dataset
+    groups_N: Mapping[str, Array] = field(default_factory=dict)  # age, sex, source of each row
     resamples: int = RESAMPLES
+
+    def _scored(self, labels: Array, scores: Array, patients: Sequence[Any], resamples: int) -> dict[str, Any]:
+        return scored(labels, scores, patients, resamples, self.head.kind, self.head.thresholds, self.head.classes)
 
     @cached_property
     def half(self) -> dict[str, Any]:
-        return scored(self.labels_NK, self.scores_NK, self.patients_N, self.resamples)
+        return self._scored(self.labels_NK, self.scores_NK, self.patients_N, self.resamples)
 
     @cached_property
     def record(self) -> dict[str, Any]:
-        return scored(*by_record(self.labels_NK, self.scores_NK, self.records_N, self.patients_N), self.resamples)
+        return self._scored(*by_record(self.labels_NK, self.scores_NK, self.records_N, self.patients_N), self.resamples)
+
+    @cached_property
+    def groups(self) -> dict[str, dict[str, Any]]:
+        """By age, sex and source: n, patients, metrics and intervals of the records."""
+        found: dict[str, dict[str, Any]] = {}
+        for name, values_N in self.groups_N.items():
+            for value in np.unique(values_N).tolist():
+                rows, arrays = np.flatnonzero(values_N == value), (self.records_N, self.patients_N)
+                records, patients = (np.asarray(each)[rows].tolist() for each in arrays)
+                of_records = by_record(self.labels_NK[rows], self.scores_NK[rows], records, patients)
+                one = self._scored(*of_records, min(self.resamples, GROUP_RESAMPLES))
+                found.setdefault(name, {})[value] = {key: one[key] for key in ("n", "patients", "metrics", "intervals")}
+        return found
+
+    def worst(self, count: int) -> list[int]:
+        """Rows: the worst half of each of the most wrongly read records."""
+        spread_K = np.nanstd(self.labels_NK, 0) if self.head.kind == "regression" else np.ones(1)
+        error_NK = np.abs(self.scores_NK - self.labels_NK) / np.where(spread_K > 0, spread_K, 1)
+        order = np.argsort(-np.where(np.isnan(error_NK), 0, error_NK).max(1), kind="stable")
+        _, first = np.unique(np.asarray(self.records_N)[order], return_index=True)
+        rows: list[int] = order[np.sort(first)][:count].tolist()
+        return rows
 
     @property
     def remarks(self) -> list[str]:
-        remarks, half = list(self.notes), self.half
-        if absent := half["without_positives"]:
-            names = f"{len(absent)} of {len(CLASSES)} classes have no positives: {', '.join(absent)}"
+        remarks, half, labels = list(self.notes), self.half, np.asarray(self.labels_NK)
+        if absent := half.get("without_positives"):
+            names = f"{len(absent)} of {len(self.head.classes)} classes have no positives: {', '.join(absent)}"
             remarks.append(f"{names}. AUROC and AUPRC leave them out.")
-        if always := half["without_negatives"]:
+        if always := half.get("without_negatives"):
             remarks.append(f"All samples are positive for {', '.join(always)}: AUROC is not defined there.")
+        if labels.dtype.kind == "f" and (unknown := int(np.isnan(labels).sum())):
+            remarks.append(f"{unknown:,} of {labels.size:,} labels are unknown and count nowhere.")
         if half["patients"] == 1:
             remarks.append("All samples are from one patient: there are no intervals.")
         return remarks
 
     def document(self) -> dict[str, Any]:
-        half = {"unit": "half", **self.half, "score": self.half["metrics"]["challenge"]}
-        record = {"unit": "record", **self.record}
-        whole = {"task": "diagnosis", **self.facts, **half, "record": record, "remarks": self.remarks}
-        return {key: nullable(value) for key, value in whole.items()}
+        half, head = {"unit": "half", **self.half}, self.head
+        half["score"] = next(iter(half["metrics"].values()))
+        about = {"task": head.task, "kind": head.kind, "thresholds": list(head.thresholds), "value_unit": head.unit}
+        rest = {"record": {"unit": "record", **self.record}, "groups": self.groups, "remarks": self.remarks}
+        return {key: nullable(value) for key, value in {**about, **self.facts, **half, **rest}.items()}
 
 
-def scored(labels: Array, scores: Array, patients: Sequence[Any], resamples: int = RESAMPLES) -> dict[str, Any]:
-    """n, patients, metrics, intervals, classes, without_positives, without_negatives."""
+def scored(
+    labels: Array,
+    scores: Array,
+    patients: Sequence[Any],
+    resamples: int = RESAMPLES,
+    kind: str = "multilabel",
+    thresholds: Sequence[float] | None = None,
+    classes: Sequence[str] = CLASSES,
+) -> dict[str, Any]:
+    """n, patients, metrics, intervals, classes, without_positives, without_negatives. The first metric is the score."""
     if broken := int((~np.isfinite(scores)).any(1).sum()):
         raise MetricError(f"the model gave NaN for {broken:,} of {len(scores):,} samples: check its weights and the data")
-    diagnosis = Classification(labels, outputs_of(scores), scores)
-    summary = diagnosis.summary()
-    low, high = bootstrap(diagnosis, patients, resamples).tolist()
-    error = calibration(diagnosis.labels, scores)[-1]
-    return {
-        "n": len(labels),
-        "patients": len(set(patients)),
-        "metrics": {name: summary.pop(name) for name in diagnosis.names} | {"calibration_error": error},
-        "intervals": {name: [a, b] for name, a, b in zip(diagnosis.names, low, high, strict=True)},
-        **summary,
-    }
+    statistic = statistic_of(kind, labels, scores, thresholds, classes)
+    summary, names = statistic.summary(), statistic.names
+    low, high = bootstrap(statistic, patients, resamples).tolist()
+    metrics = {name: summary.pop(name) for name in names}
+    if kind != "regression":
+        metrics["calibration_error"] = calibration(labels, scores)[-1]
+    intervals = {name: [a, b] for name, a, b in zip(names, low, high, strict=True)}
+    return {"n": len(labels), "patients": len(set(patients)), "metrics": metrics, "intervals": intervals, **summary}
 
 
 def by_record(labels: Array, scores: Array, records: Sequence[Any], patients: Sequence[Any]) -> tuple[Array, Array, list[Any]]:
-    """Labels, mean probabilities and patients of the records, ordered by name."""
+    """Labels, mean scores and patients of the records, ordered by name."""
     _, first, record_N, halves = np.unique(np.asarray(records), return_index=True, return_inverse=True, return_counts=True)
     sums = np.zeros((len(first), scores.shape[1]))
     np.add.at(sums, record_N, scores)
@@ -109,11 +150,12 @@ def by_record(labels: Array, scores: Array, records: Sequence[Any], patients: Se
 def calibration(labels: Array, scores: Array) -> tuple[Array, Array, Array, float]:
     """For each bin of probabilities, over all classes: their mean, the share that are true, how many there are; and the
     expected calibration error."""
-    p, y = scores.ravel().astype(float), labels.ravel()
+    known = ~np.isnan(labels.astype(float))
+    p, y = scores[known].astype(float), labels[known]
     bin_of = np.minimum((p * BINS).astype(int), BINS - 1)
     count = np.bincount(bin_of, minlength=BINS)
     mean, true = (np.bincount(bin_of, v, BINS) / np.maximum(count, 1) for v in (p, y))
-    return mean, true, count, float((np.abs(mean - true) * count).sum() / len(p))
+    return mean, true, count, float((np.abs(mean - true) * count).sum() / max(len(p), 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,24 +210,55 @@ def nullable(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def diagnose(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> DiagnosisResult:
-    if model.head is None:
-        kind = f"fine-tuned for {task_of(model)}" if model.config.get("head") else "only pre-trained"
-        raise ConfigError(f"--task diagnosis: the model has no head, it is {kind}: fine-tune it with engine/finetune.py")
-    if unknown := [name for name in CLASSES if name not in model.classes]:
-        raise ConfigError(f"the model knows {len(model.classes)} classes, not {', '.join(unknown[:5])}: it cannot be scored")
+def score_task(model: TrainedModel, dataset: Dataset, task: TaskConfig, options: EvalOptions) -> TaskResult:
+    head = model.head_info
+    if model.head is None or head is None:
+        kind = f"fine-tuned for {head.task}" if head else "only pre-trained"
+        raise ConfigError(f"--task {task.name}: the model has no head, it is {kind}: fine-tune it with engine/finetune.py")
+    if task.kind != head.kind:
+        raise ConfigError(f"--task {task.name}: is {task.kind}, the model is fine-tuned for {head.task}, which is {head.kind}")
     model_input, notes = _input(model, dataset, options)
-    rows = _rows(dataset, "dx", options.role, "crops of cpsc_2018 or georgia: shard --dx-sources names others")
-    labels = dataset.labels[rows]
-    if not labels.any():
-        raise ConfigError(f"{dataset.root.url}: none of its {len(rows):,} crops with dx={options.role} has a scored diagnosis")
-    logits_RK, crop_R = _predict(model.logits, model, dataset, rows, model_input, options.batch)
-    scores: Array = expit(logits_RK[:, [model.classes.index(name) for name in CLASSES]])
-    sources, records = dataset.table(["source", "record"]).take(rows).to_pydict().values()
-    names = np.array([f"{source}/{record}" for source, record in zip(sources, records, strict=True)])[crop_R].tolist()
+    labels = read_task(task, [dataset])
+    unknown = [name for name in labels.classes if name not in model.classes]
+    if unknown or (head.kind == "multiclass" and len(labels.classes) < len(model.classes)):
+        differ = f"not {', '.join(unknown[:5])}" if unknown else f"of which the labels have {', '.join(labels.classes)}"
+        raise ConfigError(f"the model knows {len(model.classes)} classes, {differ}: it cannot be scored")
+    rows, y_NK = labels_of(labels, dataset, options.role)
+    scores_RK, crop_R = _predict(model.scores, model, dataset, rows, model_input, options.batch)
+    columns = [model.classes.index(name) for name in labels.classes]
+    challenge = labels.classes == CLASSES
+    thresholds = [THRESHOLD if challenge else head.thresholds[k] for k in columns] if head.thresholds else []
+    if challenge and set(head.thresholds) != {THRESHOLD}:
+        notes.append(
+            f"A class counts as predicted above {THRESHOLD}, as in the Challenge, not above the model's own thresholds."
+        )
+    head = replace(head, task=task.name, classes=labels.classes, thresholds=tuple(thresholds))
+    table = dataset.table(["source", "record", "age", "sex"]).take(rows)
+    sources, records, ages, sexes = (np.array(column, object)[crop_R] for column in table.to_pydict().values())
+    names = [f"{source}/{record}" for source, record in zip(sources, records, strict=True)]
+    groups = {"age": np.array([age_band(age) for age in ages]), "sex": np.array([sex or UNKNOWN for sex in sexes])}
     patients = patient_ids([dataset])[0][rows][crop_R].tolist()
-    notes += _blank_crops(dataset, model_input, rows)
-    return DiagnosisResult(labels[crop_R], scores, names, patients, _facts(dataset, options, model_input), notes)
+    notes += [*_blank_crops(dataset, model_input, rows), *(labels.remarks if task.labels else ())]
+    facts, groups = _facts(dataset, options, model_input), groups | {"source": sources.astype(str)}
+    return TaskResult(y_NK[crop_R], scores_RK[:, columns], names, patients, facts, notes, head, rows[crop_R], groups)
+
+
+def labels_of(labels: TaskLabels, dataset: Dataset, role: str) -> tuple[Array, Array]:
+    """Crops of a split, and their labels."""
+    url, rows = labels.task.labels or dataset.root.url, labels.rows(0, role)
+    if labels.role and not len(rows):
+        _rows(dataset, "dx", role, "crops of cpsc_2018 or georgia: shard --dx-sources names others")
+    if not len(rows):
+        raise ConfigError(f"{url}: no record of {dataset.root.url} is in the split {role}: choose another --role")
+    y_NK = labels.y[0][rows]
+    if labels.task.kind != "regression" and not np.nansum(y_NK):
+        what = f"with dx={role} has a scored diagnosis" if labels.role else f"of the split {role} has a positive label"
+        raise ConfigError(f"{url}: none of its {len(rows):,} crops {what}")
+    return rows, y_NK
+
+
+def age_band(age: float | None) -> str:
+    return UNKNOWN if age is None or not age >= 0 else next(AGE_BANDS[first] for first in reversed(AGE_BANDS) if age >= first)
 
 
 def identify(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> IdentificationResult:
@@ -206,8 +279,22 @@ def identify(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> Ide
     return IdentificationResult(gallery_PD, ids[0], probe_QD, ids[1], _facts(dataset, options, model_input), notes)
 
 
-def task_of(model: TrainedModel) -> str:
-    return str((model.config.get("head") or {}).get("task", "identification"))
+def load_task(name: str) -> TaskConfig:
+    """The task of configs/tasks with this name, or of a YAML file."""
+    section = read_yaml(find_config(name, "tasks", "--task"), "tasks").get("task")
+    return validated(TaskConfig, section if isinstance(section, dict) else {}, "task")
+
+
+def chosen_task(model: TrainedModel, name: str = "auto", labels: str = "") -> TaskConfig:
+    """The task of this name, with these labels. auto: what the model was fine-tuned for, without a head identification."""
+    head = model.head_info
+    if name == "identification" or (name == "auto" and (head is None or head.kind == "identity")):
+        return TaskConfig("identification", "identity")
+    if name != "auto" and (head is None or name != head.task):
+        task = load_task(name)
+    else:  # an earlier version knew only diagnosis
+        task = validated(TaskConfig, head.definition, "task") if head and head.definition else TaskConfig()
+    return replace(task, labels=labels) if labels else task
 
 
 def _rows(dataset: Dataset, kind: str, role: str, source: str, halves: int = 1) -> Array:

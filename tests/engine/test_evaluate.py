@@ -25,6 +25,7 @@ from engine.evaluate import main
 from engine.evaluation import metrics, results
 from engine.evaluation.metrics import challenge_score
 from engine.model.folder import seal
+from engine.tasks.labels import TaskLabels
 from tests.conftest import save_model
 
 Saved, Evaluated, Refused = Callable[..., Path], Callable[..., dict[str, Any]], Callable[..., None]
@@ -268,6 +269,7 @@ def test_data_without_held_out_crops(data: Dataset, diagnostic: Path, refused: R
         refused(r"none of its \d+ crops with dx=test has a scored diagnosis", diagnostic)
     select = Dataset.select
     monkeypatch.setattr(Dataset, "select", lambda self, **role: select(self, **role)[:0])
+    monkeypatch.setattr(TaskLabels, "rows", lambda self, *split: np.zeros(0, int))
     refused("no crop has dx=test: .*--plan paper, .* shard --dx-sources", diagnostic)
     refused("no crop has id=gallery", diagnostic, "--task", "identification")
     refused("no crop has id=valid and two halves", diagnostic, "--task", "identification", "--role", "valid")

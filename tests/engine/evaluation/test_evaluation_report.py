@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 from pages import check
 
-from engine.evaluation import evaluation_report, plots
+from engine.evaluation import evaluation_report, score_plots
 from engine.evaluation.metrics import MetricError, challenge_score, outputs_of
-from engine.evaluation.results import DiagnosisResult, IdentificationResult, by_record, calibration
+from engine.evaluation.results import IdentificationResult, TaskResult, by_record, calibration
 
 FACTS = {"model": "runs/<b>w2v</b>", "data": "0f3a", "role": "test", "leads": "I,II,V2"}
-Result = DiagnosisResult | IdentificationResult
+Result = TaskResult | IdentificationResult
 
 
-def diagnosis(labels: Any, scores: Any) -> DiagnosisResult:
+def diagnosis(labels: Any, scores: Any) -> TaskResult:
     names = [f"r{i // 2}" for i in range(len(labels))]
-    return DiagnosisResult(np.asarray(labels), np.asarray(scores), names, names, FACTS, resamples=20)
+    return TaskResult(np.asarray(labels), np.asarray(scores), names, names, FACTS, resamples=20)
 
 
-def usual(n: int = 200) -> DiagnosisResult:
+def usual(n: int = 200) -> TaskResult:
     rng = np.random.default_rng(0)
     labels = np.repeat(rng.random((n // 2, 26)) < np.linspace(0, 0.3, 26), 2, 0)
     return diagnosis(labels, np.clip(0.4 * labels + 0.7 * rng.random(labels.shape), 0, 1))
@@ -53,7 +53,7 @@ def test_any_numbers_are_drawn(result: Result) -> None:
     html = evaluation_report.build(result)
     assert len(check(html)) >= 2 and "<b>w2v" not in html
     document = json.loads(json.dumps(result.document(), allow_nan=False))
-    key = "challenge" if isinstance(result, DiagnosisResult) else "accuracy"
+    key = "challenge" if isinstance(result, TaskResult) else "accuracy"
     assert document["score"] == document["metrics"][key]
     assert (document["role"], document["leads"]) == ("test", "I,II,V2")
 
@@ -98,7 +98,7 @@ def test_confusions_by_hand() -> None:
     labels, outputs = np.zeros((3, 26), bool), np.zeros((3, 26), bool)
     labels[:2, 0] = labels[0, 1] = True
     outputs[0, [0, 1, 2]] = True
-    share = plots.confusion_shares(labels, outputs)
+    share = score_plots.confusion_shares(labels, outputs)
     assert share[0, [0, 1, 2, 26]].tolist() == [0.5, 0.0, 0.5, 0.5]
     assert share[1, [0, 1, 2, 26]].tolist() == [0.0, 1.0, 1.0, 0.0]
     assert np.isnan(share[2]).all() and share.shape == (26, 27)
@@ -106,7 +106,7 @@ def test_confusions_by_hand() -> None:
 
 def test_curves_end_where_they_must() -> None:
     result = usual(2000)
-    chart = ElementTree.fromstring(plots.roc_and_pr("TInv", result.labels_NK[:, 25], result.scores_NK[:, 25]))
+    chart = ElementTree.fromstring(score_plots.roc_and_pr("TInv", result.labels_NK[:, 25], result.scores_NK[:, 25]))
     roc, pr = (node.get("d", "") for node in chart.iter("path") if node.get("class") in ("curve s0", "curve s1"))
     assert roc.startswith("M24.0 166.0L") and roc.endswith("L144.0 46.0") and pr.split("L")[-1].startswith("296.0 ")
     assert len(roc.split("L")) <= 160
