@@ -33,7 +33,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.parametrize(
     ("door", "arguments"),
     [
-        (evaluate.main, ["--model", "m", "--data", "d", "--task", "x"]),
+        (evaluate.main, ["--model", "m", "--data", "d", "--role", "x"]),
         (embed.main, ["--model", "m"]),
         (picture.main, []),
         (pretrain.main, ["--nothing"]),
