@@ -297,8 +297,10 @@ def run(args: argparse.Namespace, output_of: Callable[[TrainedModel], Output]) -
         raise OutputError(f"{args.out}: part {left[0]} cannot be read again{RESUMABLE}")
     if left:
         numbers = ", ".join(map(str, left[:SHOWN])) + ", ..." * (len(left) > SHOWN)
-        others = f"{len(left)} parts of other ranks are missing ({numbers})"
-        print(f"rank {rank} of {world}: done; {others}: if no rank is running any more, run the same command again")
+        print(
+            f"rank {rank} of {world}: done; parts {numbers} are still to come from other ranks (should none of them be running "
+            "any more, run the same command again)"
+        )
     elif parts.rows is not None:
         print(f"{args.out}: {parts.rows:,} {output.what}, computed in {args.precision}")
 

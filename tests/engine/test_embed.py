@@ -206,7 +206,7 @@ def test_ranks_share_the_parts(
             patch.setenv(name, value)
         assert embed.main(arguments) == 0
         said = capsys.readouterr().out
-        assert "rank 0 of 3: done" in said and "(1, 2, 4, 5" in said and not out.exists()
+        assert "rank 0 of 3: done" in said and "parts 1, 2, 4, 5" in said and not out.exists()
         patch.setenv("WORLD_SIZE", "two")
         assert embed.main(arguments) == 2 and "WORLD_SIZE" in capsys.readouterr().err
     third = ranks(arguments, tmp_path, [2], 3)
