@@ -4,6 +4,7 @@
   omnilead shard  SRC [SRC ...] --out DATASET         make a dataset; run again after any interruption
   omnilead verify DATASET [--archive SRC] [--fast]    check every byte; exit 0 only if everything holds
   omnilead show   DATASET|RECORD [--png FILE]         print a summary, plot 12 leads
+  omnilead labels ptbxl SRC --out DIR                 write an archive's published labels, for fine-tuning
 
 `python -m data_tools` is the same program. SRC and DATASET may be folders or s3:// addresses (AWS_ENDPOINT_URL and the usual
 credentials are used).
@@ -65,6 +66,13 @@ LAYOUT: Option = {"choices": ("physionet2021", "ptbxl"), "default": "physionet20
 NAMES: Option = {"metavar": "NAME", "nargs": "+"}
 SOURCE: Option = {"default": "auto", "metavar": "KIND", "help": f"how to read SRC: {KINDS}"}
 PATIENTS: Option = {"metavar": "CSV", "help": "ptbxl_database.csv, if it is not in the Challenge's archive"}
+LABELS: dict[str, Option] = {
+    "archive": {"choices": ("ptbxl", "code15", "physionet2021", "mimic-iv-ecg"), "help": "kind of the archive"},
+    "src": {"metavar": "SRC", "help": "its folder or s3:// address; signals are not read"},
+    "--out": {"metavar": "DIR", "required": True, "help": "where to write the tables"},
+    "--pseudonymize": {"metavar": "KEYFILE", "help": "the key that the dataset was made with"},
+    "--anonymous": ANONYMOUS,
+}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,11 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         "--out": {"metavar": "DATASET", "required": True, "help": "where to write"},
         "--source": SOURCE,
         "--patients": PATIENTS,
-        "--format": {
-            "choices": ("tar", "zarr", "both"),
-            "default": "tar",
-            "help": "of the samples; both: tar with a twin in zarr (tar)",
-        },
+        "--format": {"choices": ("tar", "zarr", "both"), "default": "tar", "help": "of the samples (tar)"},
         "--plan": {"choices": ("paper", "all", "paper-split"), "default": "paper", "help": "how roles are assigned (paper)"},
         "--dx-sources": NAMES | {"help": "sources whose records get diagnosis roles (cpsc_2018 georgia)"},
         "--id-sources": NAMES | {"help": "sources whose patients get gallery and probe (ptb-xl)"},
@@ -119,9 +123,10 @@ def _parser() -> argparse.ArgumentParser:
         ("shard", _shard, shard, "make a dataset of archives, or finish one", "archive --out dataset --workers 8"),
         ("verify", _verify, verify, "check a dataset: exit 0 only if everything holds", "dataset --archive archive"),
         ("show", _show, show, "print or draw a dataset, one of its crops, or a record", "dataset --crop 7 --png ecg.png"),
+        ("labels", _labels, LABELS, "write an archive's published labels as tables", "ptbxl archive --out labels"),
     )
     parser = Parser("omnilead", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="synth|shard|verify|show")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="synth|shard|verify|show|labels")
     for name, run, options, text, example in table:
         epilog = f"example: omnilead {name} {example}"
         command = commands.add_parser(name, help=text, description=text.capitalize(), epilog=epilog)
@@ -235,6 +240,16 @@ def _show(options: argparse.Namespace) -> int:
     if options.png:
         plots.save(figure, options.png)
         print(f"drawn: {options.png}")
+    return 0
+
+
+def _labels(options: argparse.Namespace) -> int:
+    from data_tools.build import read_key
+    from data_tools.labels import write_labels
+
+    key = read_key(options.pseudonymize) if options.pseudonymize else None
+    for line in write_labels(options.archive, options.src, options.out, key, options.anonymous, not sys.stderr.isatty()):
+        print(line)
     return 0
 
 

@@ -1,7 +1,7 @@
 """Archives of synthetic patients in the layouts of the real ones, so that every tool can be tried without real data.
 
 plan (which records, in blocks of up to 64 patients) -> each block: draw patients, simulate their sessions (synth_ecg),
-damage a few records as in the real archives, write header + signal -> ptbxl_database.csv, SYNTHETIC.txt
+damage a few records as in the real archives, write header + signal -> ptbxl_database.csv, scp_statements.csv, SYNTHETIC.txt
 
 `physionet2021` is the Challenge's training set: training/<database>/g<k>/<record>.hea + .mat, with the ids, lengths,
 sampling rates, comment styles and oddities of its eight databases; `ptbxl` is PTB-XL's own release: records500/<k>/
@@ -78,6 +78,11 @@ _UNSCORED = ("428750005", "164873001", "55827005", "164865005", "425623009", "25
 _SCP = {"AF": "AFIB", "AFL": "AFLT", "LBBB": "CLBBB", "RBBB": "CRBBB", "IAVB": "1AVB", "IRBBB": "IRBBB", "LAnFB": "LAFB"}
 _SCP |= {"LQRSV": "LVOLT", "LQT": "LNGQT", "NSIVCB": "IVCD", "NSR": "SR", "PAC": "PAC", "PR": "PACE", "PVC": "PVC"}
 _SCP |= {"QAb": "QWAVE", "SA": "SARRH", "SB": "SBRAD", "STach": "STACH", "TAb": "NT_", "TInv": "INVT"}
+# for scp_statements.csv: what a statement is, its superclass and its subclass
+_STATEMENTS = """NORM diagnostic NORM NORM, CLBBB diagnostic CD CLBBB, CRBBB diagnostic CD CRBBB, IRBBB diagnostic CD IRBBB,
+LAFB diagnostic CD LAFB/LPFB, IVCD diagnostic CD IVCD, 1AVB diagnostic CD _AVB, LNGQT diagnostic+form STTC STTC,
+NST_ diagnostic+form STTC NST_, LVOLT form, QWAVE form, NT_ form, INVT form, PAC form, PVC form, SR rhythm, AFIB rhythm,
+AFLT rhythm, STACH rhythm, SARRH rhythm, SBRAD rhythm, PACE rhythm"""
 _RHYTHM_SCP = ("AFIB", "AFLT", "SR", "PACE", "SARRH", "SBRAD", "STACH", "PAC", "PVC")  # written without a likelihood
 _NOT_IN_PTBXL = ("Brady", "PRWP")
 
@@ -298,6 +303,12 @@ def synthesise(
         for made, ptbxl_rows in cluster.run(partial(write_block, out, layout), blocks, workers):
             rows += ptbxl_rows
             bar.update(made)
+    if layout == "ptbxl":
+        lines = [",description,diagnostic,form,rhythm,diagnostic_class,diagnostic_subclass"]
+        for name, kinds, *classes in map(str.split, _STATEMENTS.split(",")):
+            flags = ("1.0" * (kind in kinds) for kind in ("diagnostic", "form", "rhythm"))
+            lines.append(",".join([name, name, *flags, *(classes or ("", ""))]))
+        (out / "scp_statements.csv").write_text("\n".join([*lines, ""]))
     with open(out / "ptbxl_database.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, CSV_COLUMNS, lineterminator="\n")
         writer.writeheader()

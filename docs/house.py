@@ -22,7 +22,7 @@ def room(module: str) -> str:
     """The folder of a module, or its own name if it lies in a folder where it is an exception."""
     package, *rest = module.split(".")
     if package == "data_tools":
-        return "data_tools.sources" if rest[:1] == ["sources"] else "data_tools"
+        return ".".join([package, *rest[:1]]) if rest[:1] in (["sources"], ["labels"]) else package
     return FILES.get(module, ".".join([package, *rest[:-1][:1]]))
 
 

@@ -22,6 +22,7 @@ COMMANDS = {  # name: module with main(arguments), perhaps the first of its argu
     "shard": ("data_tools.__main__ shard", "make a dataset of archives"),
     "verify": ("data_tools.__main__ verify", "check every byte of a dataset"),
     "show": ("data_tools.__main__ show", "print or draw a dataset, a crop or a record"),
+    "labels": ("data_tools.__main__ labels", "write an archive's published labels as tables"),
     "pretrain": ("engine.pretrain", "pre-train an encoder on a dataset"),
     "finetune": ("engine.finetune", "fine-tune a pre-trained encoder on a task"),
     "evaluate": ("engine.evaluate", "score a model on held-out ECGs"),

@@ -66,12 +66,18 @@ def patients(root: Folder, place: str) -> dict[str, str | None]:
     return {number: patient_id(row["patient_id"]) for number, row in _rows(root, place).items()}
 
 
-def _diagnoses(row: dict[str, str]) -> tuple[str, ...]:
+def statements(scp_codes: str) -> dict[str, float]:
+    """{statement: likelihood in per cent} of the cell, which is a dict as Python writes it; 0 where that is no number."""
     try:
-        statements = ast.literal_eval(row["scp_codes"][:MAX_STATEMENTS])
+        given = ast.literal_eval(scp_codes[:MAX_STATEMENTS])
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        statements = {}
-    codes = [SCP_CODES.get(name) for name in statements] if isinstance(statements, dict) else []
+        given = {}
+    pairs = given.items() if isinstance(given, dict) else ()
+    return {str(name): value if isinstance(value, int | float) else 0 for name, value in pairs}
+
+
+def _diagnoses(row: dict[str, str]) -> tuple[str, ...]:
+    codes = [SCP_CODES.get(name) for name in statements(row["scp_codes"])]
     codes.append(HEART_AXIS_CODES.get(row["heart_axis"]))
     return tuple(dict.fromkeys(code for code in codes if code))
 

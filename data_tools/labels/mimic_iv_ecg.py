@@ -1,0 +1,103 @@
+"""MIMIC-IV-ECG's machine_measurements.csv: what the carts' programs state, as codes, and what they measured.
+
+mimic_statements.csv has the codes and their patterns; a change of it, or of the patterns below, raises VERSION. A finding is 1
+where a statement names it, empty where it is only hedged ("possible", "cannot rule out", "borderline"), and 0 where it is
+negated or not mentioned; what is not mentioned is empty, too, where the program gave up ("no further analysis"). This is a
+program's reading, not a physician's. No folds are published: split by patient.
+"""
+
+import csv
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pacsv
+from tqdm import tqdm
+
+from data_tools.errors import ReadError, StorageError, one_line
+from data_tools.labels import MAX_TABLE, UNKNOWN, PublishedLabels
+from data_tools.storage import Folder
+
+VERSION = 1
+TABLE = "machine_measurements.csv"
+REPORTS = tuple(f"report_{i}" for i in range(18))
+NUMBERS = ("rr_interval", "p_onset", "p_end", "qrs_onset", "qrs_end", "t_end", "p_axis", "qrs_axis", "t_axis")
+SPANS = {
+    "RR": ("RR interval", "zero", "rr_interval"),
+    "P": ("duration of the P wave", "p_onset", "p_end"),
+    "PR": ("PR interval", "p_onset", "qrs_onset"),
+    "QRS": ("QRS duration", "qrs_onset", "qrs_end"),
+    "QT": ("QT interval, not corrected for the rate,", "qrs_onset", "t_end"),
+}
+MAX_MS = 5000  # beyond: 29999, 32767, 65535 and others that stand for "not measured"
+UNREAD, SOME = "UNREAD", 1 << 63  # the program gave up; the bit of records that have a statement
+
+with open(Path(__file__).with_name("mimic_statements.csv"), newline="", encoding="utf-8") as _file:
+    CODES = {code: (means, re.compile(pattern)) for code, means, pattern in list(csv.reader(_file))[1:]}
+_HEDGED = re.compile(
+    r"\b(?:possibl[ey]|probabl[ey]|likely|suggests?|suggestive|suspect(?:ed)?|consider|consistent with|compatible with|may"
+    r"|might|could|cannot (?:rule out|exclude)|rule out|versus|vs|criteria for|borderline(?! (?:abnormal )?ecg))\b|\?"
+)
+_DOUBTED = re.compile(r"s?(?: can ?not be (?:ruled out|excluded)| or aberr|\?)")  # right behind the finding
+_NEGATED = re.compile(r"\b(?:no|not|without|absence of|negative for)\b(?:(?!\b(?:but|with)\b)[^,;:.])*$")
+
+
+def mimic_iv_ecg(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
+    table = _read(root)
+    studies, said = table["study_id"].to_numpy(), np.zeros((2, len(table)), np.uint64)
+    for name in tqdm(REPORTS, unit=" columns", disable=quiet):
+        said |= _codes(table[name].unify_dictionaries().combine_chunks())
+    bits = (said[:, None] >> np.arange(len(CODES), dtype=np.uint64)[:, None] & np.uint64(1)).astype(bool)
+    (stated, hedged), some = bits, said[0] != 0
+    absent = np.where(hedged | stated[list(CODES).index(UNREAD)], UNKNOWN, 0)
+    values = np.where(stated, 1, absent)[:, some].astype(np.int8)
+    labels = {code: (means, values[i]) for i, (code, (means, _)) in enumerate(CODES.items())}
+    about = f"MIMIC-IV-ECG, statements of the carts' programs, pattern list {VERSION}: 1 stated, 0 not, empty hedged"
+    yield PublishedLabels("mimic-iv-ecg-statements", about, (TABLE,), "mimic-iv-ecg", studies[some], labels)
+    numbers = {"zero": np.zeros(len(table), np.float32)} | {name: table[name].to_numpy() for name in NUMBERS}
+    x = {name: np.where(np.abs(one) <= (180 if "axis" in name else MAX_MS), one, np.nan) for name, one in numbers.items()}
+    for name in ("p_onset", "p_axis"):
+        x[name] = x[name] + 0 * (x["p_onset"] + x["p_end"])  # empty where a part of the P wave was not found
+    spans = {name: (f"{means} in ms", x[end] - x[start]) for name, (means, start, end) in SPANS.items()}
+    measured = {name: (means, np.where(span > 0, span, np.nan).astype(np.float32)) for name, (means, span) in spans.items()}
+    measured |= {
+        f"{wave.upper()}_axis": (f"axis of {wave.upper()} in degrees", x[f"{wave}_axis"]) for wave in ("p", "qrs", "t")
+    }
+    about = "MIMIC-IV-ECG, intervals and axes measured by the carts' programs; empty where not measured"
+    yield PublishedLabels("mimic-iv-ecg-intervals", about, (TABLE,), "mimic-iv-ecg", studies, measured)
+
+
+def _read(root: Folder) -> pa.Table:
+    words = pa.dictionary(pa.int32(), pa.binary())  # statements repeat: each is searched once
+    kinds = {"study_id": pa.string(), **dict.fromkeys(REPORTS, words), **dict.fromkeys(NUMBERS, pa.float32())}
+    parsing = pacsv.ParseOptions(newlines_in_values=True)
+    converting = pacsv.ConvertOptions(column_types=kinds, include_columns=list(kinds))
+    try:
+        data = pa.BufferReader(root.read(TABLE, MAX_TABLE))
+        return pacsv.read_csv(data, parse_options=parsing, convert_options=converting)
+    except (ReadError, pa.ArrowInvalid, pa.ArrowKeyError) as error:
+        raise StorageError(one_line(f"{root.url}: {TABLE}: {error}: restore the file")) from None
+
+
+def _codes(column: pa.DictionaryArray) -> np.ndarray:
+    """uint64 [2, rows]"""
+    found = [statement_codes(text.decode(errors="replace")[:300]) for text in column.dictionary.to_pylist()]
+    codes: np.ndarray = np.array([*found, (0, 0)], np.uint64).T[:, column.indices.fill_null(len(found)).to_numpy()]
+    return codes
+
+
+@lru_cache(maxsize=2**16)
+def statement_codes(text: str) -> tuple[int, int]:
+    """The codes that a statement names, and those that it only hedges, as bits."""
+    text = " ".join(text.lower().split())
+    stated, hedged = SOME if text else 0, 0
+    for i, (_, pattern) in enumerate(CODES.values()):
+        for found in pattern.finditer(text):
+            if _HEDGED.search(text[: found.end()]) or _DOUBTED.match(text, found.end()):
+                hedged |= 1 << i
+            elif not _NEGATED.search(text[: found.start()]):
+                stated |= 1 << i
+    return stated, hedged
