@@ -44,6 +44,7 @@ CLASSES = (  # besides tensors and plain containers, all that DeepSpeed's checkp
 )
 FORCE, FORBID = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # torch.load refuses both together
 Count = Annotated[int, Field(ge=0, lt=2**63)]
+_LOCKS: dict[Path, os.stat_result] = {}  # of the runs that this process trains
 
 
 class CheckpointError(Exception):
@@ -70,6 +71,8 @@ def _lock(run: Path, held: ExitStack) -> None:
     except OSError as error:
         if not (run / LOCK).exists():  # else this file system has no locks
             raise CheckpointError(f"{run}: {error.strerror}: choose another with --set run=RUN") from None
+    _LOCKS[run] = os.stat(run / LOCK)
+    held.callback(_LOCKS.pop, run)
 
 
 def save(engine: Any, run: Path, state: dict[str, Any], loader_state: dict[str, Any], ranks: Ranks, keep: int) -> None:
@@ -93,7 +96,8 @@ def save(engine: Any, run: Path, state: dict[str, Any], loader_state: dict[str, 
 
 def _make_room(root: Path, path: Path) -> None:
     """Removes what a kill has left unfinished."""
-    if not root.parent.is_dir():
+    lock = root.parent / LOCK
+    if root.parent in _LOCKS and not (lock.exists() and os.path.samestat(lock.stat(), _LOCKS[root.parent])):
         raise WriteError(f"{root.parent}: was moved or deleted during training: the same command starts anew")
     root.mkdir(exist_ok=True)
     for unfinished in root.glob("step-*"):

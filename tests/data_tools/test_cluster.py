@@ -17,6 +17,7 @@ from data_tools.__main__ import main
 from data_tools.build import ShardOptions, shard
 from data_tools.errors import StorageError
 from data_tools.sources import open_sources
+from data_tools.verify import verify
 from tests.forks import CONTEXT, started
 from tests.waiting import until
 
@@ -78,8 +79,9 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("forked")
 def test_processes_make_the_same_bytes(small: Path, right: dict[str, bytes], tmp_path: Path) -> None:
-    build(small, tmp_path, format="both", workers=2)
+    dataset = build(small, tmp_path, format="both", workers=2)
     assert files(tmp_path) == right
+    assert verify(dataset, workers=2) == []
 
 
 def fatal(archive: Path, out: Path, victim: int | str = "", **settings: Any) -> None:

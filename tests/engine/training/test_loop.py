@@ -228,18 +228,26 @@ def test_too_little_memory_is_one_line(dataset: Dataset, tmp_path: Path) -> None
     assert "pretrain.py: out of memory: lower train.micro_batch" in ended.output.splitlines()[-1]
 
 
-def test_a_run_that_is_moved_away_ends_in_one_line(dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_run_that_is_moved_or_replaced_ends_in_one_line(
+    replaced: bool, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another training may have begun in its place."""
     step = Loop._step
 
     def losing(self: Loop, batch: Any) -> Any:
         if self.progress.step == 3:
             self.run.rename(self.run.with_name("elsewhere"))
+            if replaced:
+                self.run.mkdir()
+                (self.run / checkpoint.LOCK).touch()
         return step(self, batch)
 
     monkeypatch.setattr(Loop, "_step", losing)
     ended = pretrain(tmp_path, dataset.root.url, train__steps=10_000, train__save_every_steps=5)
     assert ended.codes == [1] and "was moved or deleted" in ended.output.splitlines()[-1], ended.output
-    assert "Traceback" not in ended.output and "step 9/" not in ended.output and not (tmp_path / "run").exists()
+    assert "Traceback" not in ended.output and "step 9/" not in ended.output
+    assert (tmp_path / "run").exists() == replaced and not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_a_collapse_is_said_once_and_early() -> None:
