@@ -25,8 +25,9 @@ from engine.common import ConfigError, find_config, merge, parse_yaml, read_yaml
 from engine.data.augment import AugmentConfig
 from engine.data.augmenter import HALF
 from engine.data.loader import LoaderConfig, PipelineConfig
-from engine.model.config import HeadConfig, ModelConfig, ObjectiveConfig, current_settings
+from engine.model.config import ModelConfig, ObjectiveConfig, current_settings
 from engine.model.draws import max_masked
+from engine.tasks.config import TaskConfig, current_task
 
 CPUINFO = Path("/proc/cpuinfo")
 SHOWN = 80  # characters of a wrong value
@@ -104,7 +105,10 @@ class TrainConfig(Section):
     validate_every: int = Field(default=0, ge=0)  # steps; 0: never
     valid_batches: int = Field(default=16, ge=1)
     # The metric that chooses the best checkpoint; None: the first that the task validates
-    best: Literal["loss", "auroc", "auprc", "challenge", "f_measure", "identification_accuracy"] | None = None
+    best: Literal[
+        "loss", "auroc", "auprc", "challenge", "accuracy", "f1", "f_measure", "mae", "r2", "identification_accuracy"
+    ] | None = None  # fmt: skip
+    patience: int = Field(default=0, ge=0)  # stop after so many validations in a row without a better one; 0: never
     probe_patients: int = Field(default=256, ge=0)
     save_every_steps: int = Field(default=0, ge=0)  # 0: by time only, and at the end
     save_every_minutes: float = Field(default=30.0, gt=0)
@@ -126,7 +130,7 @@ def has_bf16() -> bool:
 
 
 class FinetuneData(Section):
-    """The task decides which roles are used: engine.training.finetuning."""
+    """The task decides which crops are used: engine.tasks."""
 
     datasets: tuple[str, ...] = ()
     anonymous: bool = False
@@ -183,7 +187,7 @@ class FinetuneConfig(RunConfig):
     defaults: ClassVar[dict[str, Any]] = {"augment": {"rlm": 0.0}}  # no lead masking unless asked for
     augment: AugmentConfig = AugmentConfig(rlm=0.0)
     encoder: Tuning = Tuning()
-    head: HeadConfig = HeadConfig()
+    task: TaskConfig = TaskConfig()
 
     def tuned(self, model: ModelConfig) -> ModelConfig:
         """The pre-trained architecture with the settings of this fine-tuning."""
@@ -227,6 +231,8 @@ def build(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # type: ign
     tree = merge(kind.defaults, tree)
     if isinstance(tree.get("model"), dict):
         tree = tree | {"model": current_settings(tree["model"])}
+    if "task" in kind.model_fields and isinstance(tree.get("head"), dict):
+        tree = merge(tree, {"task": current_task(tree.pop("head"))})
     augment = tree.get("augment")
     if isinstance(augment, dict) and type(augment.get("leads")) is int:  # augment.leads=3
         tree = tree | {"augment": augment | {"leads": str(augment["leads"])}}

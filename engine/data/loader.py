@@ -20,7 +20,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from hashlib import sha256
+from itertools import count, repeat
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -141,10 +142,11 @@ class Loader:
         state: State | None = None,
         step: int = 0,
         spare_bytes: float = 0,
+        rows: Sequence[np.ndarray] = (),
         **roles: Any,
     ) -> None:
-        """`step`: where to begin without a `state`. `spare_bytes`: memory that `resident` leaves free on a GPU. `roles`: which
-        crops take part, as in DatasetRows.of."""
+        """`step`: where to begin without a `state`. `spare_bytes`: memory that `resident` leaves free on a GPU. Which crops
+        take part: `rows` of each dataset, or `roles` as in DatasetRows.of."""
         self.config, self.device, self.rank, self.world, self.spare_bytes = config, device, rank, world, spare_bytes
         self.backend: str = config.backend
         if self.backend == "auto":
@@ -153,11 +155,14 @@ class Loader:
         self.extra = ExtraAugmentation(config.augment.extra, config.seed, rank, device) if config.augment.extra else None
         if self.extra and self.backend == "dali":
             raise ConfigError(f"pipeline.backend=dali: cannot run augment.extra={config.augment.extra}: use torch or resident")
-        rows = tuple(DatasetRows.of(dataset, **roles) for dataset in datasets)
-        self.order = Order(rows, config.batch_crops, config.seed, config.weights, config.block_shards)
+        given = {"rows": [sha256(mine.tobytes()).hexdigest() for mine in rows]} if rows else {}
+        parts = tuple(
+            DatasetRows.of(dataset, rows=mine, **roles) for dataset, mine in zip(datasets, rows or repeat(None), strict=False)
+        )
+        self.order = Order(parts, config.batch_crops, config.seed, config.weights, config.block_shards)
         self.order.slice(0, rank, world, micro=config.micro_batch)  # raises now if it cannot be divided
         self.crops = config.batch_crops // world
-        self.recipe = self._recipe(datasets, roles)
+        self.recipe = self._recipe(datasets, roles | given)
         self.step = step if state is None else resumed_step(state, self.recipe, config.batch_crops)
         self._blob = None if state is None else state["dali"]
         self.measured = measured_leads(datasets) if config.augment.changes_zeros else None
@@ -165,7 +170,7 @@ class Loader:
         self.staging = self._staging(datasets)
         self.threads, pin = config.threads or THREADS.get(device.type, 2), device.type == "cuda"
         self.reader = CropReader(
-            datasets, config.check, config.on_corrupt, self.threads, pin, config.source, self.staging, rows
+            datasets, config.check, config.on_corrupt, self.threads, pin, config.source, self.staging, parts
         )
         self.meter = StageTimer()
 

@@ -81,15 +81,16 @@ class DatasetRows:
         halves: int | None = None,
         hold_out: float = 0.0,
         held: bool = False,
+        rows: np.ndarray | None = None,
     ) -> "DatasetRows":
-        """The rows of a role (Dataset.select); halves=2 drops crops whose second half is empty. `hold_out`: without that share
-        of the patients, or only these with `held` (engine.data.leakage.validation_split)."""
+        """The rows of a role (Dataset.select), or the given ones; halves=2 drops crops whose second half is empty. `hold_out`:
+        without that share of the patients, or only these with `held` (engine.data.leakage.validation_split)."""
         name, crops = dataset.root.url, [int(shard["crops"]) for shard in dataset.shards]
         if not crops:  # zarr alone
             crops = [min(SHARD_CROPS, len(dataset) - start) for start in range(0, len(dataset), SHARD_CROPS)]
         if sum(crops) != len(dataset):
             raise OrderError(f"{name}: its shards hold {sum(crops)} crops and its table {len(dataset)}: run data_tools verify")
-        numbers = None if (pretrain, dx, identity) == (None,) * 3 else dataset.select(pretrain, dx, identity)
+        numbers = rows if (pretrain, dx, identity) == (None,) * 3 else dataset.select(pretrain, dx, identity)
         masks = [] if halves is None else [dataset.column("halves") >= halves]
         masks += [validation_split(dataset, hold_out)[held]] if hold_out else []
         for keep in masks:

@@ -24,6 +24,7 @@ DIAGNOSTIC_AXES = {
     "code_usage": 2,  # [G, V]: how often each code of each codebook was chosen
     "samples_mv": 4,  # [n, S, L, T]: augmented crops as the model saw them, in millivolts
 }
+LOWER_IS_BETTER = ("loss", "mae", "rmse")  # of the metrics of validation
 LARGEST = 1e12  # larger numbers are no steps, losses or rates
 RECENT = 10  # logged steps
 

@@ -24,7 +24,7 @@ import numpy as np
 from engine.common import LEADS, Parser, write_whole
 from engine.evaluation import plots
 from engine.evaluation.plots import Line, LineStyle
-from engine.evaluation.run_files import METRICS, VALID, ReportError, RunFiles, StepLog, number
+from engine.evaluation.run_files import LOWER_IS_BETTER, METRICS, VALID, ReportError, RunFiles, StepLog, number
 
 REPORT = "report.html"
 SAMPLES_SHOWN, FS_HZ = 4, 500.0
@@ -90,6 +90,8 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
     ),
     "Validation": (
         Chart("AUROC, AUPRC, F-measure", BY_CLASS, LineStyle("mean of classes", floor=0)),
+        Chart("Mean absolute error", (Curve("mae", "held out", True),), LineStyle("of the label", floor=0)),
+        Chart("R2", (Curve("r2", "held out", True),), LineStyle("share of the variance")),
         Chart("CinC score", (Curve("challenge", "held out", True),), LineStyle(smooth=False)),
     ),
     "Quantiser and masks": (
@@ -112,6 +114,8 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
 CARDS = {
     "auroc": ("AUROC", ".3f"),
     "challenge": ("CinC score", ".3f"),
+    "mae": ("Mean absolute error", ".3g"),
+    "r2": ("R2", ".3f"),
     "accuracy_local": ("Local accuracy", ".1%"),
     "accuracy_global": ("Global accuracy", ".1%"),
     "identification_accuracy": ("Patients recognised", ".1%"),
@@ -135,14 +139,16 @@ def build(run: Path) -> str:
         sections.append(ReportSection(title, charts=list(filter(None, drawn)), note=note))
     sections.append(ReportSection("Similarities", charts=list(diagnostic_charts(files.diagnostics))))
     sections.append(ReportSection("Inputs", charts=list(sample_charts(files.diagnostics.get("samples_mv"))), columns=2))
-    table = [(key, value) for key, value in flat(files.facts) if not key.startswith(("config.", "chance.", "validation"))]
+    table = [
+        (key, value) for key, value in flat(files.facts) if not key.startswith(("config.", "chance.", "validation", "labels."))
+    ]
     missing = f"Not logged in this run: {', '.join(absent)}." if absent else ""
     sections.append(ReportSection("The run", table=table, config=files.config, note=missing))
     return render(f"{files.name}: report", kind_of(files), files.name, list(progress(files)), sections)
 
 
 def kind_of(files: RunFiles) -> str:
-    task = files.fact("config", "head", "task")
+    task = files.fact("config", "task", "name") or files.fact("config", "head", "task")
     return f"Fine-tuning: {task}" if task else "Pre-training"
 
 
@@ -214,7 +220,7 @@ def summary(files: RunFiles, best: float | None) -> Iterator[tuple[str, str, str
 def chosen_by(files: RunFiles) -> tuple[str, int]:
     """The figure that chooses the best step, and 1 if higher is better; older runs do not name it."""
     name = str(files.fact("best") or ("score" if len(files.held_out.curve("score")[0]) else "loss"))
-    return name, -1 if name == "loss" else 1
+    return name, -1 if name in LOWER_IS_BETTER else 1
 
 
 def best_step(files: RunFiles) -> float | None:

@@ -1,7 +1,7 @@
-"""Fine-tuning: an encoder, the mean over time, and a linear layer (diagnosis) or cosines to class vectors (identification).
+"""Fine-tuning: an encoder, the mean over time, and a linear layer, or cosines to class vectors (identity).
 
-    model = Classifier(encoder, HeadConfig(task="diagnosis"), classes=26)
-    losses = model(x_BSLT, labels_BC, present_BS)              # training
+    model = Classifier(encoder, TaskConfig(kind="multilabel"), outputs=26)
+    losses = model(x_BSLT, labels_BK, present_BS)              # training
     model(x_BSLT)                                              # c_RD, float32: pooled encodings, for validation
     model.logits(c_RD)
 
@@ -13,46 +13,58 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.model.config import HeadConfig
 from engine.model.encoder import pool
 from engine.objectives.arcface import arcface_logits, cosines
 from engine.objectives.contrastive import sum_over_ranks, world_size
+from engine.tasks import kinds
+from engine.tasks.config import TaskConfig
 
 
 class Classifier(nn.Module):
-    def __init__(self, encoder: nn.Module, config: HeadConfig, classes: int, generator: torch.Generator | None = None) -> None:
+    def __init__(self, encoder: nn.Module, task: TaskConfig, outputs: int, generator: torch.Generator | None = None) -> None:
         super().__init__()
         width = int(encoder.width)  # type: ignore[arg-type]
-        self.encoder, self.config = encoder, config
-        self.head = nn.Linear(width, classes, bias=config.task == "diagnosis")
+        self.encoder, self.task = encoder, task
+        self.head = nn.Linear(width, outputs, bias=task.kind != "identity")
         nn.init.xavier_uniform_(self.head.weight, generator=generator)
-        if config.task == "diagnosis":
+        if self.head.bias is not None:
             nn.init.zeros_(self.head.bias)
 
     def forward(
-        self, x_BSLT: Tensor, labels: Tensor | None = None, present_BS: Tensor | None = None
+        self,
+        x_BSLT: Tensor,
+        labels: Tensor | None = None,
+        present_BS: Tensor | None = None,
+        weights_BK: Tensor | None = None,
     ) -> dict[str, Tensor] | Tensor:
-        """labels: float [B, C] for diagnosis, int64 [B] for identification; both halves of a crop have the crop's.
-        present_BS: 0 for halves that the record does not have. Without labels: the pooled encodings c_RD."""
+        """labels: float [B, K], NaN where unknown; for identity int64 [B]. Both halves of a crop have the crop's. present_BS: 0
+        for halves that the record does not have. weights_BK: of the labels. Without labels: the pooled encodings c_RD."""
         c_RD = pool(self.encoder(x_BSLT.flatten(0, 1)))
         if labels is None:
             return c_RD
         assert present_BS is not None
-        labels_R, present_R = labels.repeat_interleave(x_BSLT.shape[1], 0), present_BS.flatten().float()
-        loss_R, right_R = self._diagnosis(c_RD, labels_R) if self.config.task == "diagnosis" else self._patient(c_RD, labels_R)
-        count = sum_over_ranks(present_R.sum()) / world_size()  # as the mean is taken over the ranks' losses
-        return {"loss": (loss_R * present_R).sum() / count, "accuracy": (right_R.float() * present_R).sum().detach() / count}
+        halves = x_BSLT.shape[1]
+        labels_R, present_R = labels.repeat_interleave(halves, 0), present_BS.flatten().float()
+        if self.task.kind == "identity":
+            loss_R, right_R = self._patient(c_RD, labels_R)
+            share_R = torch.ones_like(present_R)
+        else:
+            logits_RK, weights_RK = self.logits(c_RD), None if weights_BK is None else weights_BK.repeat_interleave(halves, 0)
+            loss_R, share_R = kinds.loss(self.task.kind, logits_RK, labels_R, weights_RK)
+            right_R = kinds.right(self.task.kind, logits_RK, labels_R)
+        # The mean is taken over the ranks' losses
+        counts = torch.stack([(present_R * share_R).sum(), present_R.sum()])
+        known, halves_there = sum_over_ranks(counts) / world_size()
+        losses = {"loss": (loss_R * present_R).sum() / known}
+        if self.task.kind == "regression":
+            return losses
+        return losses | {"accuracy": (right_R.float() * present_R).sum().detach() / halves_there}
 
     def logits(self, c_RD: Tensor) -> Tensor:
         logits: Tensor = self.head(c_RD.to(self.head.weight.dtype)).float()
         return logits
 
-    def _diagnosis(self, c_RD: Tensor, labels_RC: Tensor) -> tuple[Tensor, Tensor]:
-        logits_RC = self.logits(c_RD)
-        loss_R = F.binary_cross_entropy_with_logits(logits_RC, labels_RC, reduction="none").mean(1)
-        return loss_R, ((logits_RC > 0) == (labels_RC > 0)).all(1)
-
     def _patient(self, c_RD: Tensor, label_R: Tensor) -> tuple[Tensor, Tensor]:
         cosine_RC = cosines(c_RD, self.head.weight)
-        logits_RC = arcface_logits(cosine_RC, label_R, self.config.scale, self.config.margin)
+        logits_RC = arcface_logits(cosine_RC, label_R, self.task.scale, self.task.margin)
         return F.cross_entropy(logits_RC, label_R, reduction="none"), cosine_RC.argmax(1) == label_R

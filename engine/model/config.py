@@ -108,15 +108,6 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
-class HeadConfig:
-    """What fine-tuning puts on the encoder: engine.model.classifier."""
-
-    task: Literal["diagnosis", "identification"] = "diagnosis"
-    scale: Annotated[float, Field(ge=1, le=1e4)] = 192.0  # of ArcFace
-    margin: Annotated[float, Field(ge=0, le=3)] = 1.0
-
-
-@dataclass(frozen=True, config=STRICT)
 class ObjectiveConfig:
     local: Weight = 1.0
     diversity: Weight = 0.1

@@ -36,7 +36,7 @@ class TaskConfig:
 
 def current_task(head: Mapping[str, Any]) -> dict[str, Any]:
     """The section `task` for a section `head` as an earlier version wrote it; what is unknown stays, and is refused."""
-    name = head.get("task", "diagnosis")
-    known = {"diagnosis": "multilabel", "identification": "identity"}
-    named = {"name": name, "kind": known[name]} if name in known else {"kind": name}
+    name = head.get("task")
+    kinds = {"diagnosis": "multilabel", "identification": "identity"}
+    named = {} if name is None else {"name": name, "kind": kinds.get(name, name)}
     return named | {key: value for key, value in head.items() if key != "task"}

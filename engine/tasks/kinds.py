@@ -10,14 +10,7 @@ from torch import Tensor
 
 from engine.tasks.config import TaskKind
 
-METRICS: dict[TaskKind, tuple[str, ...]] = {  # of validation; the first chooses the step
-    "binary": ("auroc", "auprc", "accuracy", "f_measure", "loss"),
-    "multilabel": ("auroc", "auprc", "challenge", "accuracy", "f_measure", "loss"),
-    "multiclass": ("auroc", "accuracy", "f_measure", "loss"),
-    "regression": ("mae", "r2", "loss"),
-    "identity": ("identification_accuracy",),
-}
-LOWER_IS_BETTER = ("loss", "mae")
+WITH_THRESHOLDS = ("binary", "multilabel")
 
 
 def cell_losses(kind: TaskKind, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,3 +56,17 @@ def weights(kind: TaskKind, y_NK: np.ndarray, balanced_2K: np.ndarray) -> np.nda
     if kind == "multiclass":
         return np.asarray(np.nansum(y_NK * balanced_2K[1], axis=1, keepdims=True), np.float32)
     return np.asarray(np.where(y_NK > 0, balanced_2K[1], balanced_2K[0]))
+
+
+def thresholds(y_NK: np.ndarray, scores_NK: np.ndarray) -> list[float]:
+    """For each class the probability above which to predict it for the highest F1; 0.5 where there is no positive."""
+    chosen = []
+    for y_N, score_N in zip(y_NK.T, scores_NK.T, strict=True):
+        known = np.flatnonzero(~np.isnan(y_N))
+        order = known[np.argsort(-score_N[known], kind="stable")]
+        score, true = np.append(score_N[order], 0.0), np.cumsum(y_N[order] > 0)
+        f1 = 2 * true / (np.arange(1, len(order) + 1) + true[-1:])
+        f1[score[1:] == score[:-1]] = -1  # no threshold lies between equal scores
+        best = int(f1.argmax()) if true[-1:].any() else -1
+        chosen.append(float((score[best] + score[best + 1]) / 2) if best >= 0 else 0.5)
+    return chosen

@@ -207,7 +207,8 @@ class _State(BaseModel):
     crops_seen: Count
     skipped_steps: Count
     in_a_row: Count
-    best: dict[str, float] = {}
+    best: dict[str, float | list[float]] = {}
+    stale: Count = 0
     world: Annotated[int, Field(ge=1, lt=2**31)]
     zero_stage: Literal[0, 1, 2, 3]
     preprocessing_sha256: str

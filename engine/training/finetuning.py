@@ -1,10 +1,10 @@
-"""The fine-tuning task: diagnosis (26 classes, multi-label) or patient identification (ArcFace), from a pre-trained encoder.
+"""Fine-tuning of a pre-trained encoder: for labels of any kind (engine.tasks), or for patient identification (ArcFace).
 
-| | diagnosis | identification |
+| | labels | identity |
 |---|---|---|
-| trained on | dx_role train: each half with its record's labels | id_role train: each half with its patient, or its record |
-| validated on | dx_role valid: AUROC, or what train.best names | id_role valid: second half of a crop among all first halves |
-| exported | encoder and linear layer | encoder; the class vectors are dropped |
+| trained on | each half with its record's labels; unknown ones count nowhere | each half with its patient, or its record |
+| validated on | AUROC, mean absolute error, or what train.best names | second half of a crop among all first halves |
+| exported | encoder, linear layer, thresholds chosen in validation | encoder; the class vectors are dropped |
 
 Source: paper, sections "Fine-tuning" and "Datasets"; fairseq-signals tasks/ecg_identification.py. `start` is a run or model
 folder; a pre-training YAML gives its architecture with random weights.
@@ -20,13 +20,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data_tools.dataset import CLASSES, Dataset
 from engine.common import ConfigError, describe_leads
 from engine.config import Config, FinetuneConfig, load
-from engine.data.leakage import find_leak, patient_ids
 from engine.data.loader import Batch
 from engine.evaluation import metrics
 from engine.evaluation.run_files import VALID
@@ -44,9 +42,11 @@ from engine.model.encoders import (
     portable,
     prepared,
 )
+from engine.tasks import kinds
+from engine.tasks.labels import SPLITS, TaskLabels, read_task
 from engine.training.distributed import Ranks
 from engine.training.task import TrainingTask, best_metric, best_step_text
-from engine.training.validation import count_crops, dtype_of, eval_mode, pairs, predict_on_ranks, to_device
+from engine.training.validation import dtype_of, eval_mode, pairs, predict_on_ranks, to_device
 
 DIAGNOSED = 64  # crops
 RANDOM = "random "  # before the settings, in the name of a start without weights
@@ -60,51 +60,79 @@ class FinetuneTask(TrainingTask):
     exports_best = True
 
     def __init__(self, config: FinetuneConfig, datasets: Sequence[Dataset], ranks: Ranks) -> None:
-        self.config, self.ranks, self.diagnosis = config, ranks, config.head.task == "diagnosis"
-        figures = ("auroc", "auprc", "challenge", "f_measure", "loss") if self.diagnosis else ("identification_accuracy",)
-        self.best = best_metric(config.train.best, figures)
-        role, column = ("dx", "dx_role") if self.diagnosis else ("identity", "id_role")
-        self.roles = {role: "train"}
-        if leak := find_leak(datasets, column):
-            raise ConfigError(f"data.datasets: {leak}: build them with one --plan and --seed, or leave one out")
-        for dataset in datasets:
-            if not count_crops(dataset, self.roles):
-                raise ConfigError(f"data.datasets: {dataset.root.url} has no crop with {role}=train: nothing to learn from")
+        self.config, self.ranks, self.kind = config, ranks, config.task.kind
+        labels = self.labels = read_task(config.task, datasets)
+        measures = metrics.MEASURES.get(self.kind, ("identification_accuracy",))
+        challenge = ("challenge",) * (labels.classes == CLASSES)
+        self.best = best_metric(config.train.best, (*measures, *challenge, "loss"))
+        trained = [labels.rows(n, "train") for n in range(len(datasets))]
+        for dataset, rows in zip(datasets, trained, strict=True):
+            if not len(rows):
+                what = f"{labels.role}=train" if labels.role else "a known label in the training split"
+                raise ConfigError(f"data.datasets: {dataset.root.url} has no crop with {what}: nothing to learn from")
+        self.roles = {labels.role: "train"} if labels.role else {"rows": trained}
         self.start = read_start(config.start, config.code)
         self.architecture = config.tuned(self.start.model)
         self.weights = self.start.weights and select_leads(self.start, config)
         self.halves = [dataset.column("halves") for dataset in datasets]
-        valid: dict[str, Any] = {role: "valid"}
-        held_out = [(n, row) for n, dataset in enumerate(datasets) for row in dataset.select(**valid).tolist()]
-        if not self.diagnosis:
+        held_out = [(n, row) for n in range(len(datasets)) for row in labels.rows(n, "valid").tolist()]
+        if self.kind == "identity":
             held_out = [(n, row) for n, row in held_out if self.halves[n][row] == 2]
         held_out = held_out[: config.train.valid_batches * config.train.batch_crops]
         self.held_out = [(datasets[n], row) for n, row in held_out]
-        if self.diagnosis:
-            self.labels, self.remarks = diagnosis_labels(datasets)
-            self.classes = len(CLASSES)
+        self.remarks: list[str] = [*labels.remarks, split_remark(labels)]
+        self.center_K, self.scale_K = np.zeros(1), np.ones(1)
+        self.balanced_2K: np.ndarray | None = None
+        self.thresholds: list[float] = []  # from the last validation
+        if self.kind == "identity":
+            self.y, self.outputs = identity_classes(labels)
+            self.remarks.append(f"{self.outputs:,} identities")
         else:
-            self.patients, self.labels, self.classes = identity_labels(datasets)
-            self.remarks = [f"{self.classes:,} identities"]
-            self.held_out_ids = np.array([self.patients[n][row] for n, row in held_out], np.int64)
-        self.held_out_labels = np.array([self.labels[n][row] for n, row in held_out])
+            self._use_labels(labels)
+        self.held_out_y = np.array([labels.y[n][row] for n, row in held_out])  # of identity: patients
         self.held_out_halves = np.array([self.halves[n][row] for n, row in held_out], np.int64)
         if not held_out:
-            self.remarks = [*self.remarks, f"no crop with {role}=valid: the newest model counts as the best"]
+            self.remarks.append("no crop to validate on: the newest model counts as the best")
+        elif self.kind in kinds.WITH_THRESHOLDS:
+            absent = named(labels, ~(self.held_out_y > 0).any(0))
+            self.remarks += [f"no positive examples in validation, threshold 0.5: {absent}"] if absent else []
         self.code = self.start.code | code_of({"augment.extra": config.augment.extra}, config.run)
         self.encoder, _ = prepared(self.architecture, False, dtype_of(config), config.train.seed, self.start.kind)
         self.flops_per_crop, self.kept_per_crop = cost_per_crop(self.encoder, self.architecture, local=False)
+
+    def _use_labels(self, labels: TaskLabels) -> None:
+        """Targets and weights of labels that can be learnt; ConfigError if they cannot."""
+        y_NK, name = labels.of("train"), self.config.task.labels or "data.datasets"
+        self.y, self.outputs = labels.y, len(labels.classes)
+        if unknown := named(labels, np.isnan(y_NK).all(0)):
+            raise ConfigError(f"{name}: no crop of the training split has a known label in {unknown}: leave the column out")
+        if self.kind == "regression":
+            self.center_K, self.scale_K = np.nanmean(y_NK, 0, np.float64), np.nanstd(y_NK, 0, np.float64)
+            if equal := named(labels, self.scale_K == 0):
+                raise ConfigError(f"{name}: all known values of {equal} in the training split are equal: nothing to learn")
+            self.y = [((y - self.center_K) / self.scale_K).astype(np.float32) for y in labels.y]
+            return
+        there_K = (y_NK > 0).any(0)
+        if there_K.sum() < (2 if self.kind == "multiclass" else 1) or (self.kind == "binary" and not (y_NK == 0).any()):
+            known = f"only {named(labels, there_K)}" if there_K.any() else f"no positive of {named(labels, ~there_K)}"
+            raise ConfigError(f"{name}: the training split has {known}: nothing to tell apart")
+        self.remarks += [f"no positive examples in training: {named(labels, ~there_K)}"] if not there_K.all() else []
+        if self.config.task.class_weights == "balanced":
+            self.balanced_2K = kinds.balanced(self.kind, y_NK)
 
     def facts(self) -> dict[str, Any]:
         """The model it starts from: a resumed run must have the same one, and an export needs its architecture."""
         architecture = asdict(self.architecture) | {"encoder": portable(self.architecture.encoder)}
         facts = super().facts() | {"finetuning": {"architecture": architecture, "start": self.start.name}}
+        scaled = {"center": self.center_K.tolist(), "scale": self.scale_K.tolist()} if self.kind == "regression" else {}
+        facts["labels"] = self.labels.facts | scaled
         plain: dict[str, Any] = json.loads(json.dumps(facts))  # as it comes back from a checkpoint
         return plain | ({"splits_before": self.start.splits} if self.start.splits else {})
 
     def saved_facts(self, state: dict[str, Any]) -> dict[str, Any]:
         """An earlier version saved settings of the model that no longer exist, and not those that were added since."""
-        saved = super().saved_facts(state)
+        saved, now = super().saved_facts(state), self.facts()["labels"]
+        saved["labels"] = now | {name: (saved["labels"] or now).get(name) for name in ("classes", "sha256")}
         # What cannot be read as settings stays as it is, and differs
         with suppress(ConfigError, LookupError, TypeError, AttributeError, SyntaxError, ValueError, RecursionError):
             architecture, start = saved["finetuning"]["architecture"], saved["finetuning"]["start"]
@@ -123,12 +151,18 @@ class FinetuneTask(TrainingTask):
         return {"chance": self._chance() if self.held_out else {}, "validation": differs}
 
     def _chance(self) -> dict[str, float]:
-        if not self.diagnosis:
-            _, counts = np.unique(self.held_out_ids, return_counts=True)
+        if self.kind == "identity":
+            _, counts = np.unique(self.held_out_y, return_counts=True)
             same = float((counts / counts.sum()) @ (counts / counts.sum()))
-            return {"accuracy": 1 / self.classes, f"{VALID}identification_accuracy": same}
-        share_C = self.held_out_halves @ self.held_out_labels / self.held_out_halves.sum()
-        return {f"{VALID}auroc": 0.5} | ({f"{VALID}auprc": float(share_C[share_C > 0].mean())} if share_C.any() else {})
+            return {"accuracy": 1 / self.outputs, f"{VALID}identification_accuracy": same}
+        if self.kind == "regression":
+            error = float(np.nanmean(np.abs(self.held_out_y - self.center_K)))
+            return {f"{VALID}mae": error, f"{VALID}r2": 0.0}
+        known_NK = self.held_out_halves[:, None] * ~np.isnan(self.held_out_y)
+        share_K = (known_NK * (self.held_out_y > 0)).sum(0) / np.maximum(known_NK.sum(0), 1)
+        if self.kind == "multiclass":
+            return {f"{VALID}auroc": 0.5, f"{VALID}accuracy": float(share_K.max())}
+        return {f"{VALID}auroc": 0.5} | ({f"{VALID}auprc": float(share_K[share_K > 0].mean())} if share_K.any() else {})
 
     def model(self, generator: torch.Generator) -> nn.Module:
         encoder = self.encoder or build_encoder(self.architecture, mask=False, generator=generator)
@@ -136,40 +170,46 @@ class FinetuneTask(TrainingTask):
             encoder.load_state_dict(self.weights)
         if isinstance(encoder, Encoder) and self.architecture.feature_grad == 0:
             encoder.conv.requires_grad_(False)
-        return Classifier(encoder, self.config.head, self.classes, generator)
+        return Classifier(encoder, self.config.task, self.outputs, generator)
 
     def arguments(self, batch: Batch, step: int) -> tuple[Tensor | None, ...]:
         x_BSLT, places = batch.x_BSLT, batch.places
         crops = list(zip(places.dataset.tolist(), places.row.tolist(), strict=True))
-        labels = np.stack([self.labels[n][row] for n, row in crops])
+        y = np.stack([self.y[n][row] for n, row in crops])
         exists_BS = np.array([[self.halves[n][row] > 0, self.halves[n][row] > 1] for n, row in crops], np.float32)
-        return x_BSLT.to(dtype_of(self.config)), to_device(labels, x_BSLT.device), to_device(exists_BS, x_BSLT.device)
+        arrays = [y, exists_BS] + ([] if self.balanced_2K is None else [kinds.weights(self.kind, y, self.balanced_2K)])
+        return x_BSLT.to(dtype_of(self.config)), *(to_device(array, x_BSLT.device) for array in arrays)
 
     def validate(self, engine: Any) -> dict[str, float]:
         if not self.held_out:
             return {}
-        out_BSD = self._outputs(engine, len(self.held_out))
-        if not self.diagnosis:  # the second half of each crop among all first halves
-            ids: Any = self.held_out_ids
+        out_BSD, y = self._outputs(engine, len(self.held_out)), self.held_out_y
+        if self.kind == "identity":  # the second half of each crop among all first halves
+            ids: Any = y
             first_BD, second_BD = out_BSD.numpy().swapaxes(0, 1)
             score = metrics.identification(first_BD, ids, second_BD, ids)
             return {"identification_accuracy": float(score["accuracy"])}
         exists_BS = torch.arange(2) < torch.from_numpy(self.held_out_halves)[:, None]
-        logits_RC = out_BSD[exists_BS]  # each half is a sample, as in the paper
-        labels_RC = np.repeat(self.held_out_labels, self.held_out_halves, axis=0)
-        loss = F.binary_cross_entropy_with_logits(logits_RC, torch.from_numpy(labels_RC))
-        scores_RC = logits_RC.sigmoid().numpy()
-        summary = metrics.summary(labels_RC > 0, scores_RC > 0.5, scores_RC)
-        names = ("challenge", "auroc", "auprc", "accuracy", "f_measure")
-        return {"loss": float(loss)} | {name: float(summary[name]) for name in names}
+        logits_RK = out_BSD[exists_BS]  # each half is a sample, as in the paper
+        y_RK = np.repeat(y, self.held_out_halves, axis=0)
+        targets_RK = ((y_RK - self.center_K) / self.scale_K).astype(np.float32) if self.kind == "regression" else y_RK
+        loss_RK, known_RK = kinds.cell_losses(self.kind, logits_RK, torch.from_numpy(targets_RK))
+        scores_RK = kinds.scores(self.kind, logits_RK).numpy() * self.scale_K + self.center_K
+        measured = metrics.measure(self.kind, y_RK, scores_RK, classes=self.labels.classes)
+        if self.kind in kinds.WITH_THRESHOLDS:
+            self.thresholds = kinds.thresholds(y_RK, scores_RK)
+        return {"loss": float(loss_RK[known_RK].mean())} | measured
+
+    def chosen(self) -> dict[str, Any]:
+        return {"thresholds": self.thresholds} if self.thresholds else {}
 
     def diagnostics(self, engine: Any, batch: Batch) -> dict[str, np.ndarray]:
         """Identification: cosines of held-out halves of the same patient and of different ones."""
         arrays = super().diagnostics(engine, batch)
-        if self.diagnosis or not self.held_out:
+        if self.kind != "identity" or not self.held_out:
             return arrays
         c_BSD = self._outputs(engine, DIAGNOSED)
-        ids_R = torch.from_numpy(self.held_out_ids[:DIAGNOSED]).repeat_interleave(c_BSD.shape[1])
+        ids_R = torch.from_numpy(self.held_out_y[:DIAGNOSED]).repeat_interleave(c_BSD.shape[1])
         same, other = pairs(c_BSD.flatten(0, 1), ids_R)
         return arrays | {"same_similarity": same, "other_similarity": other}
 
@@ -178,7 +218,7 @@ class FinetuneTask(TrainingTask):
 
         def forward(x_RLT: Tensor) -> Tensor:
             c_RD: Tensor = engine(x_RLT.unflatten(0, (-1, 2)))
-            out_RD: Tensor = engine.module.logits(c_RD) if self.diagnosis else c_RD
+            out_RD: Tensor = c_RD if self.kind == "identity" else engine.module.logits(c_RD)
             return out_RD
 
         with eval_mode(engine):
@@ -187,25 +227,30 @@ class FinetuneTask(TrainingTask):
 
     @staticmethod
     def described(config: FinetuneConfig, state: dict[str, Any]) -> dict[str, Any]:
-        classes = {"classes": list(CLASSES)} if config.head.task == "diagnosis" else {}
-        return {"model": state["finetuning"]["architecture"], "head": {"task": config.head.task, **classes}}
+        task, best = config.task, state.get("best") or {}
+        own = {"classes": list(CLASSES) if task.kind == "multilabel" else [], "definition": asdict(task)}  # an older checkpoint
+        labels = {name: value for name, value in (state.get("labels") or own).items() if name != "sha256"}
+        head = {"task": task.name, "kind": task.kind, "unit": task.unit, **labels}
+        if task.kind in kinds.WITH_THRESHOLDS:
+            head["thresholds"] = best.get("thresholds", [0.5] * len(labels["classes"]))
+        return {"model": state["finetuning"]["architecture"], "head": head}
 
     @staticmethod
     def card(config: FinetuneConfig, state: dict[str, Any]) -> tuple[str, list[str]]:
-        best, diagnosis = state.get("best") or {}, config.head.task == "diagnosis"
+        best, task = state.get("best") or {}, config.task
         which = "the best by it" if best.get("step") == state["step"] else "the newest"
-        return f"ECG {config.head.task}, fine-tuned with omnilead", [
+        return f"ECG {task.name}, fine-tuned with omnilead", [
             describe_encoder(validated(ModelConfig, current_settings(state["finetuning"]["architecture"]), "model")),
             f"Fine-tuned from {config.start}, on leads {describe_leads(config.augment.seen)}.",
-            "Mean over time, then a linear layer to 26 classes, sigmoid."
-            if diagnosis
-            else "Mean over time as a unit vector, compared by cosine.",
+            "Mean over time as a unit vector, compared by cosine."
+            if task.kind == "identity"
+            else f"Mean over time, then a linear layer: {task.kind} (config.json, head).",
             f"{best_step_text(best)} These are the weights of step {state['step']:,}, {which}.",
         ]
 
     @staticmethod
     def exports(config: FinetuneConfig, name: str) -> bool:
-        return name.startswith("encoder.") or config.head.task == "diagnosis"
+        return name.startswith("encoder.") or config.task.kind != "identity"
 
 
 class Start(NamedTuple):
@@ -260,18 +305,18 @@ def select_leads(start: Start, config: FinetuneConfig) -> dict[str, Tensor]:
     return chosen
 
 
-def diagnosis_labels(datasets: Sequence[Dataset]) -> tuple[list[np.ndarray], list[str]]:
-    """Labels of every crop [crops, 26], and a remark on classes without positive examples."""
-    labels = [dataset.labels.astype(np.float32) for dataset in datasets]
-    positives = np.sum([labels[n][d.select(dx="train")].sum(0) for n, d in enumerate(datasets)], 0)
-    if not positives.any():
-        raise ConfigError(f"data.datasets: no crop with dx=train of {datasets[0].root.url} has a scored diagnosis")
-    absent = [name for name, n in zip(CLASSES, positives, strict=True) if not n]
-    return labels, [f"no positive examples in training: {', '.join(absent)}"] if absent else []
+def named(labels: TaskLabels, these_K: Any) -> str:
+    return ", ".join(name for name, this in zip(labels.classes, these_K, strict=True) if this)
 
 
-def identity_labels(datasets: Sequence[Dataset]) -> tuple[list[np.ndarray], list[np.ndarray], int]:
-    """By dataset, the patient of every crop and its class (arbitrary if not trained on); the number of classes."""
-    patients = patient_ids(datasets)
-    trained = np.unique(np.concatenate([patients[n][d.select(identity="train")] for n, d in enumerate(datasets)]))
-    return patients, [np.clip(np.searchsorted(trained, ids), 0, len(trained) - 1) for ids in patients], len(trained)
+def split_remark(labels: TaskLabels) -> str:
+    counts = [sum(len(labels.rows(n, split)) for n in range(len(labels.y))) for split in SPLITS[1:]]
+    what = f"{labels.task.name}: {labels.task.kind}" + f" of {', '.join(labels.classes)}" * (0 < len(labels.classes) <= 10)
+    told = ", ".join(f"{count:,} {split}" for count, split in zip(counts, SPLITS[1:], strict=True))
+    return f"{what}; crops: {told}" + ": nothing to evaluate on" * (not counts[-1])
+
+
+def identity_classes(labels: TaskLabels) -> tuple[list[np.ndarray], int]:
+    """By dataset, the class of every crop (arbitrary if not trained on); the number of classes."""
+    trained = np.unique(labels.of("train"))
+    return [np.clip(np.searchsorted(trained, ids), 0, len(trained) - 1) for ids in labels.y], len(trained)

@@ -48,7 +48,8 @@ class Progress:
     crops_seen: int = 0
     skipped_steps: int = 0
     in_a_row: int = 0  # skipped steps, the last ones
-    best: dict[str, float] = field(default_factory=dict)  # the best step and its validation metric
+    best: dict[str, Any] = field(default_factory=dict)  # the best step, its validation metric and what it chose
+    stale: int = 0  # validations since
 
 
 @dataclass
@@ -85,7 +86,7 @@ class Loop:
         try:
             if self.config.train.validate_every and self.progress.step == 0:
                 self._validate()  # the untrained model: the first point of the curves
-            while self.progress.step < self.total:
+            while self.progress.step < self.total and not self._is_stale():
                 batch = self._next_batch(batches)
                 losses = self._step(batch)
                 self._after_step(losses, batch)
@@ -105,6 +106,10 @@ class Loop:
             batches.close()  # type: ignore[attr-defined]
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _is_stale(self) -> bool:
+        """Early stopping."""
+        return 0 < self.config.train.patience <= self.progress.stale
 
     def _on_signal(self, *_: Any) -> None:
         self.terminated = True
@@ -192,8 +197,15 @@ class Loop:
         name, sign = self.task.best
         value, best = row.get(name, np.nan), self.progress.best.get(name, -sign * np.inf)
         if self.progress.step > 0 and np.isfinite(value) and sign * (value - best) > 0:  # the untrained model is never best
-            self.progress.best = {"step": self.progress.step, name: value}
+            self.progress.best = {"step": self.progress.step, name: value} | self.task.chosen()
+            self.progress.stale = 0
             self._save()
+        elif self.progress.step > 0 and row:
+            self.progress.stale += 1
+            if self._is_stale() and self.ranks.first:
+                say(
+                    f"stops after step {self.progress.step}: {self.progress.stale} validations in a row without a better {name}"
+                )
         if self.logger is not None and row:
             self.logger.log_validation({"step": self.progress.step, "crops_seen": self.progress.crops_seen} | row)
         self.throughput.pause(time.perf_counter() - started_s)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from data_tools.dataset import Dataset
 from engine.common import ConfigError
 from engine.data.loader import Batch
+from engine.evaluation.run_files import LOWER_IS_BETTER
 from engine.training.distributed import Ranks
 
 SAMPLES = 4  # crops shown in the report
@@ -24,6 +25,8 @@ METRIC_NAMES = {
     "auprc": "AUPRC",
     "challenge": "CinC 2021 score",
     "f_measure": "F-measure",
+    "mae": "mean absolute error",
+    "r2": "R2",
     "identification_accuracy": "share of patients recognised",
 }
 
@@ -52,6 +55,10 @@ class TrainingTask(ABC):
     @abstractmethod
     def validate(self, engine: Any) -> dict[str, float]:
         """Called by all ranks; empty if there is nothing to validate on."""
+
+    def chosen(self) -> dict[str, Any]:
+        """What the last validation chose, for the best checkpoint."""
+        return {}
 
     @abstractmethod
     def explained(self) -> dict[str, Any]:
@@ -96,10 +103,10 @@ class TrainingTask(ABC):
 
 def best_metric(name: str | None, metrics: Sequence[str]) -> tuple[str, int]:
     """`TrainingTask.best`: train.best, by default the first metric that the task validates."""
-    name = name or metrics[0]
+    name = {"f1": "f_measure"}.get(name or metrics[0], name or metrics[0])
     if name not in metrics:
         raise ConfigError(f"train.best={name}: this task does not measure it: use {', '.join(metrics)}")
-    return name, -1 if name == "loss" else 1
+    return name, -1 if name in LOWER_IS_BETTER else 1
 
 
 def best_step_text(best: Mapping[str, float]) -> str:

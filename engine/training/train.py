@@ -39,8 +39,8 @@ from engine.training.task import TrainingTask
 
 # May change when a run is resumed; train.steps and train.epochs too if the learning rate does not depend on them
 CHANGEABLE = re.compile(
-    r"run|code|data\.(datasets|anonymous)|pipeline\.(source|check|on_corrupt|threads|read_ahead|cache_dir|cache_bytes)|train\.(log_every|"
-    r"validate_every|valid_batches|probe_patients|save_every_steps|save_every_minutes|keep|peak_tflops|timeout_s|max_nonfinite|"
+    r"run|code|task\.labels|data\.(datasets|anonymous)|pipeline\.(source|check|on_corrupt|threads|read_ahead|cache_dir|cache_bytes)|train\.(log_every|"
+    r"validate_every|valid_batches|patience|probe_patients|save_every_steps|save_every_minutes|keep|peak_tflops|timeout_s|max_nonfinite|"
     r"deepspeed|compile|micro_batch|zero_stage|track|deterministic)"
 )
 BAD_INPUT = (ConfigError, DataError, CheckpointError)
@@ -145,7 +145,7 @@ def _train(config: RunConfig, task: TrainingTask, datasets: Sequence[Dataset], r
             raise CheckpointError(f"{path}: {steps}: {checkpoint.RESTORE}")
         if saved["step"] > total:
             raise ConfigError(f"{run}: has done {saved['step']} steps, more than {total}: raise train.steps, or use run=NEW")
-        progress = Progress(**{name: saved[name] for name in vars(progress)})
+        progress = Progress(**{name: saved.get(name, value) for name, value in vars(progress).items()})
         universal = bool(saved["zero_stage"]) and saved["world"] != ranks.world
         if universal:
             distributed.on_first_rank(ranks, lambda: checkpoint.to_universal(path))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import torch
@@ -21,9 +22,10 @@ from engine.config import CONFIGS, load
 from engine.data.augmenter import Augmenter, parameters
 from engine.data.order import Places
 from engine.model.classifier import Classifier
-from engine.model.config import HeadConfig, ModelConfig
+from engine.model.config import ModelConfig
 from engine.model.encoder import Encoder
 from engine.model.pretrainer import Pretrainer
+from engine.tasks.config import TaskConfig, TaskKind
 from engine.training.optimizer import GuardedAdamW
 
 CROPS, CLASSES = 4, 26
@@ -59,10 +61,10 @@ def pretrain(path: Path, dtype: torch.dtype) -> None:
     train(model, dtype, x_BSLT.to(dtype), keys_BS, tau, ids_B)
 
 
-def finetune(task: str, dtype: torch.dtype) -> None:
+def finetune(kind: TaskKind, dtype: torch.dtype) -> None:
     with GPU:
-        model = Classifier(Encoder(ModelConfig(**SMALL, position_groups=4), mask=False), HeadConfig(task), CLASSES)  # type: ignore[arg-type]
-        labels = torch.ones(CROPS, CLASSES) if task == "diagnosis" else torch.arange(CROPS)
+        model = Classifier(Encoder(ModelConfig(**SMALL, position_groups=4), mask=False), TaskConfig(kind=kind), CLASSES)
+        labels = torch.ones(CROPS, CLASSES) if kind != "identity" else torch.arange(CROPS)
         x_BSLT, there_BS = torch.empty(CROPS, 2, 12, 2500, dtype=dtype), torch.ones(CROPS, 2)
     train(model, dtype, x_BSLT, labels, there_BS)
 
@@ -99,8 +101,8 @@ def errors(out: Path) -> None:
         cases[f"pretrain {path.stem}"] = partial(pretrain, path, torch.bfloat16)
     cases["pretrain fp32"] = partial(pretrain, CONFIGS / "pretrain" / "w2v_cmsc_rlm.yaml", torch.float32)
     for precision, dtype in PRECISIONS.items():
-        for task in ("diagnosis", "identification"):
-            cases[f"finetune {task} {precision}"] = partial(finetune, task, dtype)
+        for kind in get_args(TaskKind):
+            cases[f"finetune {kind} {precision}"] = partial(finetune, kind, dtype)
     found = dict.fromkeys(cases, "")
     for name, step in cases.items():
         try:

@@ -24,14 +24,16 @@ from engine.config import CONFIGS, FinetuneConfig, build
 from engine.data.leakage import find_leak, split_of
 from engine.evaluation.run_files import DIAGNOSTICS, read_diagnostics
 from engine.model.classifier import Classifier
-from engine.model.config import HeadConfig
 from engine.model.encoder import Encoder
 from engine.model.init_weights import initialise
 from engine.objectives.arcface import arcface_logits
+from engine.tasks.config import TaskConfig, TaskKind
+from engine.tasks.labels import read_task
 from engine.training import checkpoint
-from engine.training.finetuning import FinetuneTask, identity_labels, read_start, select_leads
+from engine.training.finetuning import FinetuneTask, identity_classes, read_start, select_leads
 from engine.training.task import best_metric
 
+KINDS: dict[str, TaskKind] = {"diagnosis": "multilabel", "identification": "identity"}
 EXACT = ("step", "crops_seen", "loss", "accuracy", "lr", "grad_norm")
 
 
@@ -165,7 +167,7 @@ def test_an_ecg_of_zeros_has_a_gradient_of_bounded_size(width: int) -> None:
     small = {"conv": [[16, 2], [32, 8]], "width": width, "layers": 4, "heads": 2, "ffn": 32, "position_kernel": 8}
     encoder = Encoder(build({"model": small}).model, mask=False)
     initialise(encoder, torch.Generator().manual_seed(0))
-    Classifier(encoder, HeadConfig(), 26)(torch.zeros(1, 2, 12, 640), torch.ones(1, 26), torch.ones(1, 2))["loss"].backward()
+    Classifier(encoder, TaskConfig(), 26)(torch.zeros(1, 2, 12, 640), torch.ones(1, 26), torch.ones(1, 2))["loss"].backward()
     assert all(p.grad is None or float(p.grad.norm()) < 1e3 for p in encoder.parameters())
 
 
@@ -187,7 +189,7 @@ def test_halves_that_are_not_there_do_not_count(task: Any) -> None:
     config = FinetuneConfig(start="x").tuned(build({"model": {"width": 16, "layers": 1, "heads": 2, "ffn": 16}}).model)
     encoder = Encoder(config, mask=False)
     initialise(encoder, torch.Generator().manual_seed(0))
-    model = Classifier(encoder, HeadConfig(task), 26, torch.Generator().manual_seed(0)).eval()
+    model = Classifier(encoder, TaskConfig(kind=KINDS[task]), 26, torch.Generator().manual_seed(0)).eval()
     x = torch.randn(2, 2, 12, 640)
     labels = (torch.rand(2, 26) > 0.5).float() if task == "diagnosis" else torch.tensor([3, 25])
     there = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
@@ -200,7 +202,8 @@ def test_halves_that_are_not_there_do_not_count(task: Any) -> None:
 
 
 def test_classes_are_numbered_by_patient(dataset: Dataset) -> None:
-    (patients,), (labels,), classes = identity_labels([dataset])
+    known = read_task(TaskConfig(kind="identity"), [dataset])
+    (patients,), ((labels,), classes) = known.y, identity_classes(known)
     trained = dataset.select(identity="train")
     patients, labels = patients[trained], labels[trained]
     assert classes == len(np.unique(patients)) == labels.max() + 1
@@ -252,11 +255,11 @@ def test_what_cannot_be_is_one_line(dataset: Dataset, base: Path, archive: Path,
                     augment__padded=False).ok  # fmt: skip
     cases: list[tuple[str, str, str, dict[str, Any]]] = [
         (bare.root.url, str(base), "no crop with dx=train", {}),
-        (bare.root.url, str(base), "no crop with identity=train", {"head__task": "identification"}),
+        (bare.root.url, str(base), "no crop with identity=train", {"task__kind": "identity"}),
         (dataset.root.url, "", "start='': name a pre-trained", {}),
         (dataset.root.url, str(tmp_path / "nothing"), "no such folder", {}),
         (dataset.root.url, str(two), "was trained on I,II only", {"augment__leads": "3"}),
-        (dataset.root.url, str(base), "head.task", {"head__task": "sex"}),
+        (dataset.root.url, str(base), "task.kind", {"task__kind": "sex"}),
         (dataset.root.url, str(base), "use halves", {"pipeline__views": "window"}),
     ]
     for data, begin, says, changes in cases:

@@ -95,7 +95,7 @@ def test_a_scale_leaves_methods_alone_and_fits_every_method(name: str) -> None:
         check(load(CONFIGS / "pretrain" / f"{row}.yaml", settings), 1)
     for task in TASKS.values():
         config = load(CONFIGS / "finetune" / f"{task}.yaml", as_arguments(scale.settings[task]), FinetuneConfig)
-        assert config.head.task == task and (config.train.steps is None) != (config.train.epochs is None)
+        assert config.task.name == task and (config.train.steps is None) != (config.train.epochs is None)
     assert (name == "paper") == (list(scale.settings.values()) == [{}, {"train.best": "challenge"}, {}])
 
 

@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 
+from engine.config import CONFIGS
 from tests.forks import started
 from tests.waiting import HANG_S
 
@@ -103,9 +104,9 @@ def settings(tmp: Path, dataset: str, run: str = "run", **changes: Any) -> list[
 
 def tuning(tmp: Path, dataset: str, begin: Path, task: str, run: str = "run", **changes: Any) -> list[str]:
     """Arguments of a fine-tuning."""
-    (tmp / "empty.yaml").write_text("{}")
-    sets = {"run": str(tmp / run), "start": str(begin), "data.datasets": json.dumps([dataset]), "head.task": task}
-    return ["--config", str(tmp / "empty.yaml"), *_sets(sets | TUNING, changes)]
+    (tmp / "task.yaml").write_text(f"base: {CONFIGS / 'tasks' / task}.yaml")
+    sets = {"run": str(tmp / run), "start": str(begin), "data.datasets": json.dumps([dataset])}
+    return ["--config", str(tmp / "task.yaml"), *_sets(sets | TUNING, changes)]
 
 
 def _sets(sets: dict[str, Any], changes: dict[str, Any]) -> list[str]:
