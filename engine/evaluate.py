@@ -24,8 +24,6 @@ if not __package__:
 from engine.common import ConfigError, OutputError, Parser, interruptible, writable, write_whole, writing
 
 if TYPE_CHECKING:
-    import torch
-
     from engine.evaluation.results import IdentificationResult, TaskResult
 
 CLASSES_SHOWN = 12  # on the terminal
@@ -64,7 +62,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--json", type=Path, metavar="F", help="write the scores as JSON")
     add("--report", type=Path, metavar="F.html", help="write an HTML page with curves and tables")
     add("--batch", type=int, default=32, metavar="N", help="crops of 10 s encoded at a time (32)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
+    add("--device", default="auto", help="cpu, cuda, cuda:1, ... (auto: a GPU if there is one)")
     add("--anonymous", action="store_true", help="public s3:// data, without credentials")
     return parser.parse_args(arguments)
 
@@ -81,9 +79,10 @@ def evaluate(args: argparse.Namespace) -> None:
     from data_tools.dataset import Dataset
     from engine.evaluation import evaluation_report
     from engine.evaluation.results import EvalOptions, chosen_task, identify, score_task
+    from engine.model.kernels import chosen_device
 
     dataset = Dataset.open(args.data, args.anonymous)
-    model = engine.load(args.model).to(_device(args.device))
+    model = engine.load(args.model).to(chosen_device(args.device))
     task = chosen_task(model, args.task, args.labels)
     options = EvalOptions(args.role, args.leads, args.batch, args.model)
     result: TaskResult | IdentificationResult
@@ -97,18 +96,6 @@ def evaluate(args: argparse.Namespace) -> None:
         with writing(args.report, "--report"):
             write_whole(args.report, evaluation_report.build(result, dataset))
         print(args.report)
-
-
-def _device(name: str) -> "torch.device":
-    import torch
-
-    from engine.model.kernels import disable_tf32
-
-    available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        raise ConfigError("--device cuda: PyTorch finds no GPU: use --device cpu")
-    disable_tf32()
-    return torch.device("cuda" if available and name != "cpu" else "cpu")
 
 
 def lines(document: dict[str, Any]) -> Iterator[str]:

@@ -24,8 +24,6 @@ if not __package__:
 from engine.common import interruptible, leave
 from engine.training.command import SHORTCUTS, command
 
-START = "start", {"metavar": "RUN", "help": "the pre-trained run or model to start from"}
-
 
 def classes() -> tuple[Any, Any]:
     from engine.config import FinetuneConfig
@@ -34,7 +32,7 @@ def classes() -> tuple[Any, Any]:
     return FinetuneConfig, FinetuneTask
 
 
-main = partial(command, "finetune", __doc__, classes, None, {"--start": START} | SHORTCUTS)
+main = partial(command, "finetune", __doc__, classes, None, SHORTCUTS)
 
 if __name__ == "__main__":
     interruptible("engine/finetune.py")

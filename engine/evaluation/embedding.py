@@ -44,7 +44,7 @@ from engine.evaluation.inputs import COLUMNS, CropSource, Per, dataset_source, i
 from engine.evaluation.predict import CropBatch, predict
 from engine.evaluation.probe import probe, probe_rows, report
 from engine.model.inference import NOT_FINITE, TrainedModel, load
-from engine.model.kernels import disable_tf32
+from engine.model.kernels import chosen_device
 
 CSV = ".csv"
 SHOWN = 8  # numbers in a message
@@ -337,15 +337,10 @@ def score(args: argparse.Namespace, output: Output, model_input: Input) -> None:
 
 def prepare_model(args: argparse.Namespace) -> tuple[TrainedModel, Input]:
     """The model on its device, and what it is shown."""
-    try:
-        device = torch.device(args.device)
-        torch.zeros(0, device=device).cpu()
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"--device {args.device}: {error}".splitlines()[0][:200]) from None
+    device = chosen_device(args.device)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores_per_rank())
     keep_freed_memory()
-    disable_tf32()
     model = load(args.model)
     if args.precision == "auto":
         args.precision = "bf16" if device.type == "cuda" and model.history.get("precision") == "bf16" else "fp32"

@@ -19,6 +19,7 @@ from engine.common import ConfigError, Parser, positive
 
 Shortcut = tuple[str, dict[str, Any]]  # the setting that an option stands for, and how argparse shall read it
 SHORTCUTS: dict[str, Shortcut] = {
+    "--start": ("start", {"metavar": "RUN", "help": "a run or model folder whose weights training starts from"}),
     "--data": ("data.datasets", {"nargs": "+", "metavar": "DATASET", "help": "one or more datasets; s3:// works too"}),
     "--out": ("run", {"metavar": "RUN", "help": "the run's folder; a run that was interrupted is resumed"}),
     "--anonymous": (

@@ -3,12 +3,13 @@
 import argparse
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import engine
+from data_tools.dataset import Dataset
 from engine.__main__ import COMMANDS, main
 from tests.parsers import parser_of
 
@@ -55,10 +56,39 @@ def test_every_argument_is_described_and_an_example_given(prog: str) -> None:
     assert f"{prog} " in f"{parser.description} {parser.epilog}"
 
 
-@pytest.mark.parametrize("option", ["--anonymous", "--config", "--model", "--on-corrupt", "--precision", "--source"])
+@pytest.mark.parametrize(
+    "option", ["--anonymous", "--config", "--device", "--model", "--on-corrupt", "--precision", "--source"]
+)
 def test_an_option_is_the_same_in_every_command(option: str) -> None:
     found = [action for parser in PARSERS.values() for action in parser._actions if option in action.option_strings]
     assert found and len({(one.metavar, one.nargs, one.type, tuple(one.choices or ())) for one in found}) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "command", "extra"),
+    [
+        ("s3fs", "verify s3://bucket/dataset", "s3"),
+        ("distributed", "shard {archive} --out {tmp}/out --cluster tcp://127.0.0.1:1", "cluster"),
+        ("h5py", "shard {tmp} --source code15 --out {tmp}/out", "formats"),
+        ("onnxruntime", "convert to-onnx {model} {tmp}/model.onnx", "onnx"),
+        (
+            "nvidia.dali",
+            "pretrain --data {dataset} --out {tmp}/run --set pipeline.backend=dali --set train.precision=fp32",
+            "cu13",
+        ),
+    ],
+)
+def test_a_package_that_is_not_installed_is_one_line_with_its_extra(
+    module: str, command: str, extra: str, archive: Path, dataset: Dataset, tmp_path: Path, saved_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "exams_part0.hdf5").touch()
+    (tmp_path / "exams.csv").write_text("exam_id,age,is_male,patient_id,trace_file\n1,40,True,1,exams_part0.hdf5\n")
+    monkeypatch.setitem(sys.modules, module, None)
+    places = {"archive": archive, "dataset": dataset.root.url, "tmp": tmp_path, "model": saved_model()}
+    assert main(command.format(**places).split()) == 2
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert f"pip install 'omnilead[{extra}]'" in err
 
 
 def test_version_and_a_command_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:

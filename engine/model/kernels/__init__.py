@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from engine.common import ConfigError
 from engine.model.kernels import cpu, cuda
 
 Operation = Callable[..., Tensor]
@@ -33,6 +34,17 @@ def pick(name: str, plain: Operation, setting: str, x: Tensor) -> Operation:
     if device == "cpu" and torch.compiler.is_compiling():
         return plain
     return REPLACEMENTS.get((setting, device), {}).get(name, plain)
+
+
+def chosen_device(name: str) -> torch.device:
+    """Of --device: cpu, cuda, cuda:1, ...; auto: a GPU if there is one."""
+    try:
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+        torch.zeros(0, device=device).cpu()
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device {name}: {error}".splitlines()[0][:200]) from None
+    disable_tf32()
+    return device
 
 
 def disable_tf32() -> None:
