@@ -212,6 +212,8 @@ class RemoteFolder:
         for attempt in range(1, RETRIES + 1):
             try:
                 return call()
+            except StorageError:  # an extra that is not installed
+                raise
             except FileNotFoundError:
                 if not must_exist or attempt == RETRIES:
                     raise
