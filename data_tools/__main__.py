@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from data_tools.cli import Parser, drop_output, is_memory
+from data_tools.cli import Parser, drop_output, interactive, is_memory
 from data_tools.errors import DataError, printable
 
 RESUME = {"shard": ": run the same command again to continue", "synth": ": delete {out} and run it again"}
@@ -140,7 +140,7 @@ def _synth(options: argparse.Namespace) -> int:
     from data_tools.synth import synthesise
 
     arguments = (options.patients, options.sessions, options.seed, options.layout, options.workers)
-    counts = synthesise(options.out, *arguments, progress=sys.stderr.isatty())
+    counts = synthesise(options.out, *arguments, progress=interactive())
     print(f"{options.out}: {sum(counts.values()):,} synthetic records: {', '.join(f'{n} {k}' for k, n in counts.items())}")
     return 0
 
@@ -178,7 +178,7 @@ def _shard(options: argparse.Namespace) -> int:
     for note in (note for source in sources for note in source.notes()):
         print(f"note: {printable(note)}", file=sys.stderr)
     same = {name: getattr(options, name) for name in ("out", "plan", "seed", "format", "workers", "cluster")}
-    roles, quiet = RoleSources(**chosen), not sys.stderr.isatty()
+    roles, quiet = RoleSources(**chosen), not interactive()
     dataset = shard(sources, ShardOptions(**same, role_sources=roles, pseudonym_key=key, quiet=quiet))
     print(describe(dataset))
     refused = sum(source["records"]["refused"] for source in dataset.meta["sources"])
@@ -202,7 +202,7 @@ def _verify(options: argparse.Namespace) -> int:
     if options.source != "auto" and not options.archive:
         raise DataError(f"--source {options.source}: is how to read the archive: name that with --archive SRC")
     sources = _open_sources(options.archive, options.source, options)
-    found = verify(dataset, sources, options.fast, options.workers, key, not sys.stderr.isatty())
+    found = verify(dataset, sources, options.fast, options.workers, key, not interactive())
     for finding in found:
         print(printable(finding))
     checked = "structure, tables, roles and sizes" if options.fast else "every byte, row and role"
@@ -236,7 +236,16 @@ def _show(options: argparse.Namespace) -> int:
             print(plots.describe(dataset))
             figure = plots.dataset_figure(dataset) if options.png else None
         else:
-            figure = _crop_figure(dataset, options.crop)
+            try:
+                ecg = dataset[options.crop]
+            except IndexError:
+                raise DataError(f"--crop {options.crop}: the dataset has crops 0 to {len(dataset) - 1}") from None
+            print(
+                "\n".join(
+                    f"{name:15}{'' if value is None else value}" for name, value in vars(ecg).items() if name != "signal_uv"
+                )
+            )
+            figure = ecg.plot() if options.png else None
     if options.png:
         plots.save(figure, options.png)
         print(f"drawn: {options.png}")
@@ -248,24 +257,9 @@ def _labels(options: argparse.Namespace) -> int:
     from data_tools.labels import write_labels
 
     key = read_key(options.pseudonymize) if options.pseudonymize else None
-    for line in write_labels(options.archive, options.src, options.out, key, options.anonymous, not sys.stderr.isatty()):
+    for line in write_labels(options.archive, options.src, options.out, key, options.anonymous, not interactive()):
         print(line)
     return 0
-
-
-def _crop_figure(dataset: Any, row: int) -> Any:
-    from data_tools.plots import ecg_figure
-    from data_tools.prepare import FS_HZ, HALF
-
-    if row >= len(dataset):
-        raise DataError(f"--crop {row}: the dataset has crops 0 to {len(dataset) - 1}")
-    facts = dataset.table().slice(row, 1).to_pylist()[0]
-    for name, value in facts.items():
-        if name not in ("labels", "offset", "crc32c", "waveform"):
-            print(f"{name:15}{'' if value is None else value}")
-    mv = dataset.read(row)[:, : HALF * facts["halves"]] / 1000.0
-    title = f"{facts['source']}/{facts['record']}, from {facts['start_s']:g} s"
-    return ecg_figure(mv, FS_HZ, title, _caption(facts["age"], facts["sex"], facts["dx"]), facts["missing_leads"])
 
 
 def _record_figure(path: str) -> Any:
@@ -273,7 +267,7 @@ def _record_figure(path: str) -> Any:
 
     from data_tools.dataset import CROP_SHAPE
     from data_tools.errors import ReadError
-    from data_tools.plots import ecg_figure
+    from data_tools.plots import caption, ecg_figure
     from data_tools.prepare import FS_HZ, HALF, prepare_crop
     from data_tools.sources.wfdb_folder import WfdbFolder
     from data_tools.storage import folder
@@ -289,14 +283,7 @@ def _record_figure(path: str) -> Any:
     except ReadError as error:
         raise DataError(f"{path} would be refused: {error}") from None
     mv = samples[:, : HALF * crop.halves] / 1000.0
-    return ecg_figure(mv, FS_HZ, record.name, _caption(record.age, record.sex, record.dx), crop.missing)
-
-
-def _caption(age: float | None, sex: str | None, dx: list[str] | tuple[str, ...]) -> str:
-    from data_tools.record import ABBREVIATIONS, CLASS_OF
-
-    names = [ABBREVIATIONS[CLASS_OF[code]] if code in CLASS_OF else code for code in dx]
-    return ", ".join(filter(None, ["" if age is None else f"{age:.0f} years", sex, *names]))
+    return ecg_figure(mv, FS_HZ, record.name, caption(record.age, record.sex, record.dx), crop.missing)
 
 
 if __name__ == "__main__":

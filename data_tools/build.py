@@ -26,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from data_tools import cluster, dataset, splits, zarr_writer
 from data_tools.cli import keep_freed_memory

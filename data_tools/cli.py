@@ -1,6 +1,7 @@
 """What all command lines here share: a parser, and one-line errors for wrong arguments, failing output and too little memory.
 
 Parser("python -m data_tools").parse_args()
+tqdm(..., disable=not interactive())      # a bar on a terminal and in a notebook
 say("step 10")                            # a full disk behind standard output does not end the work
 if is_memory(error): ...                  # out of memory, in whatever words
 """
@@ -92,6 +93,15 @@ def say(text: str) -> None:
     except OSError as error:
         drop_output()
         print(f"warning: standard output: {error.strerror}: nothing more is printed there", file=sys.stderr, flush=True)
+
+
+def interactive() -> bool:
+    """Whether somebody sees progress bars: on a terminal or in a notebook."""
+    return sys.stderr.isatty() or in_notebook()
+
+
+def in_notebook() -> bool:
+    return "ipykernel" in sys.modules
 
 
 def is_memory(error: BaseException | None) -> bool:

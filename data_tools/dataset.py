@@ -7,17 +7,21 @@
             store.zarr/       optional copy: int16 [crops, 12, 5000]
 
 `Dataset.open` reads only dataset.json. Columns are read on demand, crops by offset and checked against their crc32c.
+
+    dataset = Dataset.open("DATASET")
+    ecg = dataset[0]                        # an Ecg: ecg.signal_mv, ecg.record, ecg.age, ecg.labels, ecg.plot()
 """
 
 import csv
 import hashlib
 import io
 import json
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal, overload
 
 import google_crc32c
 import numpy as np
@@ -32,6 +36,9 @@ from data_tools.errors import ReadError, one_line
 from data_tools.record import ABBREVIATIONS, LEADS
 from data_tools.storage import Folder, dataset_folder
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 FORMAT_VERSION = 1
 CLASSES = ABBREVIATIONS  # the columns of `labels`
 CROP_SAMPLES = 5000
@@ -40,6 +47,7 @@ CROP_BYTES = 2 * len(LEADS) * CROP_SAMPLES
 SHARD_CROPS = 1024
 META, SAMPLES, REJECTS, STORE = "dataset.json", "samples.parquet", "rejects.csv", "store.zarr"
 MAX_META = 256 * 2**20
+GROUPS_KEPT = 4  # row groups of samples.parquet, of 65,536 crops
 FORMULA = tuple("=+-@\t\r\n")  # how a cell begins that a spreadsheet takes for a formula
 
 COLUMNS = pa.schema(
@@ -119,8 +127,43 @@ class Meta(dict[str, Any]):
         raise DatasetError(f"{META}: {name} is missing: restore the file")
 
 
+@dataclass(frozen=True, eq=False)
+class Ecg:
+    """One crop of 10 s. A crop with one half is 5 s long; the rest of its signal is zero."""
+
+    row: int
+    signal_uv: np.ndarray = field(repr=False)  # int16 [12, 5000], leads in the order of data_tools.record.LEADS
+    source: str
+    record: str
+    patient: str | None
+    start_s: float
+    halves: int
+    missing_leads: list[str]  # their samples are zero
+    flags: list[str]
+    pretrain: bool
+    dx_role: str | None
+    id_role: str | None
+    dx: list[str]  # SNOMED codes
+    labels: list[str]  # those of CLASSES
+    age: float | None
+    sex: str | None
+    fs_source_hz: float
+
+    @property
+    def signal_mv(self) -> np.ndarray:
+        return self.signal_uv.astype(np.float32) / 1000
+
+    def plot(self) -> "Figure":
+        """The twelve leads on ECG paper, to scale; a notebook shows it."""
+        from data_tools.plots import crop_figure
+
+        return crop_figure(self)
+
+
 @dataclass(frozen=True)
 class Dataset:
+    """A sequence of `Ecg`, one for each crop."""
+
     root: Folder
     meta: dict[str, Any]
 
@@ -160,6 +203,34 @@ class Dataset:
     def __len__(self) -> int:
         return int(self.meta["crops"])
 
+    def __repr__(self) -> str:
+        records = sum(source["records"]["used"] for source in self.meta.get("sources", ()))
+        formats = " and ".join(self.meta["formats"])
+        return f"Dataset({self.root.url!r}: {len(self):,} crops of {records:,} records, {formats}, {self.fingerprint[:8]})"
+
+    @overload
+    def __getitem__(self, row: int) -> Ecg: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[Ecg]: ...
+    def __getitem__(self, row: int | slice) -> Ecg | list[Ecg]:
+        if isinstance(row, slice):
+            return [self[i] for i in range(len(self))[row]]
+        if not -len(self) <= operator.index(row) < len(self):
+            raise IndexError(f"row {row}: {self.root.url} has crops 0 to {len(self) - 1}")
+        row = operator.index(row) % len(self)
+        group = int(np.searchsorted(self._group_ends, row, side="right"))
+        begin = int(self._group_ends[group - 1]) if group else 0
+        facts = self._group(group).slice(row - begin, 1).to_pylist()[0]
+        facts["labels"] = [name for name, has in zip(CLASSES, facts["labels"], strict=True) if has]
+        return Ecg(row, self.read(row), **facts)
+
+    def __iter__(self) -> Iterator[Ecg]:
+        return map(self.__getitem__, range(len(self)))
+
+    def plot(self, row: int) -> "Figure":
+        """One crop on ECG paper, to scale; a notebook shows it."""
+        return self[row].plot()
+
     @property
     def fingerprint(self) -> str:
         return str(self.meta["fingerprint"])
@@ -183,6 +254,23 @@ class Dataset:
         with self._arrow_errors():
             for group in self._samples.fragments[0].split_by_row_group():
                 yield from group.to_table(COLUMNS, list(columns)).to_batches()
+
+    @cached_property
+    def _group_ends(self) -> np.ndarray:
+        """Rows up to the end of each row group of samples.parquet."""
+        with self._arrow_errors():
+            return np.cumsum([group.num_rows for group in self._samples.fragments[0].row_groups])
+
+    @cached_property
+    def _group(self) -> Any:
+        columns, fragment = [name for name in COLUMNS.names if name in Ecg.__annotations__], self._samples.fragments[0]
+
+        @lru_cache(GROUPS_KEPT)
+        def read(group: int) -> pa.Table:
+            with self._arrow_errors():
+                return fragment.subset(row_group_ids=[group]).to_table(COLUMNS, columns)
+
+        return read
 
     @cached_property
     def _samples(self) -> pq.ParquetDataset:

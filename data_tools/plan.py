@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from data_tools import cluster
 from data_tools.dataset import FORMAT_VERSION, SHARD_CROPS

@@ -7,19 +7,21 @@ import math
 import os
 import textwrap
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from io import BytesIO
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_tools.build import records_of
-from data_tools.dataset import Dataset
-from data_tools.prepare import MAX_UV
-from data_tools.record import ABBREVIATIONS, LEADS
+from data_tools.dataset import Dataset, Ecg
+from data_tools.prepare import FS_HZ, HALF, MAX_UV
+from data_tools.record import ABBREVIATIONS, CLASS_OF, LEADS
 from data_tools.splits import RoleSources
 from data_tools.storage import replaced
 
@@ -49,6 +51,16 @@ PAPER_ROLES |= {"id train": 147_444, "id valid": 17_670, "id gallery": 2_127, "i
 # Its six sets, in records of the Challenge's release
 PAPER_SETS = {"chapman_shaoxing": 10_247, "cpsc_2018": 6_877, "cpsc_2018_extra": 3_453}
 PAPER_SETS |= {"georgia": 10_344, "ningbo": 34_905, "ptb-xl": 21_837}
+
+
+def crop_figure(ecg: Ecg) -> "Figure":
+    mv, title = ecg.signal_uv[:, : HALF * ecg.halves] / 1000.0, f"{ecg.source}/{ecg.record}, from {ecg.start_s:g} s"
+    return ecg_figure(mv, FS_HZ, title, caption(ecg.age, ecg.sex, ecg.dx), ecg.missing_leads)
+
+
+def caption(age: float | None, sex: str | None, dx: Sequence[str]) -> str:
+    names = [ABBREVIATIONS[CLASS_OF[code]] if code in CLASS_OF else code for code in dx]
+    return ", ".join(filter(None, ["" if age is None else f"{age:.0f} years", sex, *names]))
 
 
 def ecg_figure(mv: np.ndarray, fs_hz: float, title: str = "", caption: str = "", missing: Collection[str] = ()) -> "Figure":
@@ -121,13 +133,10 @@ def _draw_lead(axes: "Axes", lead: str, row: int, start_s: float, end_s: float, 
 
 def _paper() -> "tuple[Figure, Axes]":
     """An empty sheet, and its axes in millimetres."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.collections import LineCollection
-    from matplotlib.figure import Figure
 
     (page_w, page_h), (w, h), (left, bottom) = PAGE_MM, PAPER_MM, PAPER_AT_MM
-    figure = Figure(figsize=(page_w / MM_PER_INCH, page_h / MM_PER_INCH), dpi=DPI, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = _figure((page_w / MM_PER_INCH, page_h / MM_PER_INCH))
     axes = figure.add_axes((left / page_w, bottom / page_h, w / page_w, h / page_h), facecolor=PAPER)
     axes.set(xlim=(0, w), ylim=(0, h), xticks=[], yticks=[], autoscale_on=False)
     for step, colour, lw in ((1, GRID_1_MM, 0.35), (5, GRID_5_MM, 0.6)):
@@ -137,6 +146,23 @@ def _paper() -> "tuple[Figure, Axes]":
         axes.add_collection(grid, autolim=False)
     axes.spines[:].set(color=GRID_5_MM, linewidth=0.8)
     return figure, axes
+
+
+def _figure(size: tuple[float, float], **options: Any) -> "Figure":
+    """An empty figure that shows itself in a notebook, where pyplot's figures do so only after `%matplotlib inline`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, dpi=DPI, facecolor="white", **options)
+    FigureCanvasAgg(figure)
+    figure._repr_png_ = partial(_png, figure)  # type: ignore[attr-defined]
+    return figure
+
+
+def _png(figure: "Figure") -> bytes:
+    file = BytesIO()
+    figure.savefig(file, format="png", dpi=figure.dpi / 1.5)
+    return file.getvalue()
 
 
 def _margins(figure: "Figure", title: str, caption: str, scale: str, notes: str) -> None:
@@ -169,14 +195,11 @@ def dataset_figure(dataset: Dataset) -> "Figure":
 
 def summary_figure(counts: Mapping[str, Mapping[str, int]], class_counts: Mapping[str, int], title: str) -> "Figure":
     """Left: crops of each source, by role (counts[source][role]). Right: crops that have each diagnosis class."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     slots = max(len(counts), len(ABBREVIATIONS) if class_counts else 0, 8)
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.03)
-    figure = Figure(figsize=(12.5, 1.8 + 0.22 * slots), dpi=DPI, facecolor="white", layout=layout)
-    FigureCanvasAgg(figure)
+    figure = _figure((12.5, 1.8 + 0.22 * slots), layout=layout)
     figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK, family=FONT, parse_math=False)
     left, right = figure.subplots(1, 2, width_ratios=(1.1, 1.0))
     _draw_sources(left, counts, slots)

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from data_tools import cluster
 from data_tools.errors import DataError

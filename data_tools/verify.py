@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from data_tools import cluster
 from data_tools.build import assign_roles, key_mark, pseudonym, recipe_hash, role_counts, row_of

@@ -15,7 +15,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 import pyarrow as pa
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from data_tools import cluster
 from data_tools.dataset import CROP_BYTES, SHARD_CROPS, STORE

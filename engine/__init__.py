@@ -1,17 +1,22 @@
 """Verified datasets -> weights, scores, embeddings.
 
 import engine
+run = engine.pretrain("w2v_cmsc_rlm", data="DATASET", out="RUN", **{"train.steps": 1000})
 model = engine.load("RUN")                     # or RUN/model, or a copy of that folder, or s3://...
 model.embed(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")
 """
 
+import importlib
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
 
     from engine.model.inference import TrainedModel
+    from engine.pretrain import pretrain as pretrain
+
+CALLABLE = ("pretrain",)  # modules that are commands and can be called
 
 __version__ = "0.1.0"
 
@@ -24,3 +29,13 @@ def load(path: str | os.PathLike[str], code: bool = False, encoder: "type[nn.Mod
     from engine.model.inference import load
 
     return load(path, code, encoder)
+
+
+def __getattr__(name: str) -> Any:
+    if name in CALLABLE:
+        return importlib.import_module(f"engine.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *CALLABLE})

@@ -7,6 +7,7 @@ read_yaml(path)                   # merged over the file that its `base:` names
 parse_yaml("5e-5", "--set lr")    # 5e-5
 write_whole(path, text)           # all of it or nothing
 interruptible("engine.x")         # before torch is imported
+callable_as(__name__, pretrain)   # engine.pretrain(...) calls it
 
 A signal holds all twelve leads in the order of LEADS up to the last step of the augmentation, where a subset of leads either
 sets the others to zero (padded: the paper's "P-N leads", for a model of twelve channels) or drops them (a model of N channels).
@@ -14,13 +15,14 @@ sets the others to zero (padded: the paper's "P-N leads", for a model of twelve 
 
 import argparse
 import difflib
+import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
 import yaml  # type: ignore[import-untyped]
@@ -234,3 +236,9 @@ def interruptible(name: str) -> None:
             sys.__excepthook__(kind, error, trace)
 
     sys.excepthook = hook
+
+
+def callable_as(name: str, function: Callable[..., Any]) -> None:
+    """Makes a command's module callable: `import engine.pretrain` and `engine.pretrain("w2v_cmsc_rlm", ...)` both work."""
+    members = {"__call__": staticmethod(function), "__signature__": inspect.signature(function), "__doc__": function.__doc__}
+    sys.modules[name].__class__ = type(function.__name__, (ModuleType,), members)

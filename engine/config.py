@@ -11,8 +11,9 @@ The settings of a component are a dataclass beside its code; this file collects 
 
 import difflib
 import json
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -212,18 +213,25 @@ Kind = TypeVar("Kind", bound=RunConfig)
 Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
-def load(path: str | Path, overrides: Sequence[str] = (), kind: type[Kind] = Config) -> Kind:  # type: ignore[assignment]
-    """A YAML file, or a shipped config by name, with `key=value` overrides."""
+def load(
+    path: str | os.PathLike[str],
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    kind: type[Kind] = Config,  # type: ignore[assignment]
+) -> Kind:
+    """A YAML file, or a shipped config by name, with overrides: "key=value", or values by key."""
     tree = read_yaml(find_config(path, kind.folder), kind.folder)
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals:
-            raise ConfigError(f"--set {override!r}: write key=value, for example --set train.lr=1e-4")
-        value = parse_yaml(text, f"--set {key}")
+    for key, value in overrides.items() if isinstance(overrides, Mapping) else map(_parsed, overrides):
         for name in reversed(key.split(".")):
             value = {name: value}
         tree = merge(tree, value)
     return build(tree, kind)
+
+
+def _parsed(override: str) -> tuple[str, Any]:
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise ConfigError(f"--set {override!r}: write key=value, for example --set train.lr=1e-4")
+    return key, parse_yaml(text, f"--set {key}")
 
 
 def build(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # type: ignore[assignment]

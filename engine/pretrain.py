@@ -13,19 +13,25 @@ In a clone of the repository `deepspeed engine/pretrain.py` is the same program,
 RUN/ holds config.yaml, run.json, metrics.jsonl, validation.jsonl, tensorboard/, checkpoints/ and in the end model/, report.html
 Started again with the same RUN, training resumes from the last checkpoint: bit for bit with the same number of ranks; with
 another number of ranks the batches are the same, and losses are equal to rounding. Other data or settings are refused by name.
+In Python: run = engine.pretrain("w2v_cmsc_rlm", data="DATASET", out="RUN", **{"train.steps": 1000})
 SIGTERM or Ctrl-C: a checkpoint at the next step, exit 0. Exit 2: a setting or a file is wrong. Exit 1: the run failed.
 """
 
+import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from engine.common import interruptible, leave
+from engine.common import callable_as, interruptible, leave
 from engine.training.command import SHORTCUTS, command
+
+if TYPE_CHECKING:
+    from engine.training.run import Data, TrainingRun
 
 
 def classes() -> tuple[Any, Any]:
@@ -35,6 +41,27 @@ def classes() -> tuple[Any, Any]:
     return Config, PretrainTask
 
 
+def pretrain(
+    config: str | os.PathLike[str] = "quickstart",
+    *,
+    data: "Data | Sequence[Data]",
+    out: str | os.PathLike[str],
+    **settings: Any,
+) -> "TrainingRun":
+    """Pre-trains an encoder. Called again with the same `out` it resumes, or returns the finished run.
+
+    config: a shipped configuration by name, or a YAML file. data: a dataset or several. out: RUN, where everything is written.
+    settings: as of --set, by their dotted names: **{"train.steps": 1000, "augment.rlm": 0.5}. Ctrl-C writes a checkpoint and
+    raises KeyboardInterrupt. Other errors are exceptions of one line, such as engine.common.ConfigError.
+    """
+    from engine.config import load
+    from engine.training.run import places, trained
+
+    kind, task = classes()
+    return trained(load(config, {"data.datasets": places(data), "run": os.fspath(out), **settings}, kind), task)
+
+
+callable_as(__name__, pretrain)
 main = partial(command, "pretrain", __doc__, classes, "quickstart", SHORTCUTS)
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ import pyarrow.parquet as pq
 import torch
 from pyarrow import csv
 from torch import Tensor
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
-from data_tools.cli import keep_freed_memory
+from data_tools.cli import interactive, keep_freed_memory
 from data_tools.dataset import DataError, Dataset
 from engine.common import ConfigError, OutputError, cores_per_rank, environment, sync, write_whole, writing
 from engine.data.augmenter import FS_HZ, HALF
@@ -317,7 +317,7 @@ def make(args: argparse.Namespace, source: CropSource, output: Output, model_inp
 
 
 def progress_bar(total: int, unit: str, done: int = 0, rank: int = 0) -> "tqdm[None]":
-    return tqdm(total=total, initial=done, unit=unit, disable=True if rank else None)
+    return tqdm(total=total, initial=done, unit=unit, disable=rank > 0 or not interactive())
 
 
 def score(args: argparse.Namespace, output: Output, model_input: Input) -> None:

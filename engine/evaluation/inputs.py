@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from data_tools.dataset import META, Dataset
 from data_tools.sources import DataError, Prepared, ReadError, open_sources, prepared

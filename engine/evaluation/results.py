@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
+from data_tools.cli import interactive
 from data_tools.dataset import CLASSES, Dataset
 from engine.common import ConfigError, describe_leads, find_config, read_yaml
 from engine.data.augmenter import none_measured
@@ -357,7 +358,7 @@ def _predict(
     batches = [rows[at : at + size] for at in range(0, len(rows), size)]
     crops = dataset_batches(dataset, batches, pin=model.device.type == "cuda")
     outputs = []
-    with tqdm(total=len(rows), unit=" crops", disable=None, leave=False, dynamic_ncols=True) as bar:
+    with tqdm(total=len(rows), unit=" crops", disable=not interactive(), leave=False, dynamic_ncols=True) as bar:
         for batch, y_RD in predict(crops, prepare, forward, model.device):
             outputs.append(y_RD)
             bar.update(len(batch.crops))

@@ -17,7 +17,7 @@ from engine.common import LEADS, ConfigError, write_whole
 from engine.data.preprocess import SCALES
 from engine.model.config import ModelConfig
 from engine.model.fairseq import from_theirs, settings, spelling, their_settings, to_theirs
-from engine.model.folder import CONFIG, PREPROCESSING, WEIGHTS, document_of, model_folder, write
+from engine.model.folder import CONFIG, PREPROCESSING, WEIGHTS, document_of, front_matter, model_folder, write
 from engine.model.inference import config_of
 from engine.model.safe_load import ForeignCheckpointError, as_json, float_tensors, read_checkpoint
 
@@ -39,7 +39,7 @@ def from_fairseq(checkpoint: Path, out: Path, scale: str = "auto") -> None:
     origin = {"cfg": cfg, "spelling": spelling(state), "order": list(state), "optimizer_history": history}
     leads = list(LEADS) if config.leads == len(LEADS) else config.leads
     preprocessing = {"fs_hz": 500, "leads": leads, "segment_s": 5.0, "scale": scale, "meaning": SCALES[scale]}
-    card = _card(checkpoint.name, config, scale, sum(w.numel() for w in weights.values()))
+    card = front_matter({}, _card(checkpoint.name, config, scale, sum(w.numel() for w in weights.values())))
     write(out, weights, {"model": asdict(config), "fairseq": origin}, preprocessing, card)
 
 

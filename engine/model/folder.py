@@ -1,7 +1,7 @@
 """A model folder, such as RUN/model/: model.safetensors, config.json, preprocessing.json and a model card.
 
     write(folder, weights, config, preprocessing, card)
-    with model_folder("RUN") as (folder, digest):       # RUN, RUN/model, a copy of it, s3://bucket/model
+    with model_folder("RUN") as (folder, digest):       # RUN, RUN/model, a copy of it, s3://bucket/model, hf://org/name
         ...
 
 config.json holds the sha256 of every file (its own: of its content without that hash). model_folder() checks them, so a damaged
@@ -11,6 +11,7 @@ or changed model is never loaded. The model card may be edited.
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import sys
@@ -21,15 +22,19 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import yaml  # type: ignore[import-untyped]
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.common import ConfigError
+from engine.common import ConfigError, parse_yaml
 
 WEIGHTS, CONFIG, PREPROCESSING, CARD = "model.safetensors", "config.json", "preprocessing.json", "README.md"
 SHA256 = "sha256"  # in config.json
 FORMAT = 1
 SHOWN = 4  # names in a message
+HUB = "hf://"
+FILE_NAME = re.compile(r"\w[\w.-]{0,99}")
+TAGS = ("ecg", "electrocardiogram", "12-lead", "self-supervised-learning", "time-series")
 
 
 class LoadError(ConfigError):
@@ -63,6 +68,15 @@ def write(
         shutil.rmtree(old, ignore_errors=True)
 
 
+def front_matter(facts: Mapping[str, Any], card: str = "") -> str:
+    """The head of a model card, by which Hugging Face finds and describes a model; what `card` has already is kept."""
+    before, body = {"library_name": "omnilead", "license": "unknown", "tags": list(TAGS)}, card
+    if card.startswith("---\n") and "\n---\n" in card:
+        head, _, body = card.removeprefix("---\n").partition("\n---\n")
+        before = parse_yaml(head, CARD) or {}
+    return f"---\n{yaml.safe_dump({**before, **facts}, sort_keys=False, allow_unicode=True)}---\n{body}"
+
+
 def save_weights(weights: dict[str, Tensor], path: Path) -> None:
     """With the usual permissions: safetensors alone lets only the owner read, whatever the umask."""
     path.touch()
@@ -73,9 +87,14 @@ def save_weights(weights: dict[str, Tensor], path: Path) -> None:
 
 def seal(folder: Path, config: Mapping[str, Any]) -> None:
     """Write config.json with the sha256 of the files that are there."""
-    content = json.loads(json.dumps({key: value for key, value in config.items() if key != SHA256}))  # as it will be read
     sums = {path.name: file_sha256(path) for path in sorted(folder.iterdir()) if path.name != CONFIG}
-    (folder / CONFIG).write_text(_json(content | {SHA256: {**sums, CONFIG: _content_sha256(content | {SHA256: sums})}}))
+    (folder / CONFIG).write_text(sealed(config, sums))
+
+
+def sealed(config: Mapping[str, Any], sums: Mapping[str, str]) -> str:
+    """config.json of files with these sha256."""
+    content = json.loads(json.dumps({key: value for key, value in config.items() if key != SHA256}))  # as it will be read
+    return _json(content | {SHA256: {**sums, CONFIG: _content_sha256(content | {SHA256: sums})}})
 
 
 def check(folder: Path) -> str:
@@ -121,6 +140,10 @@ def _json(value: Any) -> str:
 def model_folder(path: str | os.PathLike[str]) -> Iterator[tuple[Path, str]]:
     """The folder with the weights, checked, and its digest. A remote one is downloaded first."""
     text = os.fspath(path)
+    if text.startswith(HUB):
+        folder = _from_hub(text.removeprefix(HUB))
+        yield folder, check(folder)
+        return
     if "://" in text:
         with tempfile.TemporaryDirectory() as local:
             folder = _download(text.rstrip("/"), Path(local))
@@ -154,6 +177,50 @@ def _download(url: str, local: Path) -> Path:
     except Exception as error:  # of many kinds: network, credentials, a missing package
         raise LoadError(f"{url}: {type(error).__name__}: {error}".splitlines()[0]) from None
     return local
+
+
+def _from_hub(repo: str) -> Path:
+    """The model of org/name@revision, in the Hub's cache on this machine. All files are those of one commit."""
+    name, _, revision = repo.partition("@")
+    with huggingface(repo) as hub:
+        config = Path(hub.hf_hub_download(name, CONFIG, revision=revision or None))
+        folder = config.parent  # snapshots/COMMIT
+        sums = document_of(config).get(SHA256)
+        for file in {WEIGHTS, PREPROCESSING, *(sums if isinstance(sums, dict) else ())} - {CONFIG}:
+            if FILE_NAME.fullmatch(file):
+                hub.hf_hub_download(name, file, revision=folder.name)
+    return folder
+
+
+@contextmanager
+def huggingface(repo: str) -> Iterator[Any]:
+    """The module huggingface_hub; what goes wrong there is an error of one line."""
+    try:
+        import huggingface_hub as hub
+        from huggingface_hub import errors
+    except ImportError:
+        raise ConfigError(f"{HUB}{repo}: huggingface_hub is not installed: pip install 'omnilead[hub]'") from None
+    try:
+        yield hub
+    except errors.GatedRepoError:
+        raise LoadError(f"{HUB}{repo}: is gated: ask for access on its page, then `hf auth login`") from None
+    except errors.RepositoryNotFoundError:
+        raise LoadError(
+            f"{HUB}{repo}: no such repository, or your token may not see it: `hf auth login`, or HF_TOKEN"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise LoadError(f"{HUB}{repo}: no such revision: give a branch, tag or commit after @") from None
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError):
+        raise LoadError(f"{HUB}{repo}: {hub.constants.ENDPOINT} cannot be reached, and no copy is in the cache here") from None
+    except errors.EntryNotFoundError as error:
+        raise LoadError(f"{HUB}{repo}: no model of omnilead: a file is missing: {error}".splitlines()[0]) from None
+    except Exception as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status in (401, 403):
+            raise LoadError(f"{HUB}{repo}: your token is wrong or may not write there: `hf auth login`, or HF_TOKEN") from None
+        if isinstance(error, ConfigError) or not isinstance(error, OSError | ValueError):
+            raise
+        raise LoadError(f"{HUB}{repo}: {' '.join(str(error).split())[:200]}") from None
 
 
 def document_of(path: Path) -> dict[str, Any]:

@@ -256,6 +256,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def to_universal(path: Path) -> None:
     """Makes step-N/universal, all of it or nothing."""
+    quiet_deepspeed()
     from deepspeed.checkpoint import ds_to_universal  # type: ignore[import-untyped]
 
     done, temporary = path / UNIVERSAL, path / f".{UNIVERSAL}"

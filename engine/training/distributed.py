@@ -2,6 +2,7 @@
 
     ranks = start(timeout_s=600)              # ranks.rank, ranks.world, ranks.device
     on_first_rank(ranks, work)                # work() on rank 0; its result or its error on every rank
+    with process_restored(): ...              # environment, threads, compiled graphs as before
     any_rank = AnyRank(ranks)
     stop, save = any_rank(stop, save)         # in each step: flags that any rank set one step before
 
@@ -12,7 +13,8 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -25,7 +27,6 @@ from engine.common import ConfigError, cores_per_rank
 from engine.common import environment as environment
 from engine.model.kernels import disable_tf32
 
-os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 T = TypeVar("T")
 
 
@@ -69,10 +70,29 @@ def start(timeout_s: float, deterministic: bool = False) -> Ranks:
     return Ranks(rank, world, device, dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD)
 
 
+@contextmanager
+def process_restored() -> Iterator[None]:
+    """Around a training: what it changes in this process for good, such as a notebook's, is put back."""
+    environment, threads = dict(os.environ), torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    with warnings.catch_warnings():
+        try:
+            yield
+        finally:
+            if "torch._dynamo" in sys.modules:  # compiled graphs keep the model alive, and only eight are made of a function
+                torch.compiler.reset()
+            for name in os.environ.keys() - environment.keys():
+                del os.environ[name]
+            os.environ.update(environment)
+            torch.set_num_threads(threads)
+            torch.use_deterministic_algorithms(deterministic)
+
+
 def quiet_deepspeed() -> Any:
     """DeepSpeed without log lines and without compiling its own replacement of gloo (80 s; needs a compiler)."""
     deprecated = r".*_all_gather_base|.*all_gather_into_tensor|.*reduce_scatter|torch.distributed.nn.functional"
     warnings.filterwarnings("ignore", category=FutureWarning, message=deprecated)
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     import deepspeed  # type: ignore[import-untyped]
 
     deepspeed.ops.__compatible_ops__ = {}
@@ -92,6 +112,8 @@ def close() -> None:
         deepspeed.comm.destroy_process_group()
     elif dist.is_initialized():
         dist.destroy_process_group()
+    if (zero3 := sys.modules.get("deepspeed.runtime.zero.parameter_offload")) is not None:
+        zero3.FWD_MODULE_STACK.clear()  # keeps the model of ZeRO stage 3 alive
 
 
 def on_first_rank(ranks: Ranks, work: Callable[[], T]) -> T:

@@ -32,8 +32,9 @@ from typing import Any, NamedTuple
 
 import torch
 import yaml  # type: ignore[import-untyped]
+from tqdm.auto import tqdm
 
-from data_tools.cli import say
+from data_tools.cli import in_notebook, say
 from engine.common import ConfigError, write_whole
 from engine.config import RunConfig, TrainConfig, flatten
 from engine.evaluation.run_files import METRICS, VALID, VALIDATION
@@ -162,6 +163,7 @@ class RunLogger:
         for name in (METRICS, VALIDATION):
             move_repeated_lines(run / name, step)
         self.files = {name: open(run / name, "a", buffering=1) for name in (METRICS, VALIDATION)}  # noqa: SIM115
+        self.bar = tqdm(total=total, initial=step, unit=" steps", desc=run.name) if in_notebook() else None
 
     def _open_services(self, run: Path, config: RunConfig, step: int) -> dict[str, Service]:
         path = run / SERVICE_IDS
@@ -184,13 +186,19 @@ class RunLogger:
         line = {key: row.get(key) for key in self.keys}
         self._write(METRICS, line, row)
         left_s = (time.perf_counter() - self.started_s) / max(row["step"] - self.first_step, 1) * (self.total - row["step"])
-        say(progress_line(line, self.total, left_s))
+        if self.bar is None:
+            say(progress_line(line, self.total, left_s))
+        else:
+            self.bar.set_postfix_str(f"loss {row['loss']:.4f}, {row['crops_per_s']:.1f} crops/s", refresh=False)
+            self.bar.update(row["step"] - self.bar.n)
 
     def log_validation(self, row: Row) -> None:
         self._write(VALIDATION, row, {f"{VALID}{key}": value for key, value in row.items()})
         say("  ".join(["  validation", *(f"{k} {v:.4g}" for k, v in row.items() if k not in ("step", "crops_seen"))]))
 
     def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
         for file in self.files.values():
             file.close()
         self._each(lambda service: service.close())

@@ -7,6 +7,7 @@ Nothing waits for the device between log lines. Steps whose loss or gradient is 
 """
 
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -79,7 +80,8 @@ class Loop:
 
     def train(self, tracer: Any = None) -> bool:
         """True when all steps are done; False if the run was asked to stop. `tracer`: see engine.training.profiler."""
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        asking = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+        before = {number: signal.signal(number, self._on_signal) for number in asking}
         any_rank = AnyRank(self.ranks)
         self.engine.train()
         batches, batch = iter(self.loader), None

@@ -12,7 +12,7 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from engine.evaluation.run_report import write_report
 from engine.model import folder
 from engine.model.encoders import CODE
 from engine.training import checkpoint, distributed
+from engine.training.card import model_card
 from engine.training.checkpoint import CheckpointError, WriteError
 from engine.training.distributed import Ranks
 from engine.training.loggers import RunLogger, require_installed
@@ -52,24 +53,6 @@ NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 MAKE_DEMO = (
     "python -m data_tools synth demo/archive --patients 100 && python -m data_tools shard demo/archive --out demo/dataset"
 )
-CARD = """# {title}
-
-{parameters:,} parameters. Method: Oh et al., CHIL 2022 (wav2vec 2.0, CMSC, random lead masking).
-
-{lines}
-- Input: {leads} at 500 Hz, 5 s at a time, in millivolts, not normalised: preprocessing.json.
-- Trained for {state[step]:,} steps of {t.batch_crops} crops of 10 s, {t.precision}, AdamW, lr {t.lr} ({t.schedule}).
-- Augmentation: lead masking {augment.rlm}, noise {noise}.
-- Data: {datasets} (fingerprints).
-- Steps skipped as not finite: {state[skipped_steps]}.
-
-This is not a medical device: whatever is built on it must be validated for its use and its population. config.json holds the
-settings; weights are float32 in safetensors. Usage:
-
-    import engine
-    model = engine.load("THIS_FOLDER")
-    vector = model.embed(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")    # [L, T] -> [D]
-"""
 
 
 def explain(error: BaseException) -> tuple[str, int]:
@@ -93,8 +76,10 @@ def explain(error: BaseException) -> tuple[str, int]:
     raise error
 
 
-def train(config: RunConfig, task: type[TrainingTask], profile: int = 0) -> Path:
-    """Starts or resumes the run; returns its folder. `profile`: number of steps to trace."""
+def train(config: RunConfig, task: type[TrainingTask], profile: int = 0) -> bool:
+    """Starts or resumes the run. -> False if it was asked to stop (SIGTERM, Ctrl-C): the same call resumes it.
+
+    `profile`: number of steps to trace."""
     check(config, distributed.environment()[1])
     require_installed(config)
     datasets, run = open_datasets(config), Path(config.run)
@@ -104,16 +89,17 @@ def train(config: RunConfig, task: type[TrainingTask], profile: int = 0) -> Path
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{config.run}: {error.strerror}: choose another with --set run=RUN") from None
-    ranks = distributed.start(config.train.timeout_s, config.train.deterministic)
-    failed = True
-    try:
-        with checkpoint.locked(run, ranks):
-            _train(config, task(config, datasets, ranks), datasets, run, ranks, profile)
-        failed = False
-    finally:
-        if not failed or ranks.world == 1:  # after an error, do not wait for the other ranks
-            distributed.close()
-    return run
+    with distributed.process_restored():
+        ranks = distributed.start(config.train.timeout_s, config.train.deterministic)
+        failed = True
+        try:
+            with checkpoint.locked(run, ranks):
+                finished = _train(config, task(config, datasets, ranks), datasets, run, ranks, profile)
+            failed = False
+        finally:
+            if not failed or ranks.world == 1:  # after an error, do not wait for the other ranks
+                distributed.close()
+    return finished
 
 
 def open_datasets(config: RunConfig) -> list[Dataset]:
@@ -130,13 +116,34 @@ def open_datasets(config: RunConfig) -> list[Dataset]:
     return datasets
 
 
-def _train(config: RunConfig, task: TrainingTask, datasets: Sequence[Dataset], run: Path, ranks: Ranks, profile: int) -> None:
+def _train(
+    config: RunConfig, task: TrainingTask, datasets: Sequence[Dataset], run: Path, ranks: Ranks, profile: int
+) -> bool:
+    with ExitStack() as held:
+        finished, step = _to_the_end(config, task, datasets, run, ranks, profile, held)
+    if ranks.first and finished:
+        say(f"done: {export_run(run, type(config), type(task))}, {write_report(run)}")
+    elif ranks.first:
+        say(f"stopped after step {step}; the same command resumes")
+    return finished
+
+
+def _to_the_end(
+    config: RunConfig,
+    task: TrainingTask,
+    datasets: Sequence[Dataset],
+    run: Path,
+    ranks: Ranks,
+    profile: int,
+    held: ExitStack,
+) -> tuple[bool, int]:
+    """-> whether the run is finished, and its step. `held` closes what was opened, also after an error."""
     path = distributed.on_first_rank(ranks, lambda: checkpoint.newest(run, _warn))
     saved = refuse_changes(path, config, datasets, ranks, task) if path else None
     loader_state = checkpoint.read_loader_state(path, ranks, saved["world"]) if path and saved else None
     spare = micro_batch(config, ranks.world)[0] * task.kept_per_crop * (2 if config.train.precision == "bf16" else 4)
     place = datasets, ranks.device, ranks.rank, ranks.world
-    loader = Loader(config.loader, *place, loader_state, spare_bytes=spare, **task.roles)
+    loader = held.enter_context(closing(Loader(config.loader, *place, loader_state, spare_bytes=spare, **task.roles)))
     total = config.train.steps or math.ceil((config.train.epochs or 0) * loader.steps_per_epoch)
     progress, universal = Progress(), False
     if path and saved:
@@ -157,30 +164,21 @@ def _train(config: RunConfig, task: TrainingTask, datasets: Sequence[Dataset], r
             (run / CODE).mkdir(exist_ok=True)
             write_whole(run / CODE / name, content)
     engine, adam = make_engine(config, ranks, task, universal)
+    held.callback(engine.destroy)
     if path:
         checkpoint.load(engine, path, universal)
     logger = None
     if ranks.first:
         facts = run_facts(config, datasets, ranks) | task.facts() | {"steps": total, "best": task.best[0]} | task.explained()
-        logger = RunLogger(run, config, task.keys, facts, progress.step, total)
+        logger = held.enter_context(closing(RunLogger(run, config, task.keys, facts, progress.step, total)))
         for line in (heading(config, loader, ranks, progress, engine), *task.remarks):
             say(line)
     loop = Loop(task, config, run, ranks, engine, adam, loader, datasets, progress, total, logger)
     gc.collect()
     gc.freeze()  # or a collection in the middle of a step would visit all that was imported
-    try:
-        with profiled(profile, run / "profile", ranks.device) if profile and ranks.first else nullcontext() as tracer:
-            finished = loop.train(tracer)
-    finally:
-        gc.unfreeze()
-        loader.close()
-        if logger:
-            logger.close()
-        engine.destroy()
-    if ranks.first and finished:
-        say(f"done: {export_run(run, type(config), type(task))}, {write_report(run)}")
-    elif ranks.first:
-        say(f"stopped after step {progress.step}; the same command resumes")
+    held.callback(gc.unfreeze)
+    with profiled(profile, run / "profile", ranks.device) if profile and ranks.first else nullcontext() as tracer:
+        return loop.train(tracer), progress.step
 
 
 def _warn(text: str) -> None:
@@ -279,18 +277,7 @@ def export_run(run: Path, kind: type[RunConfig], task: type[TrainingTask]) -> Pa
     trained = {name: state[name] for name in ("step", "crops_seen", "datasets", "preprocessing_sha256")}
     trained["precision"] = config.train.precision
     trained["splits"] = [*state.get("splits", ()), *state.get("splits_before", ())]
-    title, lines = task.card(config, state)
-    card = CARD.format(
-        title=title,
-        lines="\n".join(f"- {line}" for line in lines),
-        parameters=sum(w.numel() for w in weights.values()),
-        leads=f"{len(leads)} leads ({', '.join(leads)})",
-        datasets=", ".join(state["datasets"]),
-        noise=", ".join(config.augment.kinds) or "none",
-        state=state,
-        t=config.train,
-        augment=config.augment,
-    )
+    card = model_card(run, config, state, weights, task)
     try:
         code = {name: (run / CODE / name).read_bytes() for name in state.get("code", ())}
         folder.write(run / "model", weights, task.described(config, state) | {"trained": trained}, signal_spec, card, code)

@@ -1,0 +1,77 @@
+"""The model card of a run: README.md of RUN/model, as Hugging Face shows it."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from engine.common import describe_leads
+from engine.config import RunConfig
+from engine.evaluation.run_files import VALIDATION, StepLog
+from engine.model.folder import front_matter
+from engine.training.task import METRIC_NAMES, TrainingTask
+
+CARD = """# {title}
+
+{parameters:,} parameters. Method: Oh et al., CHIL 2022 (wav2vec 2.0, CMSC, random lead masking).
+
+{lines}
+- Input: {leads} at 500 Hz, 5 s at a time, in millivolts, not normalised: preprocessing.json.
+- Trained for {state[step]:,} steps of {t.batch_crops} crops of 10 s, {t.precision}, AdamW, lr {t.lr} ({t.schedule}).
+- Augmentation: lead masking {augment.rlm}, noise {noise}.
+- Data: {sources} (fingerprints of the datasets: {datasets}).
+- Steps skipped as not finite: {state[skipped_steps]}.
+
+{table}This is not a medical device: whatever is built on it must be validated for its use and its population. config.json
+holds the settings; weights are float32 in safetensors. Usage:
+
+    import engine
+    model = engine.load("THIS_FOLDER")    # or "hf://organisation/name"
+    vector = model.embed(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")    # [L, T] -> [D]
+"""
+PREDICT = """    answers = model.predict(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")
+"""
+
+
+def model_card(
+    run: Path, config: RunConfig, state: dict[str, Any], weights: dict[str, Tensor], task: type[TrainingTask]
+) -> str:
+    title, lines = task.card(config, state)
+    leads = config.augment.output_leads
+    head = task.described(config, state).get("head")
+    sources = sorted({name for split in state.get("splits", ()) for name in split["sources"]})
+    measured = {name: value for name, value in _validated(run, state["step"]).items() if math.isfinite(value)}
+    rows = "".join(f"| {METRIC_NAMES.get(name, name.replace('_', ' '))} | {value:.4f} |\n" for name, value in measured.items())
+    card = CARD.format(
+        title=title,
+        lines="\n".join(f"- {line}" for line in lines),
+        parameters=sum(w.numel() for w in weights.values()),
+        leads=f"{len(leads)} leads ({describe_leads(leads).replace(',', ', ')})",
+        sources=", ".join(sources) or "unknown sources",
+        datasets=", ".join(fingerprint[:16] for fingerprint in state["datasets"]),
+        noise=", ".join(config.augment.kinds) or "none",
+        table=f"| in validation | |\n|---|---|\n{rows}\n" if rows else "",
+        state=state,
+        t=config.train,
+        augment=config.augment,
+    )
+    facts: dict[str, Any] = {"datasets": sources}
+    if measured:
+        metrics = [{"type": name, "value": round(value, 4)} for name, value in measured.items()]
+        about = {"name": head["task"] if head else "pre-training", "type": "ecg"}
+        result = {
+            "task": about,
+            "dataset": {"name": ", ".join(sources), "type": "ecg", "split": "validation"},
+            "metrics": metrics,
+        }
+        facts["model-index"] = [{"name": title, "results": [result]}]
+    return front_matter(facts) + card + (PREDICT if head and head.get("classes") else "")
+
+
+def _validated(run: Path, step: int) -> dict[str, float]:
+    """The validation of the exported step."""
+    for row in StepLog(run / VALIDATION).rows:
+        if row["step"] == step:
+            return {name: value for name, value in row.items() if isinstance(value, float)}
+    return {}

@@ -1,0 +1,78 @@
+"""Training from Python: a run that was trained, resumed or found finished, and its errors as exceptions of one line.
+
+run = trained(load("w2v_cmsc_rlm", {"data.datasets": ["DATASET"], "run": "RUN"}), PretrainTask)
+run.model().embed(...), run.validation[-1], run.report
+"""
+
+import html
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_tools.dataset import Dataset
+from engine.common import ConfigError
+from engine.config import RunConfig
+from engine.evaluation.run_files import METRICS, VALIDATION, StepLog
+from engine.evaluation.run_report import REPORT
+from engine.model import inference
+from engine.training.loop import TrainError
+from engine.training.task import TrainingTask
+from engine.training.train import explain, train
+
+Data = str | os.PathLike[str] | Dataset
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """A finished run. Wherever a path to a run is taken, it may be given: engine.load(run), engine.finetune(run, ...)."""
+
+    path: Path
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def model(self, **options: Any) -> inference.TrainedModel:
+        """As engine.load(RUN, **options)."""
+        return inference.load(self.path, **options)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Of training, one row for each logged step: pandas.DataFrame(run.metrics)."""
+        return self._rows(METRICS)
+
+    @property
+    def validation(self) -> list[dict[str, Any]]:
+        return self._rows(VALIDATION)
+
+    @property
+    def report(self) -> Path:
+        return self.path / REPORT
+
+    def _rows(self, name: str) -> list[dict[str, Any]]:
+        return StepLog(self.path / name).rows
+
+    def _repr_html_(self) -> str:
+        page = html.escape(self.report.read_text(), quote=True)
+        return f'<iframe srcdoc="{page}" style="width: 100%; height: 40em; border: 0"></iframe>'
+
+
+def trained(config: RunConfig, task: type[TrainingTask]) -> TrainingRun:
+    """Starts the run, or resumes it. An interrupted one leaves a checkpoint and raises KeyboardInterrupt."""
+    try:
+        finished = train(config, task)
+    except Exception as error:
+        message, code = explain(error)
+        if message == str(error):
+            raise
+        raise (ConfigError if code == 2 else TrainError)(" ".join(message.split())) from error
+    if not finished:
+        raise KeyboardInterrupt(f"{config.run}: stopped after a checkpoint: the same call resumes")
+    return TrainingRun(Path(config.run))
+
+
+def places(data: Data | Sequence[Data]) -> list[str]:
+    """One dataset or several as data.datasets names them."""
+    several = [data] if isinstance(data, str | os.PathLike | Dataset) else data
+    return [one.root.url if isinstance(one, Dataset) else os.fspath(one) for one in several]
