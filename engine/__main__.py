@@ -30,6 +30,7 @@ COMMANDS = {  # name: module with main(arguments), perhaps the first of its argu
     "probe": ("engine.embed --probe", "score embeddings with a linear probe, k-NN and identification"),
     "predict": ("engine.predict", "write the predictions of a fine-tuned model as CSV or parquet"),
     "convert": ("engine.convert", "convert weights from and to fairseq-signals, and to ONNX"),
+    "hub": ("engine.hub", "share a model on the Hugging Face Hub, or fetch one"),
     "reproduce": ("engine.reproduce", "reproduce the tables of the paper"),
     "parity": ("engine.parity", "compare the model with the authors' numbers"),
 }

@@ -11,7 +11,6 @@ The settings of a component are a dataclass beside its code; this file collects 
 
 import difflib
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -214,7 +213,7 @@ Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: str | Path,
     overrides: Sequence[str] | Mapping[str, Any] = (),
     kind: type[Kind] = Config,  # type: ignore[assignment]
 ) -> Kind:

@@ -42,7 +42,7 @@ def classes() -> tuple[Any, Any]:
 
 
 def pretrain(
-    config: str | os.PathLike[str] = "quickstart",
+    config: str | Path = "quickstart",
     *,
     data: "Data | Sequence[Data]",
     out: str | os.PathLike[str],

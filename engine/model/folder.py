@@ -11,7 +11,6 @@ or changed model is never loaded. The model card may be edited.
 import hashlib
 import json
 import os
-import re
 import shutil
 import stat
 import sys
@@ -32,8 +31,6 @@ WEIGHTS, CONFIG, PREPROCESSING, CARD = "model.safetensors", "config.json", "prep
 SHA256 = "sha256"  # in config.json
 FORMAT = 1
 SHOWN = 4  # names in a message
-HUB = "hf://"
-FILE_NAME = re.compile(r"\w[\w.-]{0,99}")
 TAGS = ("ecg", "electrocardiogram", "12-lead", "self-supervised-learning", "time-series")
 
 
@@ -140,8 +137,10 @@ def _json(value: Any) -> str:
 def model_folder(path: str | os.PathLike[str]) -> Iterator[tuple[Path, str]]:
     """The folder with the weights, checked, and its digest. A remote one is downloaded first."""
     text = os.fspath(path)
-    if text.startswith(HUB):
-        folder = _from_hub(text.removeprefix(HUB))
+    if text.startswith("hf://"):
+        from engine.model.hub import fetched
+
+        folder = fetched(text.removeprefix("hf://"))
         yield folder, check(folder)
         return
     if "://" in text:
@@ -177,50 +176,6 @@ def _download(url: str, local: Path) -> Path:
     except Exception as error:  # of many kinds: network, credentials, a missing package
         raise LoadError(f"{url}: {type(error).__name__}: {error}".splitlines()[0]) from None
     return local
-
-
-def _from_hub(repo: str) -> Path:
-    """The model of org/name@revision, in the Hub's cache on this machine. All files are those of one commit."""
-    name, _, revision = repo.partition("@")
-    with huggingface(repo) as hub:
-        config = Path(hub.hf_hub_download(name, CONFIG, revision=revision or None))
-        folder = config.parent  # snapshots/COMMIT
-        sums = document_of(config).get(SHA256)
-        for file in {WEIGHTS, PREPROCESSING, *(sums if isinstance(sums, dict) else ())} - {CONFIG}:
-            if FILE_NAME.fullmatch(file):
-                hub.hf_hub_download(name, file, revision=folder.name)
-    return folder
-
-
-@contextmanager
-def huggingface(repo: str) -> Iterator[Any]:
-    """The module huggingface_hub; what goes wrong there is an error of one line."""
-    try:
-        import huggingface_hub as hub
-        from huggingface_hub import errors
-    except ImportError:
-        raise ConfigError(f"{HUB}{repo}: huggingface_hub is not installed: pip install 'omnilead[hub]'") from None
-    try:
-        yield hub
-    except errors.GatedRepoError:
-        raise LoadError(f"{HUB}{repo}: is gated: ask for access on its page, then `hf auth login`") from None
-    except errors.RepositoryNotFoundError:
-        raise LoadError(
-            f"{HUB}{repo}: no such repository, or your token may not see it: `hf auth login`, or HF_TOKEN"
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise LoadError(f"{HUB}{repo}: no such revision: give a branch, tag or commit after @") from None
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError):
-        raise LoadError(f"{HUB}{repo}: {hub.constants.ENDPOINT} cannot be reached, and no copy is in the cache here") from None
-    except errors.EntryNotFoundError as error:
-        raise LoadError(f"{HUB}{repo}: no model of omnilead: a file is missing: {error}".splitlines()[0]) from None
-    except Exception as error:
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        if status in (401, 403):
-            raise LoadError(f"{HUB}{repo}: your token is wrong or may not write there: `hf auth login`, or HF_TOKEN") from None
-        if isinstance(error, ConfigError) or not isinstance(error, OSError | ValueError):
-            raise
-        raise LoadError(f"{HUB}{repo}: {' '.join(str(error).split())[:200]}") from None
 
 
 def document_of(path: Path) -> dict[str, Any]:

@@ -116,9 +116,7 @@ def open_datasets(config: RunConfig) -> list[Dataset]:
     return datasets
 
 
-def _train(
-    config: RunConfig, task: TrainingTask, datasets: Sequence[Dataset], run: Path, ranks: Ranks, profile: int
-) -> bool:
+def _train(config: RunConfig, task: TrainingTask, datasets: Sequence[Dataset], run: Path, ranks: Ranks, profile: int) -> bool:
     with ExitStack() as held:
         finished, step = _to_the_end(config, task, datasets, run, ranks, profile, held)
     if ranks.first and finished:

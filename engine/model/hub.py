@@ -1,0 +1,109 @@
+"""Models on the Hugging Face Hub: `omnilead hub push|pull`, engine.load("hf://org/name@revision")."""
+
+import hashlib
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from engine.common import ConfigError
+from engine.model.folder import (
+    CARD,
+    CONFIG,
+    PREPROCESSING,
+    SHA256,
+    WEIGHTS,
+    LoadError,
+    document_of,
+    front_matter,
+    model_folder,
+    sealed,
+)
+
+HUB = "hf://"
+FILE_NAME = re.compile(r"\w[\w.-]{0,99}")
+# An absolute path or an address of a bucket; not https:// or hf://
+PLACE = re.compile(r"(?<![\w/:.])(?:(?:s3|gs|file)://|~?/|[A-Za-z]:\\)[\w.+-]+(?:[/\\][\w.+-]+)+")
+
+
+def push(model: str | Path, repo: str, private: bool = False, licence: str | None = None) -> str:
+    """Uploads RUN/model in one commit. -> its address"""
+    with model_folder(model) as (folder, _), huggingface(repo) as hub:
+        files = published(folder, licence)
+        hub.create_repo(repo, private=private, exist_ok=True)
+        operations = [hub.CommitOperationAdd(name, content) for name, content in files.items()]
+        commit = hub.create_commit(repo, operations, commit_message="A model of omnilead")
+    return str(commit.repo_url)
+
+
+def published(folder: Path, licence: str | None = None) -> dict[str, Path | bytes]:
+    """What is uploaded, by file name: the files that config.json names, the model card, and config.json for these."""
+    document: dict[str, Any] = without_places(document_of(folder / CONFIG))
+    sums = document.pop(SHA256, None) or {WEIGHTS: "", PREPROCESSING: ""}
+    files: dict[str, Path | bytes] = {name: folder / name for name in sums if name not in (CONFIG, CARD)}
+    card = (folder / CARD).read_text() if (folder / CARD).is_file() else f"# {folder.resolve().parent.name}\n"
+    files[CARD] = front_matter({"license": licence} if licence else {}, without_places(card)).encode()
+    digests = {name: hashlib.sha256(c if isinstance(c, bytes) else c.read_bytes()).hexdigest() for name, c in files.items()}
+    return files | {CONFIG: sealed(document, digests).encode()}
+
+
+def without_places(value: Any) -> Any:
+    """Paths and buckets' addresses in texts, at any depth, reduced to the last name."""
+    if isinstance(value, dict):
+        return {key: without_places(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [without_places(inner) for inner in value]
+    return PLACE.sub(lambda place: re.split(r"[/\\]", place[0])[-1], value) if isinstance(value, str) else value
+
+
+def pull(repo: str, out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out}: exists and is not an empty folder: choose another name")
+    with model_folder(f"hf://{repo}") as (folder, _):
+        shutil.copytree(folder, out, dirs_exist_ok=True)
+
+
+def fetched(repo: str) -> Path:
+    """The model of org/name@revision, in the Hub's cache on this machine. All files are those of one commit."""
+    name, _, revision = repo.partition("@")
+    with huggingface(repo) as hub:
+        config = Path(hub.hf_hub_download(name, CONFIG, revision=revision or None))
+        folder = config.parent  # snapshots/COMMIT
+        sums = document_of(config).get(SHA256)
+        for file in {WEIGHTS, PREPROCESSING, *(sums if isinstance(sums, dict) else ())} - {CONFIG}:
+            if FILE_NAME.fullmatch(file):
+                hub.hf_hub_download(name, file, revision=folder.name)
+    return folder
+
+
+@contextmanager
+def huggingface(repo: str) -> Iterator[Any]:
+    """The module huggingface_hub; what goes wrong there is an error of one line."""
+    try:
+        import huggingface_hub as hub
+        from huggingface_hub import errors
+    except ImportError:
+        raise ConfigError(f"{HUB}{repo}: huggingface_hub is not installed: pip install 'omnilead[hub]'") from None
+    try:
+        yield hub
+    except errors.GatedRepoError:
+        raise LoadError(f"{HUB}{repo}: is gated: ask for access on its page, then `hf auth login`") from None
+    except errors.RepositoryNotFoundError:
+        raise LoadError(
+            f"{HUB}{repo}: no such repository, or your token may not see it: `hf auth login`, or HF_TOKEN"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise LoadError(f"{HUB}{repo}: no such revision: give a branch, tag or commit after @") from None
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError):
+        raise LoadError(f"{HUB}{repo}: {hub.constants.ENDPOINT} cannot be reached, and no copy is in the cache here") from None
+    except errors.EntryNotFoundError as error:
+        raise LoadError(f"{HUB}{repo}: no model of omnilead: a file is missing: {error}".splitlines()[0]) from None
+    except Exception as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status in (401, 403):
+            raise LoadError(f"{HUB}{repo}: your token is wrong or may not write there: `hf auth login`, or HF_TOKEN") from None
+        if isinstance(error, ConfigError) or not isinstance(error, OSError | ValueError):
+            raise
+        raise LoadError(f"{HUB}{repo}: {' '.join(str(error).split())[:200]}") from None
