@@ -1,4 +1,4 @@
-"""Label tables of published archives: `python -m data_tools labels ptbxl SRC --out DIR`.
+"""Label tables of published archives: `omnilead labels ptbxl SRC --out DIR`.
 
 A table is a parquet file with `source` and `record` as a dataset of the archive has them, one column a label, and `fold` where
 folds are published. An empty cell is unknown. The JSON file beside it says what the columns mean, what was read, and counts.
@@ -11,7 +11,6 @@ import io
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from data_tools.build import pseudonym
 from data_tools.errors import DataError, printable
 from data_tools.storage import dataset_folder, folder, write_errors, write_whole
 
-TABLES = dict.fromkeys(("ptbxl", "code15", "physionet2021"), "archives") | {"mimic-iv-ecg": "mimic_iv_ecg"}
+MODULES = dict.fromkeys(("ptbxl", "code15", "physionet2021"), "archives") | {"mimic-iv-ecg": "mimic_iv_ecg"}
 UNKNOWN = -1  # in a column of 0 and 1; NaN in a column of measurements
 MAX_TABLE = 2**30
 _RECORD = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -43,48 +42,42 @@ class PublishedLabels(NamedTuple):
 
 def write_labels(archive: str, url: str, out: str, key: bytes | None, anonymous: bool, quiet: bool) -> Iterator[str]:
     """Write all tables of an archive; -> a line about each. With a key, records have the names of a pseudonymized dataset."""
-    module = importlib.import_module(f"data_tools.labels.{TABLES[archive]}")
+    module = importlib.import_module(f"data_tools.labels.{MODULES[archive]}")
     root, place = folder(url, anonymous), dataset_folder(out)
     root.children()  # an error if there is no such folder
     if not place.remote:
         with write_errors(place.url, "tables"):
             os.makedirs(place.url, exist_ok=True)
     write = place.write if place.remote else lambda name, data: write_whole(Path(place.path(name)), data)
-    written = 0
     for one in getattr(module, archive.replace("-", "_"))(root, quiet):
-        table, facts = _in_arrow(one, key)
-        if not facts["labels"]:
+        table, labels = _in_arrow(one, key)
+        if not labels:
             yield f"{one.name}: no record has such a label: not written"
             continue
-        facts["read_sha256"] = {name: hashlib.sha256(root.read(name, MAX_TABLE)).hexdigest() for name in one.read}
-        write(f"{one.name}.json", (json.dumps({"archive": archive} | facts, indent=1) + "\n").encode())
+        read = {name: hashlib.sha256(root.read(name, MAX_TABLE)).hexdigest() for name in one.read}
+        facts = {"archive": archive, "about": one.about, "sha256": read, "records": len(table), "labels": labels}
+        write(f"{one.name}.json", (json.dumps(facts, indent=1) + "\n").encode())
         buffer = io.BytesIO()
         pq.write_table(table, buffer, compression="zstd")
         write(f"{one.name}.parquet", buffer.getvalue())
-        written += 1
-        yield f"{place.path(one.name)}.parquet: {len(table):,} records, {len(facts['labels'])} labels"
-    if not written:
-        raise DataError(f"{root.url}: no labels in it")
+        yield f"{place.path(one.name)}.parquet: {len(table):,} records, {len(labels)} labels"
 
 
 def _in_arrow(one: PublishedLabels, key: bytes | None) -> tuple[pa.Table, dict[str, Any]]:
-    """The table, without the labels that no record has, and the contents of the JSON file."""
+    """The table without the labels that no record has, and what the others mean."""
     if wrong := next((name for name in one.records if not _RECORD.fullmatch(name)), None):
         raise DataError(f"{', '.join(one.read)}: {printable(wrong[:40])!r} is not a record's id: restore the file")
     sources = [one.source] * len(one.records) if isinstance(one.source, str) else one.source
-    pairs = Counter(zip(sources, one.records, strict=True))
-    if len(pairs) < len(one.records):
-        raise DataError(f"{', '.join(one.read)}: {pairs.most_common(1)[0][0][1]} has several rows: restore the file")
-    columns = {"source": pa.array(sources), "record": pa.array(pseudonym(key, "r", *pair) for pair in pairs)}
+    names = [pseudonym(key, "r", *pair) for pair in zip(sources, one.records, strict=True)]
+    columns = {"source": pa.array(sources, pa.string()), "record": pa.array(names, pa.string())}
     labels: dict[str, Any] = {}
     for name, (means, values) in one.labels.items():
         measured = values.dtype.kind == "f"
         column = pa.array(values, mask=np.isnan(values) if measured else values == UNKNOWN)
         known, positive = len(column) - column.null_count, int((values == 1).sum())
         if known if measured else positive:
-            columns[name] = column
             count = {"median": round(pc.quantile(column)[0].as_py(), 3)} if measured else {"positive": positive}
-            labels[name] = {"means": means, "known": known} | count
+            columns[name], labels[name] = column, {"means": means, "known": known} | count
     if one.fold is not None:
         columns["fold"] = pa.array(one.fold, pa.int8())
-    return pa.table(columns), {"about": one.about, "records": len(pairs), "labels": labels}
+    return pa.table(columns), labels

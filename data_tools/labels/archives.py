@@ -1,7 +1,7 @@
 """Labels that archives publish as they are: PTB-XL, CODE-15 % and the PhysioNet/CinC Challenge 2021."""
 
 import posixpath
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -19,13 +19,13 @@ from data_tools.sources.wfdb_header import MAX_BYTES, parse_header
 from data_tools.sources.wfdb_signals import own_name
 from data_tools.storage import Folder, links_in, prefetch
 
+_TRUTH = {"True": 1, "1": 1, "1.0": 1, "False": 0, "0": 0, "0.0": 0}
 SUPERCLASSES = {"MI": "myocardial infarction", "STTC": "ST/T change", "CD": "conduction disturbance", "HYP": "hypertrophy"}
+CODE15 = {"1dAVb": "first degree AV block", "RBBB": "right bundle branch block", "LBBB": "left bundle branch block"}
+CODE15 |= {"SB": "sinus bradycardia", "AF": "atrial fibrillation", "ST": "sinus tachycardia", "normal_ecg": "normal ECG"}
+CODE15 |= {"is_male": "male sex", "death": "died during follow-up; known for one exam of each patient"}
 _SETS = ("diagnostic", "form", "rhythm")
 _CLASSES = {"subdiagnostic": "diagnostic_subclass", "superdiagnostic": "diagnostic_class"}
-
-
-def _truth(text: str) -> int:
-    return {"true": 1, "1": 1, "1.0": 1, "false": 0, "0": 0, "0.0": 0}.get(text.lower(), UNKNOWN)
 
 
 def _number(text: str) -> float:
@@ -54,7 +54,7 @@ def ptbxl(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
         given = statements(row["scp_codes"])
         likelihood[i] = [given.get(name, np.nan) for name in known]
     sets = {"all": {name: name for name in known}}
-    sets |= {kind: {name: name for name, row in known.items() if _truth(row[kind]) == 1} for kind in _SETS}
+    sets |= {kind: {name: name for name, row in known.items() if _TRUTH.get(row[kind]) == 1} for kind in _SETS}
     sets |= {kind: {name: known[name][column] for name in sets["diagnostic"]} for kind, column in _CLASSES.items()}
     for kind, label_of in sets.items():
         labels = {}
@@ -71,23 +71,16 @@ def ptbxl(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     yield PublishedLabels("ptbxl-likelihood", about, read, "ptb-xl", records, percents, fold)
 
 
-_CODE15 = """1dAVb first degree AV block, RBBB right bundle branch block, LBBB left bundle branch block, SB sinus bradycardia,
-AF atrial fibrillation, ST sinus tachycardia, normal_ecg normal ECG, is_male male sex, age years with 90 for all over 89,
-death died during follow-up; known for one exam of each patient, timey years to death or to the last contact"""
-CODE15: dict[str, str] = dict(entry.split(maxsplit=1) for entry in _CODE15.split(","))
-_MEASURED: dict[str, Callable[[str], float | None]] = {"age": clean_age, "timey": _number}
-
-
 def code15(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     """The columns of exams.csv (Ribeiro et al. 2021, doi:10.5281/zenodo.4916206). No folds are published: split by patient."""
-    rows = list(read_table(root, TABLE, MAX_TABLE, ("exam_id", *CODE15)))
-    labels = {}
-    for name, means in CODE15.items():
-        values = [_MEASURED.get(name, _truth)(row[name]) for row in rows]
-        labels[name] = means, np.array(values, np.float32 if name in _MEASURED else np.int8)  # None becomes NaN
-    yield PublishedLabels(
-        "code15", "CODE-15 %, labels of exams.csv", (TABLE,), "code15", [row["exam_id"] for row in rows], labels
-    )
+    rows = list(read_table(root, TABLE, MAX_TABLE, ("exam_id", *CODE15, "age", "timey")))
+    records = [row["exam_id"] for row in rows]
+    labels = {
+        name: (means, np.array([_TRUTH.get(row[name], UNKNOWN) for row in rows], np.int8)) for name, means in CODE15.items()
+    }
+    labels["age"] = "age in years, 90 for all over 89", np.array([clean_age(row["age"]) for row in rows], np.float32)
+    labels["timey"] = "years to death or to the last contact", np.array([_number(row["timey"]) for row in rows], np.float32)
+    yield PublishedLabels("code15", "CODE-15 %, labels of exams.csv", (TABLE,), "code15", records, labels)
 
 
 def physionet2021(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
