@@ -50,11 +50,12 @@ def mimic_iv_ecg(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     studies, said = table["study_id"].to_numpy(), np.zeros((2, len(table)), np.uint64)
     for name in tqdm(REPORTS, unit=" columns", disable=quiet):
         said |= _codes(table[name].unify_dictionaries().combine_chunks())
-    bits = (said[:, None] >> np.arange(len(CODES), dtype=np.uint64)[:, None] & np.uint64(1)).astype(bool)
-    (stated, hedged), some = bits, said[0] != 0
-    absent = np.where(hedged | stated[list(CODES).index(UNREAD)], UNKNOWN, 0)
-    values = np.where(stated, 1, absent)[:, some].astype(np.int8)
-    labels = {code: (means, values[i]) for i, (code, (means, _)) in enumerate(CODES.items())}
+    some = said[0] != 0
+    bit = {code: np.uint64(1 << i) for i, code in enumerate(CODES)}
+    labels = {}
+    for code, (means, _) in CODES.items():
+        (stated, hedged), unread = said[:, some] & bit[code] != 0, said[0, some] & bit[UNREAD] != 0
+        labels[code] = means, np.where(stated, 1, np.where(hedged | unread, UNKNOWN, 0)).astype(np.int8)
     about = f"MIMIC-IV-ECG, statements of the carts' programs, pattern list {VERSION}: 1 stated, 0 not, empty hedged"
     yield PublishedLabels("mimic-iv-ecg-statements", about, (TABLE,), "mimic-iv-ecg", studies[some], labels)
     numbers = {"zero": np.zeros(len(table), np.float32)} | {name: table[name].to_numpy() for name in NUMBERS}
