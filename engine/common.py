@@ -43,6 +43,7 @@ SUBSETS = {"12": ALL, "6": LIMB, "3": (0, 1, 7), "2": (0, 1), "1": (0,)}  # Oh e
 _INDEX = {lead.upper(): i for i, lead in enumerate(LEADS)}
 HERE = Path(__file__).resolve().parent
 CONFIGS = HERE / "configs" if (HERE / "configs").is_dir() else HERE.parent / "configs"  # of the wheel, or of the repository
+RUN_CODE: Any = {"action": "store_true", "help": "run the code of its encoder that the model's folder holds, if it has any"}
 OWN = re.compile(r"(?s).+\.py:\w+")  # file.py:Name, code of one's own
 MAX_YAML_BYTES, MAX_YAML_VALUES, MAX_INTEGER = 2**20, 10_000, 2**63
 

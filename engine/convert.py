@@ -21,7 +21,7 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from engine.common import ConfigError, Parser
+from engine.common import RUN_CODE, ConfigError, Parser
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -47,6 +47,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         if command == "from-fairseq":
             scales = ("auto", "millivolt", "zscore")
             sub.add_argument("--input", choices=scales, default="auto", help="scale of the signals in training (auto)")
+        elif command == "to-onnx":
+            sub.add_argument("--code", **RUN_CODE)
     return parser.parse_args(arguments)
 
 
@@ -64,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif args.command == "to-fairseq":
             to_fairseq(args.source, args.out)
         else:
-            worst = to_onnx(load(args.source), args.out)
+            worst = to_onnx(load(args.source, args.code), args.out)
             print(f"onnxruntime and PyTorch differ by {worst:.1g} at most")
     except (ConfigError, OSError, SafetensorError) as error:
         print(f"engine.convert: {error}", file=sys.stderr)

@@ -20,7 +20,7 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from engine.common import ARRAYS, ConfigError, Parser, interruptible, writable
+from engine.common import ARRAYS, RUN_CODE, ConfigError, Parser, interruptible, writable
 
 PER = ("crop", "record", "half")
 
@@ -56,6 +56,7 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
     """The options of engine.embed and engine.predict: a model, its ECGs, and how they are read and computed."""
     add = parser.add_argument
     add("--model", required=True, metavar="RUN", help="RUN, RUN/model or s3://...")
+    add("--code", **RUN_CODE)
     add("--data", required=True, nargs="+", metavar="DATASET|FILE", help="a dataset; or folders, .hea, .npy and .npz files")
     add("--leads", metavar="L", help='12, 6, 3, 2, 1 or names such as "I,II,V2"; others are zeros (default: all)')
     add("--fs", type=float, metavar="HZ", help="sampling rate of .npy and .npz files")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from engine.common import ConfigError, OutputError, Parser, interruptible, writable, write_whole, writing
+from engine.common import RUN_CODE, ConfigError, OutputError, Parser, interruptible, writable, write_whole, writing
 
 if TYPE_CHECKING:
     from engine.evaluation.results import IdentificationResult, TaskResult
@@ -54,6 +54,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="omnilead evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", required=True, metavar="RUN", help="a run, or a folder with model.safetensors")
+    add("--code", **RUN_CODE)
     add("--data", required=True, metavar="DATASET", help="a dataset made by data_tools; s3:// works too")
     add("--leads", default="", metavar="L", help='12, 6, 3, 2, 1 or names such as "I,II,V2"; others are zeros (default: all)')
     add("--task", default="auto", metavar="NAME", help="a task of configs/tasks or a YAML file (what the model was tuned for)")
@@ -82,7 +83,7 @@ def evaluate(args: argparse.Namespace) -> None:
     from engine.model.kernels import chosen_device
 
     dataset = Dataset.open(args.data, args.anonymous)
-    model = engine.load(args.model).to(chosen_device(args.device))
+    model = engine.load(args.model, args.code).to(chosen_device(args.device))
     task = chosen_task(model, args.task, args.labels)
     options = EvalOptions(args.role, args.leads, args.batch, args.model)
     result: TaskResult | IdentificationResult

@@ -21,8 +21,10 @@ from typing import Any
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from engine.common import interruptible, leave
+from engine.common import RUN_CODE, interruptible, leave
 from engine.training.command import SHORTCUTS, command
+
+CODE = "code", {"action": "store_const", "const": True, "help": RUN_CODE["help"]}
 
 
 def classes() -> tuple[Any, Any]:
@@ -32,7 +34,7 @@ def classes() -> tuple[Any, Any]:
     return FinetuneConfig, FinetuneTask
 
 
-main = partial(command, "finetune", __doc__, classes, None, SHORTCUTS)
+main = partial(command, "finetune", __doc__, classes, None, SHORTCUTS | {"--code": CODE})
 
 if __name__ == "__main__":
     interruptible("engine/finetune.py")

@@ -2,6 +2,7 @@
 
     omnilead pretrain --data DATASET --out RUN                the quick start: a small model, a minute or two on a CPU
     omnilead pretrain --config w2v_cmsc_rlm --data DATASET --out RUN --set train.steps=1000
+    omnilead pretrain --start MODEL --config MODEL/config.yaml --data MORE --out RUN2         go on from weights, on other data
     deepspeed --module engine.pretrain --config w2v_cmsc_rlm ...              on all GPUs of this machine
     torchrun --nproc-per-node 8 --module engine.pretrain --config F ...       the same
     deepspeed --hostfile H --no_ssh --node_rank I --master_addr A --module engine.pretrain ...          on each of many nodes

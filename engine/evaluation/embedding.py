@@ -341,7 +341,7 @@ def prepare_model(args: argparse.Namespace) -> tuple[TrainedModel, Input]:
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores_per_rank())
     keep_freed_memory()
-    model = load(args.model)
+    model = load(args.model, args.code)
     if args.precision == "auto":
         args.precision = "bf16" if device.type == "cuda" and model.history.get("precision") == "bf16" else "fp32"
     model.to(device, torch.bfloat16 if args.precision == "bf16" else torch.float32)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -101,6 +102,9 @@ def prepared(
     if not config.encoder:
         return None, config.tokens(HALF)
     encoder = build_encoder(config, masked, torch.Generator().manual_seed(seed), kind)
+    for part in encoder.modules():  # DeepSpeed casts weights only, and a batch norm needs its statistics in their type
+        if isinstance(part, _NormBase) and part.running_mean is not None and part.running_var is not None:
+            part.running_mean, part.running_var = part.running_mean.to(dtype), part.running_var.to(dtype)
     return encoder, examine(encoder, config, masked, dtype)
 
 
@@ -114,7 +118,9 @@ def examine(encoder: nn.Module, config: ModelConfig, masked: bool = False, dtype
     x_RLT = torch.randn(ROWS, config.leads, HALF, generator=generator).to(dtype)
     x_RLT[1] = 0  # as random lead masking may make it
     others_RLT = torch.cat([x_RLT[:1], torch.randn(ROWS - 1, config.leads, HALF, generator=generator).to(dtype)])
-    own: Any = copy.deepcopy(encoder).to(dtype).eval()
+    own: Any = copy.deepcopy(encoder).eval()
+    for p in own.parameters():
+        p.data = p.data.to(dtype)
 
     def call(name: str, *inputs: Tensor) -> Any:
         try:

@@ -8,6 +8,7 @@ heads of the local objective are taken if all of them fit, and no code that the 
 """
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,10 +61,12 @@ def read_weights(config: Config) -> StartingWeights:
         document, preprocessing = document_of(folder / CONFIG), document_of(folder / PREPROCESSING)
         theirs, weights = config_of(document, folder / CONFIG), load_file(folder / WEIGHTS)
     before, now = _architecture(theirs), _architecture(config.model)
-    keys = [key for key in SHARED + AUTHORS if before.get(key) != now.get(key)]
-    differ = [f"model.{key} is {before.get(key)!r} there, {now.get(key)!r} here" for key in keys]
+    differ = [
+        f"model.{key} is {before[key]!r} there, {now[key]!r} here" for key in before if before[key] != now.get(key, before[key])
+    ]
     if differ:
-        raise ConfigError(f"start={start}: another architecture: {'; '.join(differ)}: set the same")
+        same = f"use --config {start}/config.yaml" if Path(start, "config.yaml").is_file() else "set the same"
+        raise ConfigError(f"start={start}: another architecture: {'; '.join(differ)}: {same}")
     had, leads = Input.of(preprocessing, theirs.leads).leads, config.augment.output_leads
     if tuple(had) != tuple(leads):
         raise ConfigError(f"start={start}: was trained on leads {describe_leads(had)}: augment.leads={config.augment.leads!r}")

@@ -134,7 +134,7 @@ def test_fewer_leads_and_half_precision(dataset: Dataset, embedded: Embedded, mo
 
 def test_a_gpu_embeds_in_the_precision_of_the_training(folder: Path, crops: Path, monkeypatch: Patch) -> None:
     loaded = SimpleNamespace(history={}, input=None, to=lambda device, dtype: None)
-    monkeypatch.setattr(embedding, "load", lambda path: loaded)
+    monkeypatch.setattr(embedding, "load", lambda path, code: loaded)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.ones(0))  # no such device here
     for trained, asked, on_gpu in (("bf16", "auto", "bf16"), ("fp32", "auto", "fp32"), ("bf16", "fp32", "fp32")):
         loaded.history = {"precision": trained}

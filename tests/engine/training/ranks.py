@@ -53,7 +53,8 @@ def train(arguments: Sequence[str], before: Callable[[], None] | None = None) ->
     torch.set_num_threads(1)
     if before:
         before()
-    script = importlib.import_module("engine.finetune" if "start=" in " ".join(arguments) else "engine.pretrain")
+    tunes = "start=" in " ".join(arguments) and not arguments[1].endswith("tiny.yaml")
+    script = importlib.import_module("engine.finetune" if tunes else "engine.pretrain")
     code: int = script.main(arguments)
     return code
 

@@ -1,0 +1,183 @@
+"""An encoder and an augmentation of one's own, and weights of another run, through whole trainings."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import curve, finetune, pretrain, rows
+from safetensors.torch import load_file
+from torch import nn
+
+import engine
+from data_tools.dataset import Dataset
+from engine import embed
+from engine.common import ConfigError
+from engine.data.extra import ExtraAugmentation
+from engine.model.folder import LoadError
+
+OWN = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    width, feature_width = 8, 4
+
+    def __init__(self, leads, kernel=50):
+        super().__init__()
+        self.conv, self.norm, self.out = nn.Conv1d(leads, 4, kernel, kernel), nn.BatchNorm1d(4), nn.Linear(4, 8)
+        self.mask = nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        return self.context(self.features(x)[0], None)
+
+    def features(self, x):
+        z = self.norm(self.conv(x)).transpose(1, 2)
+        return z, z.square().mean()
+
+    def context(self, z, mask):
+        return self.out(z if mask is None else torch.where(mask[..., None], self.mask, z))
+
+def noise(x, generator):
+    return x.add_(0.1 * torch.randn(x.shape, generator=generator))
+"""
+EXACT = ("step", "loss", "grad_norm")
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("own") / "own.py"
+    path.write_text(OWN)
+    return path
+
+
+@pytest.fixture(scope="module")
+def base(own: Path, dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of that encoder by the masked objective, stopped once, with that augmentation."""
+    tmp = tmp_path_factory.mktemp("base")
+    for name, lengths in (("whole", [4]), ("parts", [2, 4])):
+        for steps in lengths:
+            ended = pretrain(tmp, dataset.root.url, name, **settings(own), train__steps=steps)
+            assert ended.ok, ended.output
+    return tmp
+
+
+def settings(own: Path, **more: Any) -> dict[str, Any]:
+    how = {"model__encoder": f"{own}:Net", "model__options": {"kernel": 25}, "augment__extra": f"{own}:noise"}
+    return how | {"train__schedule": "fixed", "train__precision": "bf16"} | more
+
+
+def test_a_run_resumes_bit_for_bit_with_buffers_and_draws(base: Path) -> None:
+    assert curve(base / "whole", EXACT) == curve(base / "parts", EXACT)
+    one, two = (load_file(base / name / "model" / "model.safetensors") for name in ("whole", "parts"))
+    assert one["encoder.norm.num_batches_tracked"].dtype == torch.int64 and one["encoder.norm.running_mean"].any()
+    assert one.keys() == two.keys() and all(one[name].equal(two[name]) for name in one)
+    assert json.loads((base / "whole" / "run.json").read_text())["code"].keys() == {"own.py"}
+
+
+def test_code_of_a_model_folder_runs_only_if_asked(base: Path, own: Path, dataset: Dataset, tmp_path: Path) -> None:
+    run = tmp_path / "copy"
+    shutil.copytree(base / "whole" / "model", run)
+    assert "code lies in this folder" in (run / "README.md").read_text()
+    config = json.loads((run / "config.json").read_text())
+    assert config["model"]["encoder"] == "own.py:Net" and "own.py" in config["sha256"]
+    with pytest.raises(LoadError, match=r"code in that folder, own\.py, and runs only if asked: .*--code.*code=True"):
+        engine.load(run)
+    model = engine.load(run, code=True)
+    first = model.embed(dataset.read(0), 500, "12", "uV")
+    assert first.shape == (8,) and model.encoder.norm.num_batches_tracked.dtype == torch.int64
+    own_class: type[nn.Module] = type(model.encoder)
+    assert engine.load(run, encoder=own_class).embed(dataset.read(0), 500, "12", "uV").equal(first)
+    how = ["--model", str(run), "--data", dataset.root.url, "--out", str(tmp_path / "e.parquet")]
+    assert embed.main(how) == 2 and embed.main([*how, "--code"]) == 0
+    (run / "own.py").write_text(OWN + "print('changed')")
+    with pytest.raises(LoadError, match=r"own\.py: was changed or damaged"):
+        engine.load(run, code=True)
+    (run / "own.py").unlink()
+    with pytest.raises(LoadError, match=r"own\.py: no such file, and it holds the model's encoder"):
+        engine.load(run, code=True)
+    assert engine.load(run, encoder=own_class).code == {}
+
+
+def test_fine_tuning_from_it(base: Path, dataset: Dataset, tmp_path: Path) -> None:
+    url, start = dataset.root.url, base / "whole"
+    refused = finetune(tmp_path, url, start, "diagnosis")
+    assert "runs only if asked" in refused.one_line()
+    fewer = finetune(tmp_path, url, start, "diagnosis", code=True, augment__leads="2", augment__padded=False)
+    assert "own.py:Net cannot take fewer leads: use augment.padded=true" in fewer.one_line()
+    ended = finetune(tmp_path, url, start, "diagnosis", world=2, code=True, train__precision="bf16")
+    assert ended.ok, ended.output
+    tuned = engine.load(tmp_path / "run", code=True)
+    assert tuned.head is not None and tuned.config["model"]["options"] == {"kernel": 25}
+    assert (tmp_path / "run" / "model" / "own.py").read_text() == OWN
+
+
+def test_a_file_that_is_gone_or_changed_stops_a_resume(own: Path, base: Path, dataset: Dataset, tmp_path: Path) -> None:
+    shutil.copytree(base / "parts", tmp_path / "run")
+    how = settings(own, train__steps=5)
+    own.write_text(OWN + "# another\n")
+    try:
+        assert "cannot resume: code.own.py changed from sha256" in pretrain(tmp_path, dataset.root.url, **how).one_line()
+        own.unlink()
+        line = pretrain(tmp_path, dataset.root.url, **how).one_line()
+        assert "own.py: No such file or directory: the run's copy is" in line and "run/code/own.py" in line
+    finally:
+        own.write_text(OWN)
+
+
+def test_the_resnet_trains_and_is_tuned_on_fewer_leads(dataset: Dataset, tmp_path: Path) -> None:
+    resnet = {"model__encoder": "resnet", "model__options": {"widths": [8, 16]}, "train__steps": 2}
+    views = {"pipeline__views": "window", "objective__method": "simclr"}
+    url = dataset.root.url
+    assert "has no features() and context()" in pretrain(tmp_path, url, "local", **resnet).one_line()
+    ended = pretrain(tmp_path, url, "base", **resnet, **views, objective__local=0)
+    assert ended.ok and all(row["mfu"] > 0 for row in rows(tmp_path / "base")), ended.output
+    ended = finetune(tmp_path, url, tmp_path / "base", "diagnosis", "two", augment__leads="2", augment__padded=False)
+    assert ended.ok, ended.output
+    assert engine.load(tmp_path / "two").embed(dataset.read(0)[:2], 500, "I,II", "uV").shape == (16,)
+    assert "1-D residual network" in (tmp_path / "two" / "model" / "README.md").read_text()
+
+
+def test_pretraining_goes_on_from_weights(own: Path, base: Path, dataset: Dataset, tmp_path: Path) -> None:
+    url, start, how = dataset.root.url, str(base / "whole"), settings(own, train__steps=1, augment__rlm=0.25)
+    ended = pretrain(tmp_path, url, "more", start=start, **how, train__lr=1e-12)
+    assert ended.ok and "took the encoder and the heads of the local objective; begins anew: the optimiser" in ended.output
+    before, after = (load_file(Path(run) / "model" / "model.safetensors") for run in (start, tmp_path / "more"))
+    assert all(
+        torch.allclose(before[name], after[name], 1e-2, 1e-4)
+        for name in before
+        if "running" not in name and "batches" not in name
+    )
+    config = json.loads((tmp_path / "more" / "model" / "config.json").read_text())
+    assert config["continued"]["start"] == start and config["continued"]["step"] == 4 and len(config["trained"]["splits"]) == 2
+    assert f"weights of {start}, step 4" in (tmp_path / "more" / "model" / "README.md").read_text()
+    anew = pretrain(tmp_path, url, "anew", start=start, **how, model__codes=16)
+    assert "took the encoder; begins anew: the heads of the local objective, the optimiser" in anew.output
+    other = pretrain(tmp_path, url, "other", start=start, train__steps=1)
+    assert "another architecture: model.encoder is 'own.py:Net' there, '' here" in other.one_line()
+    fewer = pretrain(tmp_path, url, "fewer", start=start, **how, model__leads=2, augment__leads="2", augment__padded=False)
+    assert "model.leads is 12 there, 2 here" in fewer.one_line()
+    # One without the local objective, for one with it
+    assert pretrain(tmp_path, url, "cmsc", train__steps=1, objective__local=0).ok
+    both = pretrain(tmp_path, url, "both", start=str(tmp_path / "cmsc"), train__steps=1)
+    assert "took the encoder; begins anew: the mask embedding, the heads of the local objective, the optimiser" in both.output
+
+
+def test_an_augmentation_of_ones_own(tmp_path: Path, dataset: Dataset) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def half(x, generator):\n    return x[:1]\ndef more(x, generator):\n    return x + 1\n" + OWN)
+    cpu = torch.device("cpu")
+    x = torch.ones(2, 2, 3, 5)
+    x[0, 1, 2] = 0  # a masked lead
+    y = ExtraAugmentation(f"{path}:more", 1, 0, cpu)(x.clone(), 3)
+    assert y.equal(2 * x)
+    first, again, later, rank = (
+        ExtraAugmentation(f"{path}:noise", 1, r, cpu)(x.clone(), step) for step, r in ((3, 0), (3, 0), (4, 0), (3, 1))
+    )
+    assert first.equal(again) and not first.equal(later) and not first.equal(rank)
+    with pytest.raises(ConfigError, match=r"augment\.extra=.*half: ValueError: \[2, 2, 3, 5\] .* became \[1, 2, 3, 5\]"):
+        ExtraAugmentation(f"{path}:half", 1, 0, cpu)(x, 0)
+    refused = pretrain(tmp_path, dataset.root.url, augment__extra=f"{path}:more", pipeline__backend="dali")
+    assert "pipeline.backend=dali: cannot run augment.extra=" in refused.one_line()
