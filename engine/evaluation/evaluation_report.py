@@ -55,13 +55,10 @@ def interval(ends: list[float], percent: bool = False) -> str:
 
 def scored(result: TaskResult, dataset: Dataset | None) -> tuple[str, str, list[ReportSection]]:
     half, head = result.half, result.head
-    how = {
-        "multiclass": "the most probable class is predicted",
-        "regression": f"values are in {head.unit or 'their own unit'}",
-    }.get(head.kind, "a class is predicted where its probability is above its threshold")
-    note = (
-        f"One sample is a half of 5 s, as in the paper; {how}. Small: 95 % intervals by bootstrap over patients. AUROC, AUPRC "
-        "and F are means over the classes for which they are defined; unknown labels count nowhere."
+    means = "AUROC, AUPRC and F are means over the classes for which they are defined; unknown labels count nowhere."
+    how = {"multiclass": f"The most probable class is predicted. {means}", "regression": f"In {head.unit or 'its own unit'}."}
+    note = "One sample is a half of 5 s, as in the paper. Small: 95 % intervals by bootstrap over patients. " + how.get(
+        head.kind, f"A class is predicted where its probability is above its threshold. {means}"
     )
     sections = [
         ReportSection(tiles=list(tiles(half)), note=note, remarks=result.remarks),
@@ -142,14 +139,14 @@ def agreement(result: TaskResult) -> Iterator[ReportSection]:
         known = np.isfinite(y[:, k])
         if known.any():
             charts = score_plots.agreement_charts(name, y[known, k], scores[known, k].astype(float), result.head.unit)
-            yield ReportSection(f"Predicted {name}", charts=charts, columns=2)
+            yield ReportSection(f"Predicted {name}", charts=charts)
 
 
 def ecg(result: TaskResult, dataset: Dataset, row: int) -> str:
     assert result.crops_N is not None
     crop, y_K, score_K = int(result.crops_N[row]), np.asarray(result.labels_NK, float)[row], result.scores_NK[row]
     halves = int(dataset.column("halves")[crop])
-    facts = ", ".join(str(values[row]) for values in result.groups_N.values())
+    facts = ", ".join(str(values[row]) for name, values in result.groups_N.items() if name != "source")
     mv_LT = dataset.read(crop)[:, : halves * HALF] * 1e-3
     return score_plots.clinical_chart(f"{result.records_N[row]}: {facts}", reading(result.head, y_K, score_K), mv_LT)
 

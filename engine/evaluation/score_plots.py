@@ -18,7 +18,7 @@ from engine.evaluation.metrics import Array, counts, ranked
 from engine.evaluation.plots import ECG_WIDTH, LEFT, PlotArea, curve, svg, tag, text, thinned, ticks
 
 CELL, NAMES, HEAD = 26.0, 62.0, 96.0  # of the confusion chart
-LONGEST, FEW = 18, 8  # characters of a name; classes whose confusions need no wide card
+LONGEST, FEW = 18, 12  # characters of a name; classes that fit into a narrow card
 DOTS = 1500  # drawn of many
 SPREAD = 1.96  # standard deviations: 95 % of normally distributed differences
 FS_HZ, COLUMN_S, SHOWN_S = 500, 2.5, 10.0
@@ -92,27 +92,27 @@ def confusion_chart(labels_NK: Array, outputs_NK: Array, names: Sequence[str]) -
     share_KK, positives = confusion_shares(labels_NK, outputs_NK), labels_NK.sum(0)
     names = [name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}\u2026" for name in names]
     columns = [*names, "nothing"] if np.nan_to_num(share_KK[:, -1]).any() else names
-    longest = max(map(len, columns))
-    left, top = max(NAMES, 6.2 * longest + 14), max(HEAD, 5.6 * longest + 48)
-    note = "per cent of each class (row) with each prediction (column); blue: right, brown: wrong or none"
-    parts = [text(0, 31, note)]
+    few, longest = len(names) <= FEW, max(map(len, columns))
+    cell, left, top = max(CELL, min(52.0, 290 / len(columns))), max(NAMES, 6.2 * longest + 14), max(HEAD, 5.6 * longest + 48)
+    notes = ("per cent of each class (row) with each prediction (column)", "blue: right, brown: wrong or none")
+    parts = [text(0, 31, notes[0]), text(0, 46, notes[1])] if few else [text(0, 31, "; ".join(notes))]
     for k, name in enumerate(columns):
-        place = f"translate({left + CELL * (k + 0.5) + 3:g} {top - 6:g}) rotate(-60)"
+        place = f"translate({left + cell * (k + 0.5) + 3:g} {top - 6:g}) rotate(-60)"
         parts.append(tag("text", escape(name), transform=place))
     for j, name in enumerate(names):
         faint = "" if positives[j] else ".45"
-        parts.append(text(left - 6, top + CELL * (j + 0.5) + 4, name, "end", opacity=faint))
+        parts.append(text(left - 6, top + cell * (j + 0.5) + 4, name, "end", opacity=faint))
         for k, column in enumerate(columns):
-            share, x, y = share_KK[j, k], left + CELL * k, top + CELL * j
-            box = {"x": x + 0.5, "y": y + 0.5, "width": CELL - 1, "height": CELL - 1, "rx": 2}
+            share, x, y = share_KK[j, k], left + cell * k, top + cell * j
+            box = {"x": x + 0.5, "y": y + 0.5, "width": cell - 1, "height": cell - 1, "rx": 2}
             parts.append(tag("rect", class_="none", opacity=".5", **box))
             if share >= 0.005:
                 title = tag("title", escape(f"{name}: {column} predicted for {share:.1%} of {positives[j]:,}"))
                 parts.append(tag("rect", title, class_=f"f{int(j != k)}", opacity=f"{0.1 + 0.75 * share:.2f}", **box))
-            if share >= 0.095:
-                parts.append(text(x + CELL / 2, y + CELL / 2 + 3, f"{100 * share:.0f}", "middle", "number"))
-    width, height = left + CELL * len(columns) + 30, top + CELL * len(names) + 4
-    return svg("wide" * (len(names) > FEW), "Confusions", max(width, 470.0), height, parts)
+            if share >= 0.095 or (few and share >= 0.005):
+                parts.append(text(x + cell / 2, y + cell / 2 + 3, f"{100 * share:.0f}", "middle", "number"))
+    width, height = left + cell * len(columns) + 30, top + cell * len(names) + 4
+    return svg("" if few else "wide", "Confusions", max(width, 340.0 if few else 0.0), height, parts)
 
 
 def confusion_shares(labels_NK: Array, outputs_NK: Array) -> Array:
@@ -151,7 +151,7 @@ def _dots(
     parts += [] if levels else [curve("chance", area.path(xs, xs))]
     for level, label in levels:
         parts.append(area.horizontal("level axis", level, label))
-        parts.append(text(LEFT + area.width, area.y(level) - 4, label, "end", "key"))
+        parts.append(text(LEFT + 4, area.y(level) - 4, label, kind="key"))
     return svg("", title, LEFT + area.width + 26, area.top + area.height + 40, parts)
 
 
