@@ -4,6 +4,7 @@
     omnilead embed --model RUN --data FOLDER A.hea --out F.parquet             WFDB records and known archives
     omnilead embed --model RUN --data A.npy --fs 250 --leads II,V1 --unit uV --out F.parquet
     omnilead embed --model RUN --data DATASET --probe [--json F]               linear probe, k-NN, identification
+    omnilead probe --model RUN --data DATASET --labels my.csv                  of a label table, or --task age
     torchrun --nproc-per-node 8 -m engine.embed --model RUN --data DATASET --out F.parquet        a GPU each; also deepspeed
 
 F.parquet: source, record, patient, row (of the dataset), start_s, embedding (fixed_size_list<float32>). It is written in parts:
@@ -48,6 +49,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, metavar="F.parquet", help="write the embeddings")
     add("--per", choices=PER, help="one row for each 10 s, each record, each 5 s (crop)")
     add("--probe", action="store_true", help="score the embeddings on a dataset's diagnosis and identification splits")
+    add("--task", default="", metavar="NAME", help="with --probe: a task of configs/tasks or a YAML file")
+    add("--labels", default="", metavar="CSV", help="with --probe: a label table, CSV or parquet")
     add("--json", type=Path, metavar="F", help="with --probe: write the scores as JSON")
     return parser.parse_args(arguments)
 
@@ -77,8 +80,8 @@ def check(args: argparse.Namespace) -> None:
     """Arguments that contradict each other, and files that cannot be written: refused before the work."""
     if bool(args.out) == args.probe:
         raise ConfigError("give either --out F.parquet or --probe")
-    if args.json and not args.probe:
-        raise ConfigError(f"--json {args.json}: only with --probe, whose scores it holds")
+    if given := [name for name in ("json", "task", "labels") if getattr(args, name) and not args.probe]:
+        raise ConfigError(f"--{given[0]} {getattr(args, given[0])}: only with --probe")
     if args.per and args.probe:
         raise ConfigError(f"--per {args.per}: --probe always uses halves of 5 s: leave it out")
     if args.out and args.out.suffix not in ("", ".parquet"):

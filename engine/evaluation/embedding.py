@@ -42,7 +42,7 @@ from engine.data.augmenter import FS_HZ, HALF
 from engine.data.preprocess import Input
 from engine.evaluation.inputs import COLUMNS, CropSource, Per, dataset_source, is_dataset, open_data
 from engine.evaluation.predict import CropBatch, predict
-from engine.evaluation.probe import probe, probe_rows, report
+from engine.evaluation.probe import labels_to_probe, probe, probe_rows, report
 from engine.model.inference import NOT_FINITE, TrainedModel, load
 from engine.model.kernels import chosen_device
 
@@ -324,11 +324,12 @@ def score(args: argparse.Namespace, output: Output, model_input: Input) -> None:
     if not is_dataset(args.data[0], args.anonymous):
         raise ConfigError(f"--data {args.data[0]}: --probe needs a dataset with splits: make one with `data_tools shard`")
     dataset = Dataset.open(args.data[0], args.anonymous)
-    source = dataset_source(args, dataset, model_input, probe_rows(dataset))
+    labels = labels_to_probe(dataset, args.task, args.labels)
+    source = dataset_source(args, dataset, model_input, probe_rows(dataset, labels))
     parts = range(source.parts)
     with progress_bar(source.count(parts), source.unit) as bar:
         halves = pa.concat_tables(table for _, table in tables(source, output, model_input, parts, args.per, bar.update))
-    scores = probe(dataset, halves) | {"precision": args.precision}
+    scores = probe(dataset, halves, labels) | {"precision": args.precision}
     print(report(scores))
     if args.json:
         with writing(args.json, "--json"):

@@ -1,34 +1,40 @@
-"""What frozen embeddings are worth: linear probe, k nearest neighbours, patient identification.
+"""What frozen embeddings are worth: linear probe and k nearest neighbours for any task, patient identification.
 
     scores = probe(dataset, halves)      # halves: embeddings of the crops of probe_rows(dataset), one row for each half
+    scores = probe(dataset, halves, labels_to_probe(dataset, "", "my.csv"))       # of a label table, or --task age
     print(report(scores))
 
-Diagnosis: one row for each record, the mean over its halves; fitted on dx train, chosen on valid, scored on test. Features are
-standardised by the training rows; penalty and number of neighbours are chosen by the mean squared error of probabilities on the
-valid rows, which is defined even where a class has no positive. Identification: the first 5 s of each gallery and probe crop,
-by cosine (paper, section "Patient identification").
+One row for each record, the mean over its halves; fitted on train, chosen on valid, scored on test. Linear: a logistic
+regression for each class, softmax for exclusive classes, ridge regression for values. Features and values are standardised by
+the training rows; penalty and number of neighbours are chosen by the mean squared error of probabilities or values on the valid
+rows, which is defined even where a class has no positive. Without a task: diagnosis by the dataset's roles, and identification
+by the first 5 s of each gallery and probe crop, by cosine (paper, section "Patient identification").
 
-Axes: N rows, D width of an embedding, K classes, H halves.
+Axes: N rows, D width of an embedding, K classes, H halves. Labels that are NaN are unknown.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from scipy.optimize import minimize
-from scipy.special import expit
+from scipy.special import expit, logsumexp, softmax
 
 from data_tools.dataset import Dataset
 from engine.common import ConfigError
 from engine.data.leakage import patient_ids
-from engine.evaluation.metrics import METRICS, Array, identification, outputs_of, summary, unit_vectors
-from engine.evaluation.results import by_record
+from engine.evaluation.metrics import METRICS, Array, identification, measure, unit_vectors
+from engine.evaluation.results import by_record, load_task
+from engine.tasks.config import TaskConfig
+from engine.tasks.labels import TaskLabels, guess, read_task
 
 STRENGTHS = (1.0, 0.1, 0.01, 1e-3, 1e-4)  # of the penalty on the mean loss; strongest first, each starts from the last solution
 NEIGHBOURS = (1, 5, 10, 20, 50, 100)
 BLOCK = 1024  # rows compared at a time
-DX, IDENTITY = ("train", "valid", "test"), ("gallery", "probe")
+SPLITS, IDENTITY = ("train", "valid", "test"), ("gallery", "probe")
 
 
 class ProbeData(NamedTuple):
@@ -37,58 +43,92 @@ class ProbeData(NamedTuple):
     valid_ND: Array
     valid_labels_NK: Array
     test_ND: Array
+    kind: str = "multilabel"
 
 
 class ProbeFit(NamedTuple):
-    scores_NK: Array  # probabilities of the test rows
+    scores_NK: Array  # probabilities or values of the test rows
     chosen: float
     error: float  # on the valid rows
 
 
-def probe_rows(dataset: Dataset) -> Array:
+def labels_to_probe(dataset: Dataset, name: str, url: str) -> TaskLabels | None:
+    """Of a task of this name, or the kind that a label table suggests; None where neither is given."""
+    if not (name or url):
+        return None
+    task = replace(load_task(name), labels=url) if name else guess(TaskConfig(Path(url).stem[:64], labels=url))
+    if task.kind == "identity":
+        raise ConfigError(f"--task {name}: leave it out: patient identification is probed then")
+    labels = read_task(task, [dataset])
+    if empty := [split for split in SPLITS if not len(labels.rows(0, split))]:
+        raise ConfigError(f"{url or dataset.root.url}: no record is in the split {empty[0]}: a probe needs {', '.join(SPLITS)}")
+    return labels
+
+
+def probe_rows(dataset: Dataset, labels: TaskLabels | None = None) -> Array:
     """Rows of the crops that the probes need."""
-    rows = [dataset.select(dx=role) for role in DX] + [dataset.select(identity=role) for role in IDENTITY]
+    if labels:
+        return np.flatnonzero(labels.split[0])
+    rows = [dataset.select(dx=role) for role in SPLITS] + [dataset.select(identity=role) for role in IDENTITY]
     if not any(map(len, rows)):
         raise ConfigError(f"{dataset.root.url}: no crop has a role: build it with `data_tools shard --plan paper`")
     return np.unique(np.concatenate(rows))
 
 
-def probe(dataset: Dataset, halves: pa.Table) -> dict[str, Any]:
+def probe(dataset: Dataset, halves: pa.Table, labels: TaskLabels | None = None) -> dict[str, Any]:
     row_H = halves["row"].to_numpy()
     c_HD = halves["embedding"].combine_chunks().flatten().to_numpy().reshape(len(row_H), -1)
-    scores: dict[str, Any] = {}
-    of_role = {role: np.flatnonzero(np.isin(row_H, dataset.select(dx=role))) for role in DX}
-    if all(map(len, of_role.values())):
-        (train, y), (valid, valid_y), (test, test_y) = (records(dataset, row_H[at], c_HD[at]) for at in of_role.values())
-        for name, fit in PROBES.items():
-            fitted = fit(ProbeData(train, y, valid, valid_y, test))
-            numbers = summary(test_y, outputs_of(fitted.scores_NK), fitted.scores_NK)
-            scores[name] = {metric: numbers[metric] for metric in METRICS} | {"chosen": fitted.chosen}
-        scores["records"] = {role: len(x) for role, x in zip(DX, (train, valid, test), strict=True)}
+    of_task = labels or read_task(TaskConfig(), [dataset])
+    scores: dict[str, Any] = {"task": of_task.task.name, "kind": of_task.task.kind} if labels else {}
+    of_split = {split: np.flatnonzero(np.isin(row_H, of_task.rows(0, split))) for split in SPLITS}
+    if all(map(len, of_split.values())):
+        parts = [records(dataset, row_H[at], c_HD[at], of_task.y[0]) for at in of_split.values()]
+        for name, found in fitted(parts, of_task).items():
+            scores[name] = {key: found[key] for key in (*METRICS, "chosen")} if labels is None else found
+        scores["records"] = {split: len(x) for split, (x, _) in zip(SPLITS, parts, strict=True)}
+    return scores if labels else scores | identified(dataset, row_H, c_HD)
+
+
+def fitted(parts: Sequence[tuple[Array, Array]], of: TaskLabels) -> dict[str, dict[str, float]]:
+    """Metrics on test of each probe, and what was chosen on valid."""
+    (train, y), (valid, valid_y), (test, test_y) = parts
+    center, scale = (np.nanmean(y, 0), np.nanstd(y, 0)) if of.task.kind == "regression" else (0.0, 1.0)
+    scale, found = np.where(np.asarray(scale) > 0, scale, 1.0), {}
+    for name, fit in PROBES.items():
+        one = fit(ProbeData(train, (y - center) / scale, valid, (valid_y - center) / scale, test, of.task.kind))
+        numbers = measure(of.task.kind, test_y, one.scores_NK * scale + center, classes=of.classes)
+        found[name] = numbers | {"chosen": one.chosen}
+    return found
+
+
+def identified(dataset: Dataset, row_H: Array, c_HD: Array) -> dict[str, Any]:
     first_H, ids = np.diff(row_H, prepend=-1) != 0, patient_ids([dataset])[0]
     gallery, probes = (np.flatnonzero(first_H & np.isin(row_H, dataset.select(identity=role))) for role in IDENTITY)
-    if len(gallery) and len(probes):
-        found = identification(c_HD[gallery], ids[row_H[gallery]].tolist(), c_HD[probes], ids[row_H[probes]].tolist())
-        names = ("accuracy", "top5", "chance", "n_probes", "n_gallery", "one_sided")
-        scores["identification"] = {name: found[name] for name in names}
-    return scores
+    if not (len(gallery) and len(probes)):
+        return {}
+    found = identification(c_HD[gallery], ids[row_H[gallery]].tolist(), c_HD[probes], ids[row_H[probes]].tolist())
+    names = ("accuracy", "top5", "chance", "n_probes", "n_gallery", "one_sided")
+    return {"identification": {name: found[name] for name in names}}
 
 
-def records(dataset: Dataset, row_H: Array, c_HD: Array) -> tuple[Array, Array]:
-    """Mean embeddings [N, D] and labels [N, 26] of the records."""
+def records(dataset: Dataset, row_H: Array, c_HD: Array, y_NK: Array) -> tuple[Array, Array]:
+    """Mean embeddings [N, D] and labels [N, K] of the records."""
     sources, names = dataset.table(["source", "record"]).take(row_H).to_pydict().values()
     keys = [f"{source}/{name}" for source, name in zip(sources, names, strict=True)]
-    labels, c_ND, _ = by_record(dataset.labels[row_H], c_HD, keys, keys)
+    labels, c_ND, _ = by_record(y_NK[row_H], c_HD, keys, keys)
     return c_ND, labels
 
 
 def report(scores: dict[str, Any]) -> str:
     lines = []
     if count := scores.get("records"):
-        lines.append(f"diagnosis, {count['test']:,} records of test ({count['train']:,} train, {count['valid']:,} valid)")
-        lines.append(f"{'':18}" + "".join(f"{metric:>11}" for metric in METRICS))
+        task, metrics = scores.get("task", "diagnosis"), [name for name in scores["linear"] if name != "chosen"]
+        lines.append(f"{task}, {count['test']:,} records of test ({count['train']:,} train, {count['valid']:,} valid)")
+        widths = [max(11, len(metric) + 2) for metric in metrics]
+        lines.append(f"{'':18}" + "".join(f"{metric:>{width}}" for metric, width in zip(metrics, widths, strict=True)))
         for name, parameter in (("linear", "strength"), ("nearest", "k")):
-            numbers = "".join(f"{scores[name][metric]:11.4f}" for metric in METRICS)
+            pairs = zip(metrics, widths, strict=True)
+            numbers = "".join(f"{scores[name][metric]:{width}.4f}" for metric, width in pairs)
             lines.append(f"{name:18}{numbers}   {parameter} {scores[name]['chosen']:g}")
     if found := scores.get("identification"):
         against = f"{found['n_probes']:,} probes, {found['n_gallery']:,} in the gallery; chance {found['chance']:.4f}"
@@ -98,28 +138,45 @@ def report(scores: dict[str, Any]) -> str:
 
 
 def linear(data: ProbeData, strengths: Sequence[float] = STRENGTHS) -> ProbeFit:
-    """One logistic regression for each class, all solved together by L-BFGS."""
+    """The classes are solved together, by L-BFGS."""
     train, valid, test = standardised(data.train_ND, data.valid_ND, data.test_ND)
+    link: Callable[[Array], Array] = {"regression": np.asarray, "multiclass": lambda z: softmax(z, 1)}.get(data.kind, expit)
     fits: list[ProbeFit] = []
     weights = np.zeros((train.shape[1] + 1, data.labels_NK.shape[1]))
     for strength in strengths:
-        weights = logistic(train, data.labels_NK, strength, weights)
-        error = _error(expit(valid @ weights[1:] + weights[0]), data.valid_labels_NK)
-        fits.append(ProbeFit(expit(test @ weights[1:] + weights[0]), strength, error))
+        if data.kind == "regression":
+            weights = ridge(train, data.labels_NK, strength)
+        else:
+            weights = logistic(train, data.labels_NK, strength, weights, data.kind == "multiclass")
+        error = _error(link(valid @ weights[1:] + weights[0]), data.valid_labels_NK)
+        fits.append(ProbeFit(link(test @ weights[1:] + weights[0]), strength, error))
     return min(fits, key=lambda fit: fit.error)
 
 
-def logistic(x_ND: Array, y_NK: Array, strength: float, start: Array | None = None) -> Array:
+def ridge(x_ND: Array, y_NK: Array, strength: float) -> Array:
+    """[1 + D, K], intercepts first: least mean squared error + strength * squared weights (not intercepts)."""
+    x, penalty = np.insert(x_ND, 0, 1.0, axis=1), strength * np.eye(x_ND.shape[1] + 1)
+    penalty[0, 0] = 0
+    known = [np.flatnonzero(~np.isnan(y_N)) for y_N in y_NK.T]
+    solve = (np.linalg.solve(x[n].T @ x[n] / len(n) + penalty, x[n].T @ y_NK[n, k] / len(n)) for k, n in enumerate(known))
+    return np.stack(list(solve), axis=1)
+
+
+def logistic(x_ND: Array, y_NK: Array, strength: float, start: Array | None = None, exclusive: bool = False) -> Array:
     """[1 + D, K], intercepts first: least mean log loss + strength / 2 * squared weights (not intercepts)."""
-    y, shape = y_NK.astype(np.float64), (x_ND.shape[1] + 1, y_NK.shape[1])
+    known_NK, shape = ~np.isnan(y_NK.astype(np.float64)), (x_ND.shape[1] + 1, y_NK.shape[1])
+    y = np.where(known_NK, y_NK, 0).astype(np.float64)
 
     def loss(flat: Array) -> tuple[float, Array]:
         w = flat.reshape(shape)
         z_NK = x_ND @ w[1:] + w[0]
-        value = (np.logaddexp(0, z_NK) - y * z_NK).sum() / len(y) + strength / 2 * np.square(w[1:]).sum()
-        residual_NK = (expit(z_NK) - y) / len(y)
+        if exclusive:
+            value, p_NK = (logsumexp(z_NK, 1) - (y * z_NK).sum(1)).sum(), softmax(z_NK, 1)
+        else:
+            value, p_NK = ((np.logaddexp(0, z_NK) - y * z_NK) * known_NK).sum(), expit(z_NK)
+        residual_NK = (p_NK - y) * known_NK / len(y)
         gradient = np.concatenate([residual_NK.sum(0)[None], x_ND.T @ residual_NK + strength * w[1:]])
-        return float(value), gradient.ravel()
+        return float(value / len(y) + strength / 2 * np.square(w[1:]).sum()), gradient.ravel()
 
     first = np.zeros(shape) if start is None else start
     done = minimize(loss, first.ravel(), jac=True, method="L-BFGS-B", options={"maxiter": 1000, "ftol": 1e-10, "gtol": 1e-6})
@@ -127,7 +184,7 @@ def logistic(x_ND: Array, y_NK: Array, strength: float, start: Array | None = No
 
 
 def nearest(data: ProbeData, neighbours: Sequence[int] = NEIGHBOURS) -> ProbeFit:
-    """The share of positives among the k training rows of greatest cosine."""
+    """The share of positives, or the mean value, among the k training rows of greatest cosine."""
     train, valid, test = (unit_vectors(x) for x in standardised(data.train_ND, data.valid_ND, data.test_ND))
     possible = [k for k in neighbours if k <= len(train)] or [len(train)]
     shares = votes(train, data.labels_NK, valid, possible)
@@ -137,13 +194,16 @@ def nearest(data: ProbeData, neighbours: Sequence[int] = NEIGHBOURS) -> ProbeFit
 
 
 def votes(train_ND: Array, labels_NK: Array, query_ND: Array, neighbours: Sequence[int]) -> dict[int, Array]:
-    """For each k the shares of positives [N, K]; of equally similar rows the first counts."""
-    labels = labels_NK.astype(np.float64)
+    """For each k the means of the known labels [N, K], of all rows where none is known; of equally similar rows the first
+    counts."""
+    known = ~np.isnan(labels_NK.astype(np.float64))
+    labels, usual_K = np.where(known, labels_NK, 0).astype(np.float64), np.nanmean(labels_NK.astype(np.float64), 0)
     shares: dict[int, list[Array]] = {k: [] for k in neighbours}
     for at in range(0, len(query_ND), BLOCK):
         order = np.argsort(-(query_ND[at : at + BLOCK] @ train_ND.T), axis=1, kind="stable")[:, : max(neighbours)]
         for k, blocks in shares.items():
-            blocks.append(labels[order[:, :k]].mean(1))
+            count = known[order[:, :k]].sum(1)
+            blocks.append(np.where(count > 0, labels[order[:, :k]].sum(1) / np.maximum(count, 1), usual_K))
     return {k: np.concatenate(blocks) for k, blocks in shares.items()}
 
 
@@ -155,7 +215,7 @@ def standardised(train_ND: Array, *others: Array) -> tuple[Array, ...]:
 
 
 def _error(scores_NK: Array, labels_NK: Array) -> float:
-    return float(np.square(scores_NK - labels_NK).mean())
+    return float(np.nanmean(np.square(scores_NK - labels_NK)))
 
 
 PROBES: dict[str, Callable[[ProbeData], ProbeFit]] = {"linear": linear, "nearest": nearest}

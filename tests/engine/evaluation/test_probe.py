@@ -6,7 +6,21 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from engine.evaluation.probe import PROBES, ProbeData, linear, logistic, nearest, probe, report, standardised, votes
+from engine.evaluation.probe import (
+    PROBES,
+    ProbeData,
+    fitted,
+    linear,
+    logistic,
+    nearest,
+    probe,
+    report,
+    ridge,
+    standardised,
+    votes,
+)
+from engine.tasks.config import TaskConfig
+from engine.tasks.labels import TaskLabels
 
 RNG = np.random.default_rng(0)
 
@@ -73,13 +87,63 @@ def test_classes_without_positives_and_constant_features() -> None:
         assert np.isfinite(scores).all() and (scores[:, 2] < 0.1).all()
 
 
+def known(y: np.ndarray, share: float = 0.3) -> np.ndarray:
+    """The same labels, some of them unknown."""
+    return np.where(np.random.default_rng(3).random(y.shape) < share, np.nan, y.astype(float))
+
+
+def test_exclusive_classes_are_softmax_s_and_values_ridge_s() -> None:
+    """Against the conditions of the optimum: the gradient of the penalised mean loss is zero."""
+    x, y = made(300)
+    x = standardised(x)[0]
+    design, classes = np.hstack([np.ones((len(x), 1)), x]), np.eye(3)[y[:, :2].sum(1)]
+    w = logistic(x, classes, 0.1, exclusive=True)
+    p = np.exp(design @ w) / np.exp(design @ w).sum(1, keepdims=True)
+    penalty = 0.1 * np.diag([0.0, *[1.0] * x.shape[1]])
+    np.testing.assert_allclose(design.T @ (p - classes) / len(x) + penalty @ w, 0, atol=1e-5)
+    values = known(x @ np.arange(12).reshape(6, 2) + 3)
+    w = ridge(x, values, 0.1)
+    error = np.nan_to_num(design @ w - values)
+    np.testing.assert_allclose(design.T @ error / (~np.isnan(values)).sum(0) + penalty @ w, 0, atol=1e-9)
+
+
+def test_unknown_labels_teach_nothing() -> None:
+    """A class that is known in some rows is learned from these alone, by neighbours too."""
+    (train, y), (valid, valid_y), (test, test_y) = (made(n, noise=0.0, seed=n) for n in (900, 200, 300))
+    partly = known(y)
+    for fit, least in ((linear, 0.95), (nearest, 0.75)):
+        scores = fit(ProbeData(train, partly, valid, known(valid_y), test)).scores_NK
+        assert ((scores > 0.5) == test_y).mean() > least
+    x = standardised(train)[0]
+    rows = ~np.isnan(partly[:, 0])
+    alone = logistic(x[rows], partly[rows, :1], 0.1 * len(x) / rows.sum())
+    np.testing.assert_allclose(logistic(x, partly[:, :1], 0.1), alone, atol=1e-3)
+    similar = np.eye(3)
+    assert votes(similar, np.array([[np.nan], [1.0], [0.0]]), similar[:1], [1, 3]) == {1: [[0.5]], 3: [[0.5]]}
+
+
+def test_values_at_any_scale() -> None:
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(700, 5))
+    y = (x @ rng.normal(size=(5, 2)) + 0.1 * rng.normal(size=(700, 2))) * [3, 3000] + [60, 1e4]
+    task = TaskConfig("ef", "regression", columns=("ef", "bnp"))
+    labels = TaskLabels(task, ("ef", "bnp"), [y], [])
+    found = fitted([(x[a:b], y[a:b]) for a, b in ((0, 400), (400, 500), (500, 700))], labels)
+    assert found["linear"]["r2"] > 0.99 and 0.5 < found["nearest"]["r2"] < 1
+    assert "mae" in report({"task": "ef", "records": dict.fromkeys(("train", "valid", "test"), 1), **found})
+
+
 class TwoSources:
     """Both number their patients alike; one has a probe without a gallery crop."""
 
-    rows = pa.table({"source": [*"aabbb"], "patient": [*"11112"], "record": [*"vwxyz"]})
+    rows = pa.table({"source": [*"aabbb"], "patient": [*"11112"], "record": [*"vwxyz"], "dx_role": [""] * 5})
+    labels = np.zeros((5, 26), bool)
 
     def select(self, dx: str | None = None, identity: str = "") -> np.ndarray:
         return np.array({"gallery": [0, 2], "probe": [1, 3, 4]}.get(identity, []), np.int64)
+
+    def table(self, names: list[str]) -> pa.Table:
+        return self.rows.select(names)
 
     def parts(self, names: list[str]) -> list[pa.RecordBatch]:
         return list(self.rows.select(names).to_batches())
