@@ -19,7 +19,7 @@ from data_tools.sources.wfdb_header import MAX_BYTES, parse_header
 from data_tools.sources.wfdb_signals import own_name
 from data_tools.storage import Folder, links_in, prefetch
 
-_TRUTH = {"True": 1, "1": 1, "1.0": 1, "False": 0, "0": 0, "0.0": 0}
+_TRUTH = {"true": 1, "1": 1, "1.0": 1, "false": 0, "0": 0, "0.0": 0}
 SUPERCLASSES = {"MI": "myocardial infarction", "STTC": "ST/T change", "CD": "conduction disturbance", "HYP": "hypertrophy"}
 CODE15 = {"1dAVb": "first degree AV block", "RBBB": "right bundle branch block", "LBBB": "left bundle branch block"}
 CODE15 |= {"SB": "sinus bradycardia", "AF": "atrial fibrillation", "ST": "sinus tachycardia", "normal_ecg": "normal ECG"}
@@ -76,7 +76,8 @@ def code15(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     rows = list(read_table(root, TABLE, MAX_TABLE, ("exam_id", *CODE15, "age", "timey")))
     records = [row["exam_id"] for row in rows]
     labels = {
-        name: (means, np.array([_TRUTH.get(row[name], UNKNOWN) for row in rows], np.int8)) for name, means in CODE15.items()
+        name: (means, np.array([_TRUTH.get(row[name].lower(), UNKNOWN) for row in rows], np.int8))
+        for name, means in CODE15.items()
     }
     labels["age"] = "age in years, 90 for all over 89", np.array([clean_age(row["age"]) for row in rows], np.float32)
     labels["timey"] = "years to death or to the last contact", np.array([_number(row["timey"]) for row in rows], np.float32)

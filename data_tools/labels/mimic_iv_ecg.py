@@ -41,8 +41,8 @@ _HEDGED = re.compile(
     r"\b(?:possibl[ey]|probabl[ey]|likely|suggests?|suggestive|suspect(?:ed)?|consider|consistent with|compatible with|may"
     r"|might|could|cannot (?:rule out|exclude)|rule out|versus|vs|criteria for|borderline(?! (?:abnormal )?ecg))\b|\?"
 )
-_DOUBTED = re.compile(r"s?(?: can ?not be (?:ruled out|excluded)| or aberr|\?)")  # right behind the finding
-_NEGATED = re.compile(r"\b(?:no|not|without|absence of|negative for)\b(?:(?!\b(?:but|with)\b)[^,;:.])*$")
+_DOUBTED = re.compile(r"\w*(?: can ?not be (?:ruled out|excluded)| is borderline| or aberr|\?)")  # right behind the finding
+_NEGATED = re.compile(r"\b(?:no(?! further)|not|without|absence of|negative for)\b(?:(?!\b(?:but|with)\b)[^,;:.])*$")
 
 
 def mimic_iv_ecg(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:

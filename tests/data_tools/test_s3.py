@@ -127,6 +127,12 @@ def assert_same(url: str, local: Dataset) -> None:
     assert without_recipe(s3_files(url)) == without_recipe(files(Path(local.root.url)))
 
 
+def test_labels(s3: Server, small: Path, tmp_path: Path) -> None:
+    assert main(["labels", "physionet2021", ARCHIVE, "--out", f"{BUCKET}/labels"]) == 0
+    assert main(["labels", "physionet2021", str(small), "--out", str(tmp_path / "labels")]) == 0
+    assert s3_files(f"{BUCKET}/labels") == files(tmp_path / "labels")
+
+
 @pytest.mark.parametrize(("source", "out", "kind"), [("s3", "local", "both"), ("local", "s3", "tar"), ("s3", "s3", "both")])
 def test_same_bytes(
     s3: Server, small: Path, right: dict[str, Dataset], tmp_path: Path, source: str, out: str, kind: str
