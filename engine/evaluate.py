@@ -4,6 +4,7 @@
     omnilead evaluate --model RUN --data DATASET --leads I,II,V2        # a 12-lead model that is shown three leads
     omnilead evaluate --model RUN --data DATASET --labels my.csv        # labels from a table, with the columns of its task
     omnilead evaluate --model RUN --data DATASET --json F.json --report F.html
+    torchrun --nproc-per-node 8 -m engine.evaluate --model RUN --data DATASET       # a GPU each; also under deepspeed
 
 Classes: AUROC, AUPRC, accuracy, F measure, sensitivity and specificity at the model's thresholds; of diagnosis also the CinC
 2021 Challenge score. Values: mean absolute error, RMSE, R2, Pearson r. All for halves of 5 s as in the paper and for whole
@@ -13,6 +14,7 @@ a model that was only pre-trained. Scores have 95 % intervals: a bootstrap over 
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,19 +36,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     from data_tools.dataset import DataError  # PyTorch and others only now: --help does not wait for them
     from engine.evaluation.metrics import MetricError
+    from engine.training.distributed import close, lost_a_rank
 
+    heard = os.environ.get("RANK", "0") == "0"  # all ranks meet wrong arguments alike
     try:
         evaluate(args)
         return 0
     except (MetricError, OutputError) as error:  # the model's outputs cannot be scored, or the results not written
         message, code = str(error), 1
     except (ConfigError, DataError) as error:
-        message, code = str(error), 2
+        message, code, heard = str(error), 2, heard or isinstance(error, DataError)
     except OSError as error:
         message, code = f"{error.filename or args.data}: {error.strerror or error}", 2
     except KeyboardInterrupt:
         message, code = "interrupted", 130
-    print(f"engine.evaluate: {' '.join(message.split())}", file=sys.stderr)
+    except RuntimeError as error:
+        if not lost_a_rank(error):
+            raise
+        message, code = f"another rank died ({str(error).splitlines()[0][:150]}): start again", 1
+    finally:
+        close()
+    if heard or code == 1:
+        print(f"engine.evaluate: {' '.join(message.split())}", file=sys.stderr)
     return code
 
 
@@ -64,6 +75,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--report", type=Path, metavar="F.html", help="write an HTML page with curves and tables")
     add("--batch", type=int, default=32, metavar="N", help="crops of 10 s encoded at a time (32)")
     add("--device", default="auto", help="cpu, cuda, cuda:1, ... (auto: a GPU if there is one)")
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it; LOCAL_RANK counts
     add("--anonymous", action="store_true", help="public s3:// data, without credentials")
     return parser.parse_args(arguments)
 
@@ -81,13 +93,17 @@ def evaluate(args: argparse.Namespace) -> None:
     from engine.evaluation import evaluation_report
     from engine.evaluation.results import EvalOptions, chosen_task, identify, score_task
     from engine.model.kernels import chosen_device
+    from engine.training.distributed import share_work
 
     dataset = Dataset.open(args.data, args.anonymous)
+    rank = share_work()
     model = engine.load(args.model, args.code).to(chosen_device(args.device))
     task = chosen_task(model, args.task, args.labels)
     options = EvalOptions(args.role, args.leads, args.batch, args.model)
     result: TaskResult | IdentificationResult
     result = identify(model, dataset, options) if task.kind == "identity" else score_task(model, dataset, task, options)
+    if rank:
+        return
     document = result.document()
     print("\n".join(lines(document)))
     if args.json:

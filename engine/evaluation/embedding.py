@@ -273,11 +273,8 @@ def command(name: str, args: argparse.Namespace, output_of: Callable[[TrainedMod
 
 
 def run(args: argparse.Namespace, output_of: Callable[[TrainedModel], Output]) -> None:
-    (rank, world, local), cores = environment(), cores_per_rank()
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.device == "cuda" and world > 1:
-        args.device = f"cuda:{local % max(1, torch.cuda.device_count())}"
+    (rank, world, _), cores = environment(), cores_per_rank()
+    args.device = str(chosen_device(args.device))
     on_gpu = args.device.startswith("cuda")
     args.batch = args.batch or (256 if on_gpu else 16)
     args.workers = args.workers or (cores if on_gpu else max(1, cores // 4))

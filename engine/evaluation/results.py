@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -348,19 +349,25 @@ def _predict(
     size: int,
     first_half: bool = False,
 ) -> tuple[Array, Array]:
-    """Outputs [R, ...] of the halves of these crops, and the position in `rows` of each."""
+    """Outputs [R, ...] of the halves of these crops, and the position in `rows` of each. Ranks share the batches."""
 
     def prepare(uv_BLT: Tensor, halves_B: Array) -> Tensor:
         x_RLT = model_input.halves(uv_BLT, halves_B)
         first_B = torch.from_numpy(np.cumsum(halves_B, dtype=np.int64) - halves_B)
         return x_RLT.index_select(0, first_B.to(x_RLT.device)) if first_half else x_RLT
 
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     batches = [rows[at : at + size] for at in range(0, len(rows), size)]
-    crops = dataset_batches(dataset, batches, pin=model.device.type == "cuda")
+    crops = dataset_batches(dataset, batches[rank::world], pin=model.device.type == "cuda")
     outputs = []
-    with tqdm(total=len(rows), unit=" crops", disable=not interactive(), leave=False, dynamic_ncols=True) as bar:
+    total, shown = sum(map(len, batches[rank::world])), not rank and interactive()
+    with tqdm(total=total, unit=" crops", disable=not shown, leave=False, dynamic_ncols=True) as bar:
         for batch, y_RD in predict(crops, prepare, forward, model.device):
             outputs.append(y_RD)
             bar.update(len(batch.crops))
+    if world > 1:
+        shares: list[Any] = [None] * world
+        dist.all_gather_object(shares, outputs)
+        outputs = [shares[number % world][number // world] for number in range(len(batches))]
     halves = np.ones(len(rows), np.int64) if first_half else dataset.column("halves")[rows]
     return np.concatenate(outputs), np.repeat(np.arange(len(rows)), halves)

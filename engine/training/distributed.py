@@ -70,6 +70,15 @@ def start(timeout_s: float, deterministic: bool = False) -> Ranks:
     return Ranks(rank, world, device, dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD)
 
 
+def share_work() -> int:
+    """The rank; with a group for gathering results, if there are several."""
+    rank, world, _ = environment()
+    if world > 1:
+        torch.set_num_threads(cores_per_rank())
+        dist.init_process_group("gloo", timeout=timedelta(hours=1))
+    return rank
+
+
 @contextmanager
 def process_restored() -> Iterator[None]:
     """Around a training: what it changes in this process for good, such as a notebook's, is put back."""

@@ -27,6 +27,8 @@ from engine.evaluation.metrics import challenge_score
 from engine.model.folder import seal
 from engine.tasks.labels import TaskLabels
 from tests.conftest import save_model
+from tests.engine.training.ranks import free_port
+from tests.forks import started
 
 Saved, Evaluated, Refused = Callable[..., Path], Callable[..., dict[str, Any]], Callable[..., None]
 Patch = pytest.MonkeyPatch
@@ -59,6 +61,13 @@ def diagnostic(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: Patch) -> None:
     monkeypatch.setattr(results, "bootstrap", lambda statistic, groups, n: metrics.bootstrap(statistic, groups, n // 50))
+
+
+def quick_main(arguments: list[str]) -> int:
+    """In a process of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(results, "bootstrap", lambda statistic, groups, n: metrics.bootstrap(statistic, groups, n // 50))
+        return main(arguments)
 
 
 @pytest.fixture
@@ -337,3 +346,38 @@ def test_public_data_need_no_credentials(pretrained: Path, refused: Refused, mon
 
     monkeypatch.setattr(Dataset, "open", open_dataset)
     refused("s3://b/d: anonymous=True", pretrained, "--data", "s3://b/d", "--anonymous")
+
+
+def test_ranks_share_the_crops(diagnostic: Path, pretrained: Path, data: Dataset, tmp_path: Path) -> None:
+    """The same JSON as from one process, also for identification; a rank that meets a damaged crop ends the others."""
+    for number, model in enumerate((diagnostic, pretrained)):
+        alone, shared = tmp_path / f"alone{number}.json", tmp_path / f"shared{number}.json"
+        arguments = ["--model", str(model), "--data", data.root.url, "--batch", "4", "--json"]
+        assert main([*arguments, str(alone)]) == 0
+        codes, said = of_two_ranks([*arguments, str(shared)], tmp_path)
+        assert codes == [0, 0] and said.count("challenge") == (number == 0), said
+        assert shared.read_bytes() == alone.read_bytes()
+    row = data.select(dx="test")[-1]
+    url = shutil.copytree(data.root.url, tmp_path / "copy")
+    shard_number, offset, _ = (int(column[row]) for column in data.addresses)
+    place = url / "shards" / data.shards[shard_number]["name"]
+    content = bytearray(place.read_bytes())
+    content[offset + 100] ^= 1
+    place.write_bytes(content)
+    codes, said = of_two_ranks(["--model", str(diagnostic), "--data", str(url), "--batch", "4"], tmp_path)
+    assert sorted(codes) == [1, 2] and f"crop {row} at byte" in said and "another rank died" in said
+
+
+def of_two_ranks(arguments: list[str], folder: Path) -> tuple[list[int], str]:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    both = [
+        started(
+            main, [*arguments, f"--local_rank={n}"], out=folder / "said", env=place | {"RANK": str(n), "LOCAL_RANK": str(n)}
+        )
+        for n in range(2)
+    ]
+    for process in both:
+        process.join()
+    said = (folder / "said").read_text()
+    (folder / "said").unlink()
+    return [process.exitcode for process in both], said

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.common import ConfigError
+from engine.common import ConfigError, environment
 from engine.model.kernels import cpu, cuda
 
 Operation = Callable[..., Tensor]
@@ -37,9 +37,11 @@ def pick(name: str, plain: Operation, setting: str, x: Tensor) -> Operation:
 
 
 def chosen_device(name: str) -> torch.device:
-    """Of --device: cpu, cuda, cuda:1, ...; auto: a GPU if there is one."""
+    """Of --device: cpu, cuda, cuda:1, ...; auto: a GPU if there is one. The ranks of a machine take its GPUs in turn."""
     try:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+        if device.type == "cuda" and device.index is None and (gpus := torch.cuda.device_count()):
+            device = torch.device("cuda", environment()[2] % gpus)
         torch.zeros(0, device=device).cpu()
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"--device {name}: {error}".splitlines()[0][:200]) from None
