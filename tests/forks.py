@@ -16,7 +16,7 @@ HEAVY = [
     "engine.training.train",
     "engine.training.pretraining",
     "engine.training.finetuning",
-    "engine.evaluate",
+    "engine.evaluation.evaluation_report",
     "engine.evaluation.embedding",
     "engine.evaluation.results",
     "engine.reproduction.run",

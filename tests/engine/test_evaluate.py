@@ -372,7 +372,10 @@ def of_two_ranks(arguments: list[str], folder: Path) -> tuple[list[int], str]:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     both = [
         started(
-            main, [*arguments, f"--local_rank={n}"], out=folder / "said", env=place | {"RANK": str(n), "LOCAL_RANK": str(n)}
+            quick_main,
+            [*arguments, f"--local_rank={n}"],
+            out=folder / "said",
+            env=place | {"RANK": str(n), "LOCAL_RANK": str(n)},
         )
         for n in range(2)
     ]
