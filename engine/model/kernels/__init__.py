@@ -40,7 +40,7 @@ def chosen_device(name: str) -> torch.device:
     """Of --device: cpu, cuda, cuda:1, ...; auto: a GPU if there is one. The ranks of a machine take its GPUs in turn."""
     try:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-        if device.type == "cuda" and device.index is None and (gpus := torch.cuda.device_count()):
+        if device.type == "cuda" and ":" not in name and (gpus := torch.cuda.device_count()):
             device = torch.device("cuda", environment()[2] % gpus)
         torch.zeros(0, device=device).cpu()
     except (RuntimeError, AssertionError) as error:
