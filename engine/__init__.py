@@ -21,14 +21,15 @@ CALLABLE = ("pretrain",)  # modules that are commands and can be called
 __version__ = "0.1.0"
 
 
-def load(path: str | os.PathLike[str], code: bool = False, encoder: "type[nn.Module] | None" = None) -> "TrainedModel":
+def load(path: str | os.PathLike[str], code: bool = False, **classes: "type[nn.Module]") -> "TrainedModel":
     """A model that was trained here or converted, in eval mode. torch is imported now and not with the package.
 
-    If its encoder is not one of omnilead's, its code lies in the folder: `code=True` runs it, `encoder` gives the class.
+    If its encoder or its head is not one of omnilead's, its code lies in the folder and is refused: `code=True` runs it;
+    `encoder=Class` and `head=Class` are used instead.
     """
     from engine.model.inference import load
 
-    return load(path, code, encoder)
+    return load(path, code, **classes)
 
 
 def __getattr__(name: str) -> Any:

@@ -9,11 +9,14 @@ Source: paper, section "Fine-tuning"; fairseq-signals models/classification/ecg_
 0), criterions/binary_cross_entropy_with_logits.py (mean over samples and classes), models/identification/arcface.py.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.model.encoder import pool
+from engine.model.encoders import build_head
 from engine.objectives.arcface import arcface_logits, cosines
 from engine.objectives.contrastive import sum_over_ranks, world_size
 from engine.tasks import kinds
@@ -25,6 +28,9 @@ class Classifier(nn.Module):
         super().__init__()
         width = int(encoder.width)  # type: ignore[arg-type]
         self.encoder, self.task = encoder, task
+        if task.head:
+            self.head: Any = build_head(task.head, width, outputs, generator)
+            return
         self.head = nn.Linear(width, outputs, bias=task.kind != "identity")
         nn.init.xavier_uniform_(self.head.weight, generator=generator)
         if self.head.bias is not None:
@@ -61,7 +67,7 @@ class Classifier(nn.Module):
         return losses | {"accuracy": (right_R.float() * present_R).sum().detach() / halves_there}
 
     def logits(self, c_RD: Tensor) -> Tensor:
-        logits: Tensor = self.head(c_RD.to(self.head.weight.dtype)).float()
+        logits: Tensor = self.head(c_RD.to(next(self.head.parameters()).dtype)).float()
         return logits
 
     def _patient(self, c_RD: Tensor, label_R: Tensor) -> tuple[Tensor, Tensor]:

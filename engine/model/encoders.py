@@ -81,18 +81,37 @@ def build_encoder(
         encoder = Encoder(config, mask)
         initialise(encoder, generator)
         return encoder
-    setting = f"model.encoder={config.encoder}"
-    kind = kind or encoder_class(config)
+    setting = f"model.encoder={config.encoder}, model.options={config.options}, {config.leads} leads"
+    own = _made(kind or encoder_class(config), setting, generator, leads=config.leads, **config.options)
+    if type(getattr(own, "width", None)) is not int:
+        raise ConfigError(f"model.encoder={config.encoder}: has no integer `width`")
+    return own
+
+
+def build_head(spec: str, width: int, outputs: int, generator: torch.Generator | None = None, kind: Any = None) -> nn.Module:
+    """`task.head`, a class of one's own: Class(width, outputs), from c_RD to logits_RK."""
+    setting = f"task.head={spec}, {width} wide, {outputs} outputs"
+    head = _made(kind or plugged(spec, "task.head"), setting, generator, width, outputs)
+    try:
+        y = copy.deepcopy(head).eval()(torch.randn(ROWS, width))
+        if list(y.shape) != [ROWS, outputs] or not y.isfinite().all():
+            raise ValueError(f"gives {list(y.shape)} or numbers that are not finite for {[ROWS, width]}")
+    except Exception as error:  # whatever a user's class raises
+        raise ConfigError(f"{setting}: {blame(error)}") from None
+    return head
+
+
+def _made(kind: Any, setting: str, generator: torch.Generator | None, *arguments: Any, **options: Any) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         if generator is not None:
             torch.manual_seed(generator.initial_seed())
         try:
-            own = kind(leads=config.leads, **config.options)
+            made = kind(*arguments, **options)
         except Exception as error:  # whatever a user's class raises
-            raise ConfigError(f"{setting}, model.options={config.options}, {config.leads} leads: {blame(error)}") from None
-    if not isinstance(own, nn.Module) or type(getattr(own, "width", None)) is not int:
-        raise ConfigError(f"{setting}: must give an nn.Module with an integer `width`")
-    return own
+            raise ConfigError(f"{setting}: {blame(error)}") from None
+    if not isinstance(made, nn.Module) or next(made.parameters(), None) is None:
+        raise ConfigError(f"{setting}: must be an nn.Module with weights")
+    return made
 
 
 def prepared(
@@ -207,7 +226,8 @@ def drops_out(encoder: nn.Module | None, config: ModelConfig, *others: float) ->
 def describe_encoder(config: ModelConfig) -> str:
     """A line of the model card."""
     if not config.encoder:
-        return f"{len(config.conv)} convolutions, {config.layers} transformer layers of width {config.width}."
+        size = f"{len(config.conv)} convolutions, {config.layers} transformer layers of width {config.width}"
+        return f"Encoder of wav2vec 2.0 for ECGs (Oh et al., CHIL 2022): {size}."
     options = ", ".join(f"{name}={value}" for name, value in config.options.items()) or "defaults"
     if config.encoder in ENCODERS:
         about = (inspect.getdoc(pkgutil.resolve_name(ENCODERS[config.encoder])) or "").split("\n")[0]

@@ -35,7 +35,7 @@ from engine.data.augmenter import CROP, FS_HZ, HALF
 from engine.data.preprocess import Input, SignalError
 from engine.model.config import ModelConfig, current_settings, validated
 from engine.model.encoder import Encoder, pool
-from engine.model.encoders import build_encoder
+from engine.model.encoders import build_encoder, build_head
 from engine.model.folder import (
     CONFIG,
     FORMAT,
@@ -91,7 +91,7 @@ class TrainedModel(nn.Module):
     def __init__(
         self,
         encoder: nn.Module,
-        head: nn.Linear | None,
+        head: nn.Module | None,
         config: dict[str, Any],
         preprocessing: dict[str, Any],
         digest: str = "",
@@ -136,7 +136,7 @@ class TrainedModel(nn.Module):
     def logits(self, x_RLT: Tensor) -> Tensor:
         if self.head is None:
             raise ConfigError("this model has no head: only one that was fine-tuned on labels gives logits and scores")
-        y: Tensor = self.head(self.pooled(x_RLT).to(self.head.weight.dtype))
+        y: Tensor = self.head(self.pooled(x_RLT).to(next(self.head.parameters()).dtype))
         return y.float()
 
     def scores(self, x_RLT: Tensor) -> Tensor:
@@ -193,8 +193,13 @@ class TrainedModel(nn.Module):
         return y_BD
 
 
-def load(path: str | os.PathLike[str], code: bool = False, encoder: type[nn.Module] | None = None) -> TrainedModel:
-    """`code`: run the encoder's own code, which lies in the folder, if it has any; `encoder`: use this class instead."""
+def load(
+    path: str | os.PathLike[str],
+    code: bool = False,
+    encoder: type[nn.Module] | None = None,
+    head: type[nn.Module] | None = None,
+) -> TrainedModel:
+    """`code`: run the code of a plugged-in encoder or head, which lies in the folder; or use the classes `encoder`, `head`."""
     with model_folder(path) as (folder, digest):
         document, preprocessing = document_of(folder / CONFIG), document_of(folder / PREPROCESSING)
         config, head_info = config_of(document, folder / CONFIG), head_of(document, folder / CONFIG)
@@ -203,10 +208,12 @@ def load(path: str | os.PathLike[str], code: bool = False, encoder: type[nn.Modu
             raise LoadError(f"{folder}: encoder={encoder.__name__}: this model has the authors' encoder: leave it out")
         with torch.device("cpu" if config.encoder else "meta"):
             own: Any = build_encoder(config, kind=encoder or own_class(folder, document, config.encoder, code))
-            head = nn.Linear(own.width, classes) if classes else None
-        _load_weights(folder / WEIGHTS, own, head)
+            top: Any = nn.Linear(own.width, classes) if classes else None
+        if head_info and (spec := str(head_info.definition.get("head") or "")):
+            top = build_head(spec, own.width, classes, kind=head or own_class(folder, document, spec, code, "head"))
+        _load_weights(folder / WEIGHTS, own, top)
         try:
-            model = TrainedModel(own, head, document, preprocessing, digest)
+            model = TrainedModel(own, top, document, preprocessing, digest)
             files = [folder / name for name in code_names(document.get(SHA256) or {})]
             model.code = {file.name: file.read_bytes() for file in files if file.is_file()}
             return model
@@ -214,22 +221,22 @@ def load(path: str | os.PathLike[str], code: bool = False, encoder: type[nn.Modu
             raise LoadError(f"{folder / PREPROCESSING}: {error}") from None
 
 
-def own_class(folder: Path, document: Mapping[str, Any], encoder: str, code: bool) -> Any:
-    """The class that a model folder brings; None if its encoder is one of omnilead's. Code is never run without being asked."""
-    file, _, name = encoder.rpartition(":")
+def own_class(folder: Path, document: Mapping[str, Any], spec: str, code: bool, part: str = "encoder") -> Any:
+    """The class that a model folder brings; None if it is one of omnilead's. Code is never run without being asked."""
+    file, _, name = spec.rpartition(":")
     if not file:
         return None
-    give = f"give the class: engine.load(..., encoder={name})"
+    give = f"give the class: engine.load(..., {part}={name})"
     if Path(file).name != file or not (folder / file).is_file():
-        raise LoadError(f"{folder / file}: no such file, and it holds the model's encoder: copy it again, or {give}")
+        raise LoadError(f"{folder / file}: no such file, and it holds the model's {part}: copy it again, or {give}")
     if document.get(SHA256) and file not in document[SHA256]:
         raise LoadError(f"{folder / file}: {CONFIG} has no sha256 of it, so it is not the model's: {give}")
     if not code:
         ask = "use --code, or engine.load(..., code=True)"
         raise LoadError(
-            f"{folder}: its encoder is code in that folder, {file}, and runs only if asked: read it, then {ask}; or {give}"
+            f"{folder}: its {part} is code in that folder, {file}, and runs only if asked: read it, then {ask}; or {give}"
         )
-    return plugged(f"{folder / file}:{name}", "model.encoder")
+    return plugged(f"{folder / file}:{name}", part)
 
 
 def config_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> ModelConfig:
@@ -259,7 +266,7 @@ def head_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> HeadInfo 
         raise LoadError(f"{path}: head={str(head)[:60]}: {error}") from None
 
 
-def _load_weights(path: Path, encoder: nn.Module, head: nn.Linear | None) -> None:
+def _load_weights(path: Path, encoder: nn.Module, head: nn.Module | None) -> None:
     """Every weight comes from the file."""
     try:
         with safe_open(path, framework="pt") as file:

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from engine.common import OWN, ConfigError
+
 TaskKind = Literal["binary", "multilabel", "multiclass", "regression", "identity"]
 Name = Annotated[str, Field(min_length=1, max_length=64)]
 Value = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]  # folds: {train: [1, 2]}
@@ -32,6 +34,11 @@ class TaskConfig:
     class_weights: Literal["none", "balanced"] = "none"  # balanced: each class weighs as much as if all were equally frequent
     scale: Annotated[float, Field(ge=1, le=1e4)] = 192.0  # of ArcFace, the loss of identity
     margin: Annotated[float, Field(ge=0, le=3)] = 1.0
+    head: str = ""  # your own, file.py:Class(width, outputs), from pooled encodings to logits; "": a linear layer
+
+    def __post_init__(self) -> None:
+        if self.head and (self.kind == "identity" or not OWN.fullmatch(self.head)):
+            raise ConfigError(f"task.head={self.head!r}: name your own as file.py:Class; kind identity has no other head")
 
 
 def current_task(head: Mapping[str, Any]) -> dict[str, Any]:

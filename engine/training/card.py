@@ -9,12 +9,13 @@ from torch import Tensor
 from engine.common import describe_leads
 from engine.config import RunConfig
 from engine.evaluation.run_files import VALIDATION, StepLog
+from engine.model.encoders import file_of, portable
 from engine.model.folder import front_matter
 from engine.training.task import METRIC_NAMES, TrainingTask
 
 CARD = """# {title}
 
-{parameters:,} parameters. Method: Oh et al., CHIL 2022 (wav2vec 2.0, CMSC, random lead masking).
+{parameters:,} parameters.
 
 {lines}
 - Input: {leads} at 500 Hz, 5 s at a time, in millivolts, not normalised: preprocessing.json.
@@ -27,7 +28,7 @@ CARD = """# {title}
 holds the settings; weights are float32 in safetensors. Usage:
 
     import engine
-    model = engine.load("THIS_FOLDER")    # or "hf://organisation/name"
+    model = engine.load("THIS_FOLDER"{code})    # or "hf://organisation/name"
     vector = model.embed(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")    # [L, T] -> [D]
 """
 PREDICT = """    answers = model.predict(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")
@@ -39,7 +40,9 @@ def model_card(
 ) -> str:
     title, lines = task.card(config, state)
     leads = config.augment.output_leads
-    head = task.described(config, state).get("head")
+    described = task.described(config, state)
+    head = described.get("head")
+    needed = file_of(described["model"].get("encoder", "")) or (head and file_of(head["definition"].get("head", "")))
     sources = sorted({name for split in state.get("splits", ()) for name in split["sources"]})
     measured = {name: value for name, value in _validated(run, state["step"]).items() if math.isfinite(value)}
     rows = "".join(f"| {METRIC_NAMES.get(name, name.replace('_', ' '))} | {value:.4f} |\n" for name, value in measured.items())
@@ -50,7 +53,8 @@ def model_card(
         leads=f"{len(leads)} leads ({describe_leads(leads).replace(',', ', ')})",
         sources=", ".join(sources) or "unknown sources",
         datasets=", ".join(fingerprint[:16] for fingerprint in state["datasets"]),
-        noise=", ".join(config.augment.kinds) or "none",
+        noise=", ".join([*config.augment.kinds, *filter(None, [portable(config.augment.extra)])]) or "none",
+        code=", code=True" * bool(needed),
         table=f"| in validation | |\n|---|---|\n{rows}\n" if rows else "",
         state=state,
         t=config.train,

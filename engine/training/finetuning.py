@@ -96,7 +96,9 @@ class FinetuneTask(TrainingTask):
         elif self.kind in kinds.WITH_THRESHOLDS:
             absent = named(labels, ~(self.held_out_y > 0).any(0))
             self.remarks += [f"no positive examples in validation, threshold 0.5: {absent}"] if absent else []
-        self.code = self.start.code | code_of({"augment.extra": config.augment.extra}, config.run)
+        self.code = self.start.code | code_of(
+            {"augment.extra": config.augment.extra, "task.head": config.task.head}, config.run
+        )
         self.encoder, _ = prepared(self.architecture, False, dtype_of(config), config.train.seed, self.start.kind)
         self.flops_per_crop, self.kept_per_crop = cost_per_crop(self.encoder, self.architecture, local=False)
 
@@ -230,7 +232,8 @@ class FinetuneTask(TrainingTask):
         task, best = config.task, state.get("best") or {}
         own = {"classes": list(CLASSES) if task.kind == "multilabel" else [], "definition": asdict(task)}  # an older checkpoint
         labels = {name: value for name, value in (state.get("labels") or own).items() if name != "sha256"}
-        head = {"task": task.name, "kind": task.kind, "unit": task.unit, **labels}
+        head: dict[str, Any] = {"task": task.name, "kind": task.kind, "unit": task.unit, **labels}
+        head["definition"] = head["definition"] | {"head": portable(task.head)}
         if task.kind in kinds.WITH_THRESHOLDS:
             head["thresholds"] = best.get("thresholds", [0.5] * len(labels["classes"]))
         return {"model": state["finetuning"]["architecture"], "head": head}
@@ -244,7 +247,7 @@ class FinetuneTask(TrainingTask):
             f"Fine-tuned from {config.start}, on leads {describe_leads(config.augment.seen)}.",
             "Mean over time as a unit vector, compared by cosine."
             if task.kind == "identity"
-            else f"Mean over time, then a linear layer: {task.kind} (config.json, head).",
+            else f"Mean over time, then {portable(task.head) or 'a linear layer'}: {task.kind} (config.json, head).",
             f"{best_step_text(best)} These are the weights of step {state['step']:,}, {which}.",
         ]
 

@@ -144,7 +144,8 @@ class PretrainTask(TrainingTask):
     @staticmethod
     def card(config: Config, state: dict[str, Any]) -> tuple[str, list[str]]:
         m, o = config.model, config.objective
-        terms = [f"{getattr(o, name)} x {name}" for name in ("local", "diversity", "features", "contrast") if getattr(o, name)]
+        names = ("local", "diversity", "features", "contrast") if o.local else ("contrast",)
+        terms = [f"{getattr(o, name)} x {name}" for name in names if getattr(o, name)]
         return "Lead-agnostic ECG encoder, pre-trained with omnilead", [
             describe_encoder(m),
             *([f"Goes on from the weights of {config.start}, step {state['continued']['step']}."] if config.start else []),

@@ -72,6 +72,9 @@ class Twelve(Good):
     def __init__(self, leads):
         super().__init__(12)
 
+class NoWidth(Good):
+    width = None
+
 class NoModule:
     width = 8
     def __init__(self, leads): pass
@@ -118,7 +121,8 @@ def test_one_of_ones_own_trains_with_every_objective(own: Path) -> None:
         ("Twelve", {"leads": 2}, "can it take 2 leads? augment.padded=true gives it 12, others zero"),
         ("Good", {"options": {"depth": 3}}, "unexpected keyword argument 'depth'"),
         ("Good", {"mask_span": 99}, "model.mask_span=99: too long for 100 tokens"),
-        ("NoModule", {}, "must give an nn.Module with an integer `width`"),
+        ("NoModule", {}, "must be an nn.Module with weights"),
+        ("NoWidth", {}, "has no integer `width`"),
         ("Absent", {}, "has no attribute 'Absent'"),
     ],
 )
@@ -145,7 +149,9 @@ def test_two_files_of_one_name_are_two_modules_and_a_changed_one_is_read_again(t
     widths = []
     for folder, width in (("a", 8), ("b", 16), ("a", 24)):
         (tmp_path / folder).mkdir(exist_ok=True)
-        (tmp_path / folder / "net.py").write_text(f"from torch import nn\nclass Net(nn.Identity):\n    width = {width}\n")
+        (tmp_path / folder / "net.py").write_text(
+            f"from torch import nn\nclass Net(nn.Linear):\n    width = {width}\n    def __init__(self, leads):\n        super().__init__(leads, 1)\n"
+        )
         widths.append(build_encoder(ModelConfig(encoder=f"{tmp_path / folder}/net.py:Net")).width)
     assert widths == [8, 16, 24] and not list(tmp_path.rglob("__pycache__"))
 

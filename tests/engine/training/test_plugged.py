@@ -40,6 +40,14 @@ class Net(nn.Module):
     def context(self, z, mask):
         return self.out(z if mask is None else torch.where(mask[..., None], self.mask, z))
 
+class Top(nn.Sequential):
+    def __init__(self, width, outputs):
+        super().__init__(nn.Linear(width, 5), nn.ReLU(), nn.Linear(5, outputs))
+
+class Odd(Top):
+    def __init__(self, width, outputs):
+        super().__init__(width, outputs + 1)
+
 def noise(x, generator):
     return x.add_(0.1 * torch.randn(x.shape, generator=generator))
 """
@@ -101,16 +109,25 @@ def test_code_of_a_model_folder_runs_only_if_asked(base: Path, own: Path, datase
     assert engine.load(run, encoder=own_class).code == {}
 
 
-def test_fine_tuning_from_it(base: Path, dataset: Dataset, tmp_path: Path) -> None:
+def test_fine_tuning_from_it(base: Path, own: Path, dataset: Dataset, tmp_path: Path) -> None:
     url, start = dataset.root.url, base / "whole"
     refused = finetune(tmp_path, url, start, "diagnosis")
     assert "runs only if asked" in refused.one_line()
     fewer = finetune(tmp_path, url, start, "diagnosis", code=True, augment__leads="2", augment__padded=False)
     assert "own.py:Net cannot take fewer leads: use augment.padded=true" in fewer.one_line()
-    ended = finetune(tmp_path, url, start, "diagnosis", world=2, code=True, train__precision="bf16")
+    odd = finetune(tmp_path, url, start, "diagnosis", code=True, task__head=f"{own}:Odd")
+    assert "Odd, 8 wide, 26 outputs: ValueError: gives [4, 27]" in odd.one_line()
+    top = f"{own}:Top"
+    ended = finetune(tmp_path, url, start, "diagnosis", world=2, code=True, task__head=top, train__precision="bf16")
     assert ended.ok, ended.output
     tuned = engine.load(tmp_path / "run", code=True)
-    assert tuned.head is not None and tuned.config["model"]["options"] == {"kernel": 25}
+    assert tuned.config["model"]["options"] == {"kernel": 25} and tuned.config["head"]["definition"]["head"] == "own.py:Top"
+    assert len(tuned.predict(dataset.read(0), 500, "12", "uV")) == 26
+    with pytest.raises(LoadError, match="its head is code in that folder"):
+        engine.load(tmp_path / "run", encoder=type(tuned.encoder))
+    classes: dict[str, Any] = {"encoder": type(tuned.encoder), "head": type(tuned.head)}
+    assert engine.load(tmp_path / "run", **classes).classes == tuned.classes
+    assert 'engine.load("THIS_FOLDER", code=True)' in (tmp_path / "run" / "model" / "README.md").read_text()
     assert (tmp_path / "run" / "model" / "own.py").read_text() == OWN
 
 
