@@ -146,12 +146,11 @@ def test_settings_that_name_no_encoder() -> None:
 
 
 def test_two_files_of_one_name_are_two_modules_and_a_changed_one_is_read_again(tmp_path: Path) -> None:
+    code = "from torch import nn\nclass Net(nn.Linear):\n    def __init__(self, leads):\n        super().__init__(leads, 1)\n"
     widths = []
     for folder, width in (("a", 8), ("b", 16), ("a", 24)):
         (tmp_path / folder).mkdir(exist_ok=True)
-        (tmp_path / folder / "net.py").write_text(
-            f"from torch import nn\nclass Net(nn.Linear):\n    width = {width}\n    def __init__(self, leads):\n        super().__init__(leads, 1)\n"
-        )
+        (tmp_path / folder / "net.py").write_text(f"{code}        self.width = {width}\n")
         widths.append(build_encoder(ModelConfig(encoder=f"{tmp_path / folder}/net.py:Net")).width)
     assert widths == [8, 16, 24] and not list(tmp_path.rglob("__pycache__"))
 

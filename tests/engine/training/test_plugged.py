@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from engine import embed
 from engine.common import ConfigError
 from engine.data.extra import ExtraAugmentation
 from engine.model.folder import LoadError
+from engine.model.onnx import to_onnx
 
 OWN = """
 import torch
@@ -151,6 +153,8 @@ def test_the_resnet_trains_and_is_tuned_on_fewer_leads(dataset: Dataset, tmp_pat
     assert "has no features() and context()" in pretrain(tmp_path, url, "local", **resnet).one_line()
     ended = pretrain(tmp_path, url, "base", **resnet, **views, objective__local=0)
     assert ended.ok and all(row["mfu"] > 0 for row in rows(tmp_path / "base")), ended.output
+    if find_spec("onnxruntime"):
+        assert to_onnx(engine.load(tmp_path / "base"), tmp_path / "base.onnx") < 1e-4
     ended = finetune(tmp_path, url, tmp_path / "base", "diagnosis", "two", augment__leads="2", augment__padded=False)
     assert ended.ok, ended.output
     assert engine.load(tmp_path / "two").embed(dataset.read(0)[:2], 500, "I,II", "uV").shape == (16,)
