@@ -218,12 +218,15 @@ def load(
     kind: type[Kind] = Config,  # type: ignore[assignment]
 ) -> Kind:
     """A YAML file, or a shipped config by name, with overrides: "key=value", or values by key."""
-    tree = read_yaml(find_config(path, kind.folder), kind.folder)
+    return build(overridden(read_yaml(find_config(path, kind.folder), kind.folder), overrides), kind)
+
+
+def overridden(tree: dict[str, Any], overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
     for key, value in overrides.items() if isinstance(overrides, Mapping) else map(_parsed, overrides):
         for name in reversed(key.split(".")):
             value = {name: value}
         tree = merge(tree, value)
-    return build(tree, kind)
+    return tree
 
 
 def _parsed(override: str) -> tuple[str, Any]:

@@ -1,15 +1,19 @@
-"""Fine-tune a pre-trained ECG encoder: diagnosis (26 classes of the CinC 2021 Challenge) or patient identification (ArcFace).
+"""Fine-tune a pre-trained ECG encoder: on a table of labels of your own, on a shipped task, or with a config.
 
-    omnilead finetune --config diagnosis --start RUN --data DATASET --out DX
-    omnilead finetune --config identification --start RUN --data DATASET --out ID
+    omnilead finetune --start RUN --data DATASET --labels my.csv --out OUT       a column `record` and one for each label
+    omnilead finetune --start RUN --data DATASET --labels my.csv --columns rhythm --kind multiclass --out OUT
+    omnilead finetune --start RUN --data DATASET --task age --out AGE            also sex, diagnosis, identification ...
+    omnilead finetune --start RUN --data DATASET --config diagnosis --out DX     the paper's settings; also identification
     ... --set augment.leads=3                                 on three leads, the others zero; 12, 6, 3, 2, 1 or I,II,V2
     ... --set augment.leads=3 --set augment.padded=false      a model of three leads
     ... --start w2v_cmsc_rlm.yaml                             its architecture with random weights, for comparison
     omnilead finetune --export RUN                            RUN/model from the best checkpoint
     omnilead finetune --schema                                JSON schema of the settings
 
+Labels are 0 and 1, true and false, text or numbers; an empty cell is unknown. Columns `fold` or `split` split the records, else
+patients are drawn 8:1:1. Without --config, batch, steps and learning rate suit the data, and training ends early.
 Also under `deepspeed --module engine.finetune` or torchrun. RUN/ has the same files as in pre-training, and resumes the same
-way. RUN/model/ is the step that validates best (train.best); `omnilead evaluate --model DX --data DATASET` tests it.
+way. RUN/model/ is the step that validates best (train.best); `omnilead evaluate --model OUT --data DATASET` tests it.
 SIGTERM or Ctrl-C: a checkpoint at the next step, exit 0. Exit 2: a setting or a file is wrong. Exit 1: the run failed.
 """
 
@@ -22,19 +26,27 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from engine.common import RUN_CODE, interruptible, leave
-from engine.training.command import SHORTCUTS, command
+from engine.training.command import SHORTCUTS, Shortcut, command
 
-CODE = "code", {"action": "store_const", "const": True, "help": RUN_CODE["help"]}
+KINDS = ("binary", "multilabel", "multiclass", "regression")
+OWN: dict[str, Shortcut] = {
+    "--labels": ("task.labels", {"metavar": "CSV", "help": "a table of labels, CSV or parquet, with a column `record`"}),
+    "--task": ("task.name", {"metavar": "NAME|F", "help": "a shipped task such as age or ptbxl-form, or a YAML file"}),
+    "--kind": ("task.kind", {"choices": KINDS, "help": "kind of the labels (default: guessed from the table)"}),
+    "--columns": ("task.columns", {"nargs": "+", "metavar": "NAME", "help": "label columns (default: all)"}),
+    "--code": ("code", {"action": "store_const", "const": True, "help": RUN_CODE["help"]}),
+}
 
 
-def classes() -> tuple[Any, Any]:
+def classes() -> tuple[Any, Any, Any]:
     from engine.config import FinetuneConfig
     from engine.training.finetuning import FinetuneTask
+    from engine.training.recipe import finetuning
 
-    return FinetuneConfig, FinetuneTask
+    return FinetuneConfig, FinetuneTask, finetuning
 
 
-main = partial(command, "finetune", __doc__, classes, None, SHORTCUTS | {"--code": CODE})
+main = partial(command, "finetune", __doc__, classes, None, SHORTCUTS | OWN)
 
 if __name__ == "__main__":
     interruptible("engine/finetune.py")

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from engine.training.run import Data, TrainingRun
 
 
-def classes() -> tuple[Any, Any]:
-    from engine.config import Config
+def classes() -> tuple[Any, Any, Any]:
+    from engine.config import Config, load
     from engine.training.pretraining import PretrainTask
 
-    return Config, PretrainTask
+    return Config, PretrainTask, load
 
 
 def pretrain(
@@ -55,11 +55,10 @@ def pretrain(
     settings: as of --set, by their dotted names: **{"train.steps": 1000, "augment.rlm": 0.5}. Ctrl-C writes a checkpoint and
     raises KeyboardInterrupt. Other errors are exceptions of one line, such as engine.common.ConfigError.
     """
-    from engine.config import load
     from engine.training.run import places, trained
 
-    kind, task = classes()
-    return trained(load(config, {"data.datasets": places(data), "run": os.fspath(out), **settings}, kind), task)
+    _, task, load = classes()
+    return trained(load(config, {"data.datasets": places(data), "run": os.fspath(out), **settings}), task)
 
 
 callable_as(__name__, pretrain)

@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 from engine.common import OWN, ConfigError
 
 TaskKind = Literal["binary", "multilabel", "multiclass", "regression", "identity"]
-Name = Annotated[str, Field(min_length=1, max_length=64)]
+Name = Annotated[str, Field(min_length=1, max_length=200)]
 Value = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]  # folds: {train: [1, 2]}
 
 

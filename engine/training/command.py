@@ -1,6 +1,6 @@
 """The command line of `pretrain` and `finetune`. PyTorch is imported only once the arguments are known.
 
-main = partial(command, "pretrain", __doc__, classes, "quickstart", SHORTCUTS)      # classes() -> Config, PretrainTask
+main = partial(command, "pretrain", __doc__, classes, "quickstart", SHORTCUTS)      # classes() -> Config, PretrainTask, load
 main(["--config", "w2v_cmsc_rlm", "--data", "DATASET", "--out", "RUN"])  # -> exit code
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from data_tools.cli import say, show
-from engine.common import ConfigError, Parser, positive
+from engine.common import Parser, positive
 
 Shortcut = tuple[str, dict[str, Any]]  # the setting that an option stands for, and how argparse shall read it
 SHORTCUTS: dict[str, Shortcut] = {
@@ -32,7 +32,7 @@ SHORTCUTS: dict[str, Shortcut] = {
 def command(
     name: str,
     about: str | None,
-    classes: Callable[[], tuple[Any, Any]],
+    classes: Callable[[], tuple[Any, Any, Any]],
     default: str | None,
     shortcuts: Mapping[str, Shortcut],
     arguments: Sequence[str] | None = None,
@@ -42,20 +42,18 @@ def command(
     settings = ((setting, getattr(args, option.removeprefix("--"))) for option, (setting, _) in shortcuts.items())
     overrides = [f"{setting}={json.dumps(value)}" for setting, value in settings if value is not None]
 
-    from engine.config import load, schema
+    from engine.config import schema
     from engine.training.train import explain, export_run, train
 
-    kind, task = classes()
+    kind, task, read = classes()
     try:
         if args.schema:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
             return show(schema(kind) + "\n")
         if args.export:
             say(str(export_run(Path(args.export), kind, task)))
-        elif args.config is None:
-            raise ConfigError("--config is missing: give a shipped config or a YAML file, for example --config diagnosis")
         else:
-            train(load(args.config, [*overrides, *args.set], kind), task, args.profile or 0)
+            train(read(args.config, [*overrides, *args.set]), task, args.profile or 0)
     except (Exception, KeyboardInterrupt) as error:
         message, code = explain(error)
         if code == 1 or os.environ.get("RANK", "0") == "0":  # all ranks meet bad input alike
