@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from engine.evaluation.results import IdentificationResult, TaskResult
 
 CLASSES_SHOWN = 12  # on the terminal
-COLUMNS = ("positives", "auroc", "auprc", "f_measure", "mae", "r2", "n")
+COLUMNS = ("positives", "threshold", "auroc", "auprc", "f_measure", "mae", "r2", "n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -120,12 +120,12 @@ def lines(document: dict[str, Any]) -> Iterator[str]:
     yield "{task}, role {role}, leads {leads}: {model} on {dataset}".format(**document)
     if record := document.get("record"):
         left, right = f"{document['n']:,} halves of 5 s", f"{record['n']:,} records"
-        yield f"{'':<18}{left:<28}{right}"
+        yield f"{'':<18}{left:<30}{right}"
     else:
         yield f"{document['n']:,} probes against {document['gallery']:,} in the gallery"
     for name in document["metrics"]:
         columns = (_score(one, name) for one in (document, record) if one)
-        yield f"{name.replace('_', ' '):<18}{''.join(f'{column:<28}' for column in columns)}".rstrip()
+        yield f"{name.replace('_', ' '):<18}{''.join(f'{column:<30}' for column in columns)}".rstrip()
     if 1 < len(classes := document["classes"]) <= CLASSES_SHOWN:
         names = [name for name in COLUMNS if name in next(iter(classes.values()))]
         yield f"{'class':<18}" + "".join(f"{name.replace('_', ' '):>11}" for name in names)

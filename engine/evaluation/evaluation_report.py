@@ -24,14 +24,12 @@ CLASSES_SHOWN = 11  # with curves of their own, the most frequent
 CONFUSED = 30  # classes in the confusion chart, the most frequent
 WORST = 12  # ECGs drawn
 OTHER_PAIRS = 200_000  # pairs of different patients in the histogram
-NAMES = {"challenge": "Challenge score", "auroc": "AUROC", "auprc": "AUPRC", "accuracy": "Accuracy", "f_measure": "F measure"}
-NAMES |= {"sensitivity": "Sensitivity", "specificity": "Specificity", "balanced_accuracy": "Balanced accuracy"}
-NAMES |= {"mae": "Mean absolute error", "rmse": "RMSE", "r2": "R\u00b2", "pearson": "Pearson r"}
-BY_CLASS = {
-    **{"positives": "positives", "predicted": "predicted", "threshold": "threshold", "auroc": "AUROC", "auprc": "AUPRC"},
-    **{"f_measure": "F", "sensitivity": "sensitivity", "specificity": "specificity", "n": "known"},
-    **{"mae": "mean absolute error", "rmse": "RMSE", "r2": "R\u00b2", "pearson": "r"},
-    **{"mean_error": "mean error", "sd_error": "SD of the error"},
+NAMES = {
+    **{"positives": "Positives", "predicted": "Predicted", "n": "Known", "threshold": "Threshold"},
+    **{"challenge": "Challenge score", "auroc": "AUROC", "auprc": "AUPRC", "accuracy": "Accuracy", "f_measure": "F measure"},
+    **{"balanced_accuracy": "Balanced accuracy", "sensitivity": "Sensitivity", "specificity": "Specificity"},
+    **{"mae": "Mean absolute error", "rmse": "RMSE", "r2": "R\u00b2", "pearson": "Pearson r"},
+    **{"mean_error": "Mean error", "sd_error": "SD of the error"},
 }
 
 
@@ -64,15 +62,15 @@ def scored(result: TaskResult, dataset: Dataset | None) -> tuple[str, str, list[
         ReportSection(tiles=list(tiles(half)), note=note, remarks=result.remarks),
         ReportSection("By record: mean over its halves", tiles=list(tiles(result.record))),
         *(agreement(result) if head.kind == "regression" else decisions(result)),
-        ReportSection("Classes" if head.kind != "regression" else "Columns", grid=list(class_table(result))),
+        ReportSection("By class" if head.kind != "regression" else "By column", grid=list(class_table(half["classes"]))),
     ]
     for name, groups in result.groups.items():
-        sections.append(ReportSection(f"Records by {name}", grid=list(group_table(name, groups))))
+        grid = list(group_table(name.capitalize(), groups, list(half["intervals"])))
+        sections.append(ReportSection(f"Records by {name}", grid=grid))
     if dataset is not None and result.crops_N is not None:
         charts = [ecg(result, dataset, row) for row in result.worst(WORST)]
         sections.append(ReportSection(f"The {len(charts)} most wrongly read records", charts=charts, columns=2))
-    kind = f"{head.task}, {head.kind}" if head.task != "diagnosis" else "Diagnosis"
-    return kind, f"{half['n']:,} halves of 5 s of {result.record['n']:,} records", sections
+    return f"{head.task}, {head.kind}", f"{half['n']:,} halves of 5 s of {result.record['n']:,} records", sections
 
 
 def tiles(part: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -81,35 +79,26 @@ def tiles(part: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield NAMES[key], shown(part["metrics"][key], percent), interval(ends, percent)
 
 
-def class_table(result: TaskResult) -> Iterator[Sequence[str]]:
-    classes = {name: dict(of) for name, of in result.half["classes"].items()}
-    for of, threshold in zip(classes.values(), result.head.thresholds, strict=False):
-        of["threshold"] = threshold
-    columns = [key for key in BY_CLASS if key in next(iter(classes.values()))]
-    yield ["class", *(BY_CLASS[key] for key in columns)]
+def class_table(classes: Mapping[str, Mapping[str, Any]]) -> Iterator[Sequence[str]]:
+    columns = [key for key in NAMES if key in next(iter(classes.values()))]
+    yield ["Class", *(NAMES[key] for key in columns)]
     for name, of in classes.items():
         label = f"{name} (no positives)" if of.get("positives") == 0 else name
         yield [label, *(f"{of[key]:,}" if isinstance(of[key], int) else shown(of[key]) for key in columns)]
 
 
-def group_table(name: str, groups: Mapping[str, Any]) -> Iterator[Sequence[str]]:
-    first, *others = next(iter(groups.values()))["intervals"]
-    yield [name, "records", "patients", NAMES[first], "95 % interval", *(NAMES[key] for key in others)]
+def group_table(name: str, groups: Mapping[str, Any], metrics: Sequence[str]) -> Iterator[Sequence[str]]:
+    first, *others = metrics
+    yield [name, "Records", "Patients", NAMES[first], "95 % interval", *(NAMES[key] for key in others)]
     for value, of in groups.items():
-        counts = (f"{of['n']:,}", f"{of['patients']:,}")
-        yield [
-            value,
-            *counts,
-            shown(of["metrics"][first]),
-            interval(of["intervals"][first]),
-            *(shown(of["metrics"][key]) for key in others),
-        ]
+        score = shown(of["metrics"][first]), interval(of["intervals"][first])
+        yield [value, f"{of['n']:,}", f"{of['patients']:,}", *score, *(shown(of["metrics"][key]) for key in others)]
 
 
 def decisions(result: TaskResult) -> Iterator[ReportSection]:
     """Curves, calibration and confusions."""
     y, scores, names = np.asarray(result.labels_NK, float), result.scores_NK, list(result.head.classes)
-    outputs = predicted(result.head.kind, scores, result.head.thresholds or None) & ~np.isnan(y)
+    outputs = predicted(result.head.kind, scores, result.head.thresholds) & ~np.isnan(y)
     yield ReportSection("ROC and precision-recall curves", charts=list(threshold_charts(y, scores, names)), columns=4)
     labels, kept = y == 1, np.sort(np.argsort(-(y == 1).sum(0), kind="stable")[:CONFUSED])
     if len(names) == 1:  # no and yes as two classes
@@ -117,9 +106,8 @@ def decisions(result: TaskResult) -> Iterator[ReportSection]:
         labels, outputs = (np.concatenate([~of, of], 1)[known] for of in (labels, outputs))
         names, kept = [f"not {names[0]}", names[0]], np.arange(2)
     confusions = score_plots.confusion_chart(labels[:, kept], outputs[:, kept], [names[k] for k in kept])
-    yield ReportSection(
-        "Calibration and confusions", charts=[score_plots.calibration_chart(*calibration(y, scores)), confusions]
-    )
+    charts = [score_plots.calibration_chart(*calibration(y, scores)), confusions]
+    yield ReportSection("Calibration and confusions", charts=charts)
 
 
 def threshold_charts(y: Array, scores: Array, names: Sequence[str]) -> Iterator[str]:

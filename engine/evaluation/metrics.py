@@ -65,7 +65,7 @@ def predicted(kind: str, scores: Array, thresholds: Sequence[float] | None = Non
     """bool [N, K]: the classes above their thresholds, of multiclass the most probable one."""
     if kind == "multiclass":
         return np.asarray(scores.argmax(1)[:, None] == np.arange(scores.shape[1]))
-    return outputs_of(scores, THRESHOLD if thresholds is None else thresholds)
+    return outputs_of(scores, thresholds or THRESHOLD)
 
 
 def measure(

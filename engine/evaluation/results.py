@@ -11,8 +11,9 @@ bootstraps over patients, with all halves of a patient together.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,16 +65,13 @@ class TaskResult:
     groups_N: Mapping[str, Array] = field(default_factory=dict)  # age, sex, source of each row
     resamples: int = RESAMPLES
 
-    def _scored(self, labels: Array, scores: Array, patients: Sequence[Any], resamples: int) -> dict[str, Any]:
-        return scored(labels, scores, patients, resamples, self.head.kind, self.head.thresholds, self.head.classes)
-
     @cached_property
     def half(self) -> dict[str, Any]:
-        return self._scored(self.labels_NK, self.scores_NK, self.patients_N, self.resamples)
+        return scored(self.labels_NK, self.scores_NK, self.patients_N, self.resamples, self.head)
 
     @cached_property
     def record(self) -> dict[str, Any]:
-        return self._scored(*by_record(self.labels_NK, self.scores_NK, self.records_N, self.patients_N), self.resamples)
+        return self._of_records(np.arange(len(self.labels_NK)), self.resamples)
 
     @cached_property
     def groups(self) -> dict[str, dict[str, Any]]:
@@ -81,12 +79,14 @@ class TaskResult:
         found: dict[str, dict[str, Any]] = {}
         for name, values_N in self.groups_N.items():
             for value in np.unique(values_N).tolist():
-                rows, arrays = np.flatnonzero(values_N == value), (self.records_N, self.patients_N)
-                records, patients = (np.asarray(each)[rows].tolist() for each in arrays)
-                of_records = by_record(self.labels_NK[rows], self.scores_NK[rows], records, patients)
-                one = self._scored(*of_records, min(self.resamples, GROUP_RESAMPLES))
+                one = self._of_records(np.flatnonzero(values_N == value), min(self.resamples, GROUP_RESAMPLES))
                 found.setdefault(name, {})[value] = {key: one[key] for key in ("n", "patients", "metrics", "intervals")}
         return found
+
+    def _of_records(self, rows: Array, resamples: int) -> dict[str, Any]:
+        records, patients = (np.asarray(each)[rows].tolist() for each in (self.records_N, self.patients_N))
+        means = by_record(self.labels_NK[rows], self.scores_NK[rows], records, patients)
+        return scored(*means, resamples, self.head)
 
     def worst(self, count: int) -> list[int]:
         """Rows: the worst half of each of the most wrongly read records."""
@@ -120,22 +120,18 @@ class TaskResult:
 
 
 def scored(
-    labels: Array,
-    scores: Array,
-    patients: Sequence[Any],
-    resamples: int = RESAMPLES,
-    kind: str = "multilabel",
-    thresholds: Sequence[float] | None = None,
-    classes: Sequence[str] = CLASSES,
+    labels: Array, scores: Array, patients: Sequence[Any], resamples: int = RESAMPLES, head: HeadInfo = DIAGNOSIS
 ) -> dict[str, Any]:
     """n, patients, metrics, intervals, classes, without_positives, without_negatives. The first metric is the score."""
     if broken := int((~np.isfinite(scores)).any(1).sum()):
         raise MetricError(f"the model gave NaN for {broken:,} of {len(scores):,} samples: check its weights and the data")
-    statistic = statistic_of(kind, labels, scores, thresholds, classes)
+    statistic = statistic_of(head.kind, labels, scores, head.thresholds, head.classes)
     summary, names = statistic.summary(), statistic.names
     low, high = bootstrap(statistic, patients, resamples).tolist()
     metrics = {name: summary.pop(name) for name in names}
-    if kind != "regression":
+    for name, threshold in zip(head.classes, head.thresholds, strict=False):
+        summary["classes"][name]["threshold"] = threshold
+    if head.kind != "regression":
         metrics["calibration_error"] = calibration(labels, scores)[-1]
     intervals = {name: [a, b] for name, a, b in zip(names, low, high, strict=True)}
     return {"n": len(labels), "patients": len(set(patients)), "metrics": metrics, "intervals": intervals, **summary}
@@ -231,17 +227,20 @@ def score_task(model: TrainedModel, dataset: Dataset, task: TaskConfig, options:
     challenge = labels.classes == CLASSES
     thresholds = [THRESHOLD if challenge else head.thresholds[k] for k in columns] if head.thresholds else []
     if challenge and set(head.thresholds) != {THRESHOLD}:
-        notes.append(
-            f"A class counts as predicted above {THRESHOLD}, as in the Challenge, not above the model's own thresholds."
-        )
+        notes.append(f"A class counts as predicted above {THRESHOLD}, as in the Challenge, not above its own threshold.")
+    trained = head.definition.get("split"), head.definition.get("folds")
+    here = asdict(labels.task)
+    if head.definition and trained != (here["split"], {name: list(of) for name, of in here["folds"].items()}):
+        notes.append("Possible leakage: the model was fine-tuned with other folds or another split than are scored here.")
     head = replace(head, task=task.name, classes=labels.classes, thresholds=tuple(thresholds))
+    facts = _facts(dataset, options, model_input) | ({"labels": task.labels} if task.labels else {})
     table = dataset.table(["source", "record", "age", "sex"]).take(rows)
     sources, records, ages, sexes = (np.array(column, object)[crop_R] for column in table.to_pydict().values())
     names = [f"{source}/{record}" for source, record in zip(sources, records, strict=True)]
     groups = {"age": np.array([age_band(age) for age in ages]), "sex": np.array([sex or UNKNOWN for sex in sexes])}
+    groups |= {"source": sources.astype(str)}
     patients = patient_ids([dataset])[0][rows][crop_R].tolist()
     notes += [*_blank_crops(dataset, model_input, rows), *(labels.remarks if task.labels else ())]
-    facts, groups = _facts(dataset, options, model_input), groups | {"source": sources.astype(str)}
     return TaskResult(y_NK[crop_R], scores_RK[:, columns], names, patients, facts, notes, head, rows[crop_R], groups)
 
 
@@ -290,12 +289,12 @@ def load_task(name: str) -> TaskConfig:
 def chosen_task(model: TrainedModel, name: str = "auto", labels: str = "") -> TaskConfig:
     """The task of this name, with these labels. auto: what the model was fine-tuned for, without a head identification."""
     head = model.head_info
-    if name == "identification" or (name == "auto" and (head is None or head.kind == "identity")):
-        return TaskConfig("identification", "identity")
-    if name != "auto" and (head is None or name != head.task):
-        task = load_task(name)
-    else:  # an earlier version knew only diagnosis
-        task = validated(TaskConfig, head.definition, "task") if head and head.definition else TaskConfig()
+    own = head.task if head else "identification"
+    name = own if name == "auto" else name
+    known = head.definition if head and name == own else {}
+    task = validated(TaskConfig, known, "task") if known else load_task(name)
+    if task.labels and not labels and not Path(task.labels).exists():
+        raise ConfigError(f"the labels of the task {task.name} were in {task.labels}: say where they are with --labels")
     return replace(task, labels=labels) if labels else task
 
 

@@ -20,12 +20,13 @@ from data_tools.sources import open_sources
 from data_tools.splits import RoleSources
 from data_tools.synth import synthesise
 from engine.common import LEADS
-from engine.data.leakage import split_of
+from engine.data.leakage import patient_ids, split_of
 from engine.evaluate import main
 from engine.evaluation import metrics, results
 from engine.evaluation.metrics import challenge_score
 from engine.model.folder import seal
-from engine.tasks.labels import TaskLabels
+from engine.tasks.config import TaskConfig
+from engine.tasks.labels import TaskLabels, read_task
 from tests.conftest import save_model
 from tests.engine.training.ranks import free_port
 from tests.forks import started
@@ -93,8 +94,7 @@ def evaluated(data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         text, err = capsys.readouterr()
         assert (code, err) == (0, "")
         document: dict[str, Any] = json.loads((tmp_path / "f.json").read_text())
-        key = "challenge" if document["task"] == "diagnosis" else "accuracy"
-        assert f"{document['score']:.4f}" in text and document["score"] == document["metrics"][key]
+        assert f"{document['score']:.4f}" in text and document["score"] == next(iter(document["metrics"].values()))
         assert all(remark in text.splitlines() for remark in document["remarks"])
         return document
 
@@ -211,6 +211,119 @@ def test_scale_is_that_of_what_was_recorded(data: Dataset, saved_model: Saved, e
     first = [model.pooled(torch.stack([x[0] for x in scaled(rows)])) for rows in sides]
     by_hand = accuracy(*first, *(patient[rows] for rows in sides))
     assert evaluated(folder, "--task", "identification")["score"] == pytest.approx(by_hand)
+
+
+# Other tasks ----------------------------------------------------------------------------------------------------------------
+
+FOLDS = {"name": "rhythm", "kind": "multiclass", "columns": ["rhythm"], "classes": ["AF", "none", "other"], "split": "auto"}
+FOLDS |= {"folds": {"train": ["1"], "valid": ["2"], "test": ["3"]}, "labels": "rhythm.csv"}
+RHYTHM = {"task": "rhythm", "kind": "multiclass", "classes": ["AF", "none", "other"], "definition": FOLDS}
+BEATS = {"task": "beats", "kind": "multilabel", "classes": ["SB", "never"], "thresholds": [0.7, 0.2]}
+BEATS |= {"definition": {"name": "beats", "kind": "multilabel", "columns": ["SB", "never"]}}
+AGE = {"task": "age", "kind": "regression", "classes": ["age"], "unit": "years", "center": [60.0], "scale": [15.0]}
+
+
+@pytest.fixture(scope="module")
+def tables(data: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """rhythm.csv, with folds by patient; beats.csv, with splits, in which a fifth is unknown."""
+    place = tmp_path_factory.mktemp("tables")
+    table = data.table(["source", "record"]).to_pydict()
+    records = dict(zip(zip(*table.values(), strict=True), range(len(data)), strict=True))
+    patient, dx = patient_ids([data])[0], data.labels
+    lines: dict[str, list[str]] = {"rhythm": ["record,source,rhythm,fold"], "beats": ["record;source;SB;never;split"]}
+    for (source, record), row in records.items():
+        af, sb = dx[row, CLASSES.index("AF")], int(dx[row, CLASSES.index("SB")])
+        rhythm = "AF" if af else "none" if dx[row, CLASSES.index("NSR")] else "other"
+        lines["rhythm"].append(f"{record},{source},{rhythm},{patient[row] % 5 % 3 + 1}")
+        split = ("train", "valid", "test")[patient[row] % 5 % 3]
+        lines["beats"].append(f"{record};{source};{sb if row % 5 else ''};0;{split}")
+    for name, content in lines.items():
+        (place / f"{name}.csv").write_text("\n".join(content))
+    return place
+
+
+def test_exclusive_classes_of_a_table_by_hand(data: Dataset, tables: Path, saved_model: Saved, evaluated: Evaluated) -> None:
+    folder = saved_model(head=RHYTHM)
+    document = evaluated(folder, "--labels", tables / "rhythm.csv")
+    labels = read_task(TaskConfig("rhythm", "multiclass", labels=str(tables / "rhythm.csv")), [data])
+    x, crops = halves_of(data, labels.rows(0, "test"))
+    p, y = engine.load(folder).logits(x).softmax(1).detach().numpy(), labels.y[0][crops]
+    assert document["metrics"]["accuracy"] == pytest.approx((p.argmax(1) == y.argmax(1)).mean())
+    assert document["score"] == pytest.approx(metrics.measure("multiclass", y, p)["auroc"])
+    assert (document["task"], document["kind"], document["n"]) == ("rhythm", "multiclass", len(crops))
+    assert {name: of["positives"] for name, of in document["classes"].items()} == dict(
+        zip(RHYTHM["classes"], y.sum(0), strict=True)
+    )
+    assert set(document["groups"]) == {"age", "sex", "source"} and not any("leakage" in of for of in document["remarks"])
+    assert sum(of["n"] for of in document["groups"]["sex"].values()) == document["record"]["n"]
+
+
+def test_unknown_labels_thresholds_and_a_class_without_positives(
+    data: Dataset, tables: Path, saved_model: Saved, evaluated: Evaluated, tmp_path: Path, capsys: Any
+) -> None:
+    folder, table = saved_model(head=BEATS), tables / "beats.csv"
+    document = evaluated(folder, "--labels", table, "--role", "valid")
+    labels = read_task(TaskConfig("beats", labels=str(table)), [data])
+    x, crops = halves_of(data, labels.rows(0, "valid"))
+    p, y = engine.load(folder).scores(x).detach().numpy(), labels.y[0][crops]
+    known = ~np.isnan(y[:, 0])
+    assert document["classes"]["SB"]["predicted"] == (p[known, 0] > 0.7).sum()
+    assert document["classes"]["SB"]["n"] == known.sum() < len(crops) == document["n"]
+    assert document["thresholds"] == [0.7, 0.2] and document["classes"]["never"]["auroc"] is None
+    remarks = " ".join(document["remarks"])
+    assert (
+        "1 of 2 classes have no positives: never." in remarks and f"{(~known).sum()} of {y.size} labels are unknown" in remarks
+    )
+    page = tmp_path / "page.html"
+    assert main(["--model", str(folder), "--data", data.root.url, "--labels", str(table), "--report", str(page)]) == 0
+    assert "SB" in capsys.readouterr().out and "most wrongly read" in page.read_text()
+
+
+def test_ages_of_the_dataset(data: Dataset, saved_model: Saved, evaluated: Evaluated) -> None:
+    folder = saved_model(head=AGE)
+    document = evaluated(folder, "--task", "age")
+    rows = read_task(TaskConfig("age", "regression", columns=("age",), split="8:1:1"), [data]).rows(0, "test")
+    x, crops = halves_of(data, rows)
+    error = engine.load(folder).logits(x).detach().numpy()[:, 0] * 15 + 60 - data.column("age")[crops]
+    assert document["score"] == document["metrics"]["mae"] == pytest.approx(np.abs(error).mean(), rel=1e-4)
+    assert document["value_unit"] == "years" and document["classes"]["age"]["mean_error"] == pytest.approx(
+        error.mean(), rel=1e-3
+    )
+
+
+def test_thresholds_of_a_diagnosis_are_not_the_challenge_s(data: Dataset, saved_model: Saved, evaluated: Evaluated) -> None:
+    before = evaluated(saved_model("a", head=DIAGNOSIS), "--role", "valid")
+    after = evaluated(saved_model("b", head=DIAGNOSIS | {"thresholds": [0.2] * 26}), "--role", "valid")
+    assert after["metrics"] == before["metrics"] and "as in the Challenge" in " ".join(after["remarks"])
+
+
+def test_labels_and_models_that_do_not_fit(tables: Path, saved_model: Saved, refused: Refused, tmp_path: Path) -> None:
+    rhythm, beats, folds = saved_model("a", head=RHYTHM), saved_model("b", head=BEATS), tables / "rhythm.csv"
+    refused("labels of the task rhythm were in rhythm.csv: .*--labels", rhythm)
+    refused("no column 'rhythm': its label columns are SB, never", rhythm, "--labels", tables / "beats.csv")
+    refused("no column 'SB'", beats, "--labels", folds)
+    refused("--task age: is regression, the model is fine-tuned for rhythm, which is multiclass", rhythm, "--task", "age")
+    refused("--task 'ages': .*did you mean age", rhythm, "--task", "ages")
+    other = tmp_path / "other.csv"
+    other.write_text(folds.read_text().replace("other", "strange"))
+    refused("'strange'.* is not one of its classes", rhythm, "--labels", other)
+    two = saved_model("c", head=RHYTHM | {"classes": ["AF", "none"]})
+    refused("the model knows 2 classes, not other: it cannot be scored", two, "--labels", folds)
+    four = saved_model("d", head=RHYTHM | {"classes": ["AF", "none", "other", "paced"]})
+    refused("the model knows 4 classes, of which the labels have AF, none, other", four, "--labels", folds)
+    lines = (tables / "beats.csv").read_text().splitlines()
+    other.write_text("\n".join(line.replace(";test", ";valid") for line in lines))
+    refused(f"{other}: no record of .* is in the split test", beats, "--labels", other)
+    other.write_text("\n".join([lines[0], *(line.replace(";1;0", ";0;0") for line in lines[1:])]))
+    refused("none of its .* crops of the split test has a positive label", beats, "--labels", other)
+
+
+def test_other_folds_than_those_of_training_are_a_warning(tables: Path, saved_model: Saved, evaluated: Evaluated) -> None:
+    folds = {"train": ["2"], "valid": ["1"], "test": ["3"]}
+    folder = saved_model(head=RHYTHM | {"definition": FOLDS | {"folds": {}, "split": "8:1:1"}})
+    assert not any("leakage" in of for of in evaluated(folder, "--labels", tables / "rhythm.csv")["remarks"])
+    (tables / "task.yaml").write_text(json.dumps({"task": FOLDS | {"folds": folds, "labels": str(tables / "rhythm.csv")}}))
+    assert any("other folds" in of for of in evaluated(folder, "--task", tables / "task.yaml")["remarks"])
 
 
 # Warnings -----------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from dataclasses import replace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -9,9 +11,11 @@ import numpy as np
 import pytest
 from pages import check
 
+from data_tools.dataset import CLASSES, Dataset
 from engine.evaluation import evaluation_report, score_plots
-from engine.evaluation.metrics import MetricError, challenge_score, outputs_of
+from engine.evaluation.metrics import MetricError, challenge_score, measure, outputs_of
 from engine.evaluation.results import IdentificationResult, TaskResult, by_record, calibration
+from engine.model.inference import HeadInfo
 
 FACTS = {"model": "runs/<b>w2v</b>", "data": "0f3a", "role": "test", "leads": "I,II,V2"}
 Result = TaskResult | IdentificationResult
@@ -33,6 +37,22 @@ def identification(gallery: Any, probes: Any, ids: Any = None) -> Identification
     return IdentificationResult(np.asarray(gallery), own, np.asarray(probes), ids or own[: len(probes)], FACTS, resamples=20)
 
 
+def of_kind(kind: str, classes: Any, unknown: float = 0.2) -> TaskResult:
+    """Of 60 records with two halves, some of whose labels are unknown; three ages, one of a single record."""
+    rng, n, k = np.random.default_rng(1), 120, len(classes)
+    y, scores = (rng.random((n // 2, k)) < 0.4).astype(np.float32), rng.random((n, k))
+    if kind == "multiclass":
+        y, scores = np.eye(k)[rng.integers(0, k, n // 2)], scores / scores.sum(1, keepdims=True)
+    if kind == "regression":
+        y, scores = 60 + 9 * rng.normal(size=(n // 2, k)), 60 + 9 * rng.normal(size=(n, k))
+    y[rng.random(n // 2) < unknown, : 1 if kind == "multilabel" else None] = np.nan
+    sized = dict.fromkeys({"regression": ("center", "scale")}.get(kind, ("thresholds",) * (kind != "multiclass")), (0.4,) * k)
+    head = HeadInfo("my task", kind, tuple(classes), unit="ms" * (kind == "regression"), **sized)  # type: ignore[arg-type]
+    names = [f"r{i // 2}" for i in range(n)]
+    ages = np.array(["40-59"] * 2 + ["18-39"] * 60 + ["unknown"] * 58)
+    return TaskResult(np.repeat(y, 2, 0), scores, names, names, FACTS, head=head, groups_N={"age": ages}, resamples=20)
+
+
 ROW, NONE = np.eye(26, dtype=bool)[:1], np.zeros((6, 26), bool)
 RESULTS: dict[str, Result] = {
     "usual diagnoses": usual(),
@@ -41,6 +61,13 @@ RESULTS: dict[str, Result] = {
     "one row": diagnosis(ROW, ROW * 0.8),
     "all equal scores": diagnosis(usual().labels_NK, np.full((200, 26), 0.5)),
     "zeros and ones": diagnosis(usual().labels_NK, usual().labels_NK.astype(np.float32)),
+    "one class": of_kind("binary", ["<i>AF"]),
+    "classes with unknown labels": of_kind("multilabel", ["AF", "AFL", "a diagnosis with quite a long name"]),
+    "the 26 with unknown labels": of_kind("multilabel", CLASSES),
+    "exclusive classes": of_kind("multiclass", ["a", "b", "c", "d"]),
+    "many exclusive classes": of_kind("multiclass", [f"class {i}" for i in range(40)]),
+    "values": of_kind("regression", ["QRS"], 0.5),
+    "two kinds of values": of_kind("regression", ["QRS", "QT"]),
     "usual identities": identification(*np.random.default_rng(0).normal(size=(2, 30, 8))),
     "one patient": identification(np.ones((1, 4)), np.ones((1, 4))),
     "zero vectors": identification(np.zeros((20, 4)), np.zeros((20, 4))),
@@ -53,9 +80,46 @@ def test_any_numbers_are_drawn(result: Result) -> None:
     html = evaluation_report.build(result)
     assert len(check(html)) >= 2 and "<b>w2v" not in html
     document = json.loads(json.dumps(result.document(), allow_nan=False))
-    key = "challenge" if isinstance(result, TaskResult) else "accuracy"
-    assert document["score"] == document["metrics"][key]
+    assert document["score"] == next(iter(document["metrics"].values()))
     assert (document["role"], document["leads"]) == ("test", "I,II,V2")
+
+
+def test_the_page_of_a_task_shows_classes_and_groups() -> None:
+    result = of_kind("multilabel", ["AF", "AFL"])
+    html, document = evaluation_report.build(result), result.document()
+    assert document["classes"]["AF"]["threshold"] == 0.4 and document["classes"]["AF"]["n"] < document["classes"]["AFL"]["n"]
+    group = document["groups"]["age"]
+    assert {name: of["n"] for name, of in group.items()} == {"18-39": 30, "40-59": 1, "unknown": 29}
+    assert document["record"]["n"] == 60 and group["40-59"]["intervals"]["auroc"] == [None, None]
+    rows = np.arange(2, 62)
+    y, p, _ = by_record(result.labels_NK[rows], result.scores_NK[rows], [f"{i // 2:02}" for i in rows], ["x"] * 60)
+    auroc = measure("multilabel", y, p, (0.4, 0.4))["auroc"]
+    assert group["18-39"]["metrics"]["auroc"] == pytest.approx(auroc) and f"<td>{auroc:.3f}</td>" in html
+    assert "of 240 labels are unknown" in html and "AFL" in html and "Records by age" in html
+
+
+def test_values_are_drawn_against_each_other() -> None:
+    result = of_kind("regression", ["QRS"], 0.0)
+    same, difference = [chart for chart in check(evaluation_report.build(result)) if chart.get("aria-label")]
+    assert (same.get("aria-label"), difference.get("aria-label")) == ("QRS, ms", "Bland-Altman: predicted - true, ms")
+    dots = [node.get("d", "") for node in difference.iter("path") if "dots" in node.get("class", "")]
+    assert dots[0].count("M") == 120
+    error = result.scores_NK - result.labels_NK
+    assert f"mean {error.mean():+.3g}" in ElementTree.tostring(difference, "unicode")
+    assert result.worst(1) == [int(np.abs(error).argmax())]
+
+
+def test_the_most_wrongly_read_ecgs_are_drawn(dataset: Dataset) -> None:
+    for kind, classes, words in (
+        ("binary", ["AF"], "AF: labelled (yes|no), probability"),
+        ("multiclass", ["AF", "AFL", "SB"], r"labelled (AF|AFL|SB) \(0.\d+\), read as"),
+        ("regression", ["QRS"], r"QRS [\d.]+, predicted [\d.]+ ms"),
+    ):
+        result = replace(of_kind(kind, classes), crops_N=np.repeat(np.arange(60), 2))
+        charts = check(evaluation_report.build(result, dataset))[-12:]
+        texts = ["".join(chart.itertext()) for chart in charts]
+        assert all(re.search(rf"r\d+: (40-59|18-39|unknown){words}", text) for text in texts), texts[0]
+        assert all(sum(node.get("class") == "trace" for node in chart.iter()) >= 9 for chart in charts)
 
 
 def test_one_patient_says_nothing() -> None:
