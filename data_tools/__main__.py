@@ -24,7 +24,7 @@ from data_tools.cli import Parser, drop_output, interactive, is_memory
 from data_tools.errors import DataError, printable
 
 RESUME = {"shard": ": run the same command again to continue", "synth": ": delete {out} and run it again"}
-KINDS = "auto, physionet2021, ptbxl, mimic-iv-ecg, code15, wfdb, or your own module:Class (auto)"
+KINDS = "auto, physionet2021, ptbxl, mimic-iv-ecg, code15, wfdb, muse-xml, or your own module:Class (auto)"
 Option = dict[str, Any]
 
 

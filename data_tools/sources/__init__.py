@@ -9,13 +9,14 @@ from data_tools.plugins import plugin
 from data_tools.sources.base import Prepared, Source, prepared
 from data_tools.sources.code15 import Code15
 from data_tools.sources.mimic_iv_ecg import MimicIvEcg
+from data_tools.sources.muse_xml import MuseXml
 from data_tools.sources.physionet2021 import DATABASES, PhysioNet2021
 from data_tools.sources.ptbxl import PtbXl
 from data_tools.sources.wfdb_folder import WfdbFolder
 from data_tools.storage import folder, links_in
 
 ARCHIVES: dict[str, type[Source]] = {"physionet2021": PhysioNet2021, "ptbxl": PtbXl, "mimic-iv-ecg": MimicIvEcg}
-ARCHIVES |= {"code15": Code15, "wfdb": WfdbFolder}
+ARCHIVES |= {"code15": Code15, "wfdb": WfdbFolder, "muse-xml": MuseXml}
 
 __all__ = ["ARCHIVES", "DataError", "PhysioNet2021", "Prepared", "ReadError", "Source", "open_sources", "prepared"]
 
@@ -49,6 +50,8 @@ def open_sources(url: str, kind: str = "auto", anonymous: bool = False) -> list[
         found = [PhysioNet2021(root)]
     if not found and any(name.endswith(".hea") for name in root.names()):
         found = [WfdbFolder(root)]
+    if not found and any(name.lower().endswith(".xml") for name in root.names()):
+        found = [MuseXml(root)]
     if not found and META in names:
         raise StorageError(f"{root.url}: a dataset, not an archive: name the archives that it was made from")
     if not found:

@@ -6,6 +6,7 @@ For your own format, subclass `Source` with two methods and pass `--source your_
 import csv
 import hashlib
 import io
+import posixpath
 import re
 import threading
 from abc import ABC, abstractmethod
@@ -178,6 +179,15 @@ def _prepare(source: Source, key: str) -> Prepared:
 
 def record_stem(key: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "_", key.rsplit("/", 1)[-1].rsplit(".", 1)[0])[:64] or "_"
+
+
+def path_name(key: str, stem: str) -> str:
+    """The path below the root is part of the name: in some trees every patient's folder holds a `rec_1`."""
+    place = re.sub(r"[^A-Za-z0-9_-]+", "_", posixpath.dirname(key))
+    name = f"{place}_{stem}" if place else stem
+    if len(name) > 64:
+        raise ReadError("record name", f"{len(name)} characters with its folders, 64 at most")
+    return name
 
 
 def located(key: str, detail: str) -> str:

@@ -1,0 +1,179 @@
+"""GE MUSE XML: right microvolts from real files, and no file is read wrongly or beyond what is needed of it."""
+
+import base64
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from handmade import build, rejected
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_tools.__main__ import main
+from data_tools.errors import ReadError
+from data_tools.record import LEADS
+from data_tools.sources.base import prepared, read_safely
+from data_tools.sources.muse_xml import MuseXml
+from data_tools.storage import folder
+
+SHARED = Path(__file__).parents[3] / "shared" / "formats"
+STORED = ("I", "II", "V1", "V2", "V3", "V4", "V5", "V6")
+
+
+def lead_xml(name: str, steps: np.ndarray, **fields: object) -> str:
+    data = steps.astype("<i2").tobytes()
+    known: dict[str, object] = {"LeadByteCountTotal": len(data), "LeadTimeOffset": 0, "LeadSampleCountTotal": len(steps)}
+    known |= {"LeadAmplitudeUnitsPerBit": 4.88, "LeadAmplitudeUnits": "MICROVOLTS", "LeadID": name, "LeadOff": "FALSE"}
+    known |= {"LeadDataCRC32": zlib.crc32(data), "WaveFormData": base64.encodebytes(data).decode()} | fields
+    return "<LeadData>" + "".join(f"<{tag}>{text}</{tag}>" for tag, text in known.items() if text is not None) + "</LeadData>"
+
+
+def waveform_xml(kind: str, leads: str, rate: object = 500, exponent: object = 0) -> str:
+    fields = f"<WaveformType>{kind}</WaveformType><SampleBase>{rate}</SampleBase><SampleExponent>{exponent}</SampleExponent>"
+    return f"<Waveform>{fields}{leads}</Waveform>"
+
+
+def steps(samples: int = 5000) -> dict[str, np.ndarray]:
+    return {name: np.random.default_rng(i).integers(-200, 200, samples) for i, name in enumerate(STORED)}
+
+
+def muse(leads: str = "", rhythm: str = "", person: str = "<PatientID>4711</PatientID><PatientAge>61</PatientAge>") -> str:
+    leads = leads or "".join(lead_xml(name, one) for name, one in steps().items())
+    median = waveform_xml("Median", lead_xml("I", np.arange(600)))
+    text = f"<PatientDemographics>{person}<Gender>FEMALE</Gender></PatientDemographics>{median}"
+    text += rhythm or waveform_xml("Rhythm", leads)
+    doctype = '<?xml version="1.0" encoding="ISO-8859-1"?><!DOCTYPE RestingECG SYSTEM "restecg.dtd">'
+    return f"{doctype}<RestingECG><MuseInfo/>{text}</RestingECG>"
+
+
+def read(place: Path, text: str | bytes) -> Any:
+    (place / "one.xml").write_bytes(text if isinstance(text, bytes) else text.encode("latin-1"))
+    return read_safely(MuseXml(folder(place)).read, "one.xml")
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="needs the shared files")
+def test_real_files(tmp_path: Path) -> None:
+    for name in ("muse_example1", "muse_example2", "muse_example4"):
+        shutil.copy(SHARED / f"{name}.xml", tmp_path)
+        right = np.load(SHARED / f"{name}.xml.npz")
+        record = MuseXml(folder(tmp_path)).read(f"{name}.xml")
+        assert (record.fs_hz, record.patient, record.unit) == (500.0, None, "uV")
+        order = [record.leads.index(str(lead)) for lead in right["leads"]]
+        np.testing.assert_allclose(record.signal[order], right["signal_uv"], atol=1e-3)
+
+
+def test_a_folder_becomes_a_dataset(tmp_path: Path) -> None:
+    for name in ("a/one.xml", "b/one.XML"):
+        (tmp_path / "src" / name).parent.mkdir(parents=True)
+        (tmp_path / "src" / name).write_text(muse())
+    (tmp_path / "src" / "other.xml").write_text("<AnnotatedECG/>")
+    made = build(tmp_path / "src", tmp_path / "out", plan="all")
+    assert rejected(made) == [("other", "not MUSE XML")]
+    assert sorted(made.column("record")) == ["a_one", "b_one"]
+    row = made.table().slice(0, 1).to_pylist()[0]
+    assert (row["source"], row["patient"], row["age"], row["sex"]) == ("muse-xml", "4711", 61.0, "F")
+    i, ii, *_ = steps().values()
+    twelve = dict(zip(LEADS, made.read(0), strict=True))
+    np.testing.assert_array_equal(twelve["I"], np.rint(i * 4.88))
+    np.testing.assert_array_equal(twelve["aVF"], np.rint((ii - i / 2) * 4.88))
+    np.testing.assert_array_equal(twelve["V6"], np.rint(steps()["V6"] * 4.88))
+
+
+def test_nothing_but_id_age_and_sex_is_copied(tmp_path: Path) -> None:
+    secrets = "".join(f"<{tag}>SECRET</{tag}>" for tag in ("PatientLastName", "DateofBirth", "Race", "PatientFirstName"))
+    text = muse(person=f"{secrets}<PatientID>4711</PatientID><PatientAge>93</PatientAge>")
+    text = text.replace(
+        "<MuseInfo/>", "<Diagnosis><StmtText>SECRET</StmtText></Diagnosis><TestDemographics>SECRET</TestDemographics>"
+    )
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "SECRET name.xml").write_text(text)
+    (tmp_path / "key").write_bytes(b"0123456789abcdef")
+    arguments = ["--out", str(tmp_path / "out"), "--pseudonymize", str(tmp_path / "key"), "--workers", "1", "--plan", "all"]
+    assert main(["shard", str(tmp_path / "src"), *arguments]) == 0
+    for path in (tmp_path / "out").rglob("*"):
+        assert path.is_dir() or not {b"SECRET", b"4711"} & {word for word in (b"SECRET", b"4711") if word in path.read_bytes()}
+
+
+@pytest.mark.parametrize(("person", "age"), [("<PatientAge>6</PatientAge><AgeUnits>MONTHS</AgeUnits>", 0.5), ("", None)])
+def test_ages(tmp_path: Path, person: str, age: float | None) -> None:
+    assert read(tmp_path, muse(person=person)).age == age
+
+
+def test_leads_that_were_off_are_missing(tmp_path: Path) -> None:
+    leads = [lead_xml(name, one, LeadOff="TRUE" if name == "II" else "FALSE") for name, one in steps().items()]
+    leads[-1] = lead_xml("V6", np.where(np.arange(5000) == 7, -32768, 5))
+    assert set(read(tmp_path, muse("".join(leads))).leads) == {"I", "V1", "V2", "V3", "V4", "V5"}
+    ready = prepared(MuseXml(folder(tmp_path)), "one.xml")
+    assert not isinstance(ready, ReadError) and not ready.crops_uv[0, 1:6].any() and ready.crops_uv[0, 0].any()
+
+
+def all_leads(**fields: object) -> str:
+    return muse("".join(lead_xml(name, one, **fields) for name, one in steps().items()))
+
+
+ENTITY = '<!DOCTYPE RestingECG [<!ENTITY a "aaaa">]><RestingECG>&a;</RestingECG>'
+EXTERNAL = '<!DOCTYPE RestingECG SYSTEM "restecg.dtd"><RestingECG><PatientDemographics>&a;</PatientDemographics></RestingECG>'
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "malformed XML"),
+        (muse()[:-500], "malformed XML"),
+        ('<?xml version="1.0" encoding="no-such"?><RestingECG/>', "malformed XML"),
+        ("<sapphire/>", "not MUSE XML"),
+        (ENTITY, "XML entity"),
+        (EXTERNAL, "XML entity"),
+        ("<RestingECG>" + "<a>" * 40, "XML too deep"),
+        ("<RestingECG/>", "rhythm waveform"),
+        (muse(rhythm="<Waveform/>"), "rhythm waveform"),
+        (muse(rhythm=2 * waveform_xml("Rhythm", lead_xml("I", np.arange(5000)))), "rhythm waveform"),
+        (muse(rhythm=waveform_xml("Rhythm", lead_xml("I", np.arange(5000)), exponent=-1)), "SampleExponent"),
+        (muse(2 * lead_xml("I", np.arange(5000))), "duplicated lead"),
+        (muse(lead_xml("I", np.arange(5000)) + lead_xml("II", np.arange(4000))), "sample count"),
+        (muse(lead_xml("I", np.arange(5000), LeadOff="TRUE")), "sample count"),
+        (all_leads(LeadAmplitudeUnits="MILLIVOLTS"), "LeadAmplitudeUnits"),
+        (all_leads(LeadAmplitudeUnits=None), "unknown unit"),
+        (all_leads(LeadAmplitudeUnitsPerBit="0"), "gain"),
+        (all_leads(LeadAmplitudeUnitsPerBit="nan"), "gain"),
+        (all_leads(LeadSampleCountTotal=4999), "LeadSampleCountTotal"),
+        (all_leads(LeadDataCRC32=1), "LeadDataCRC32"),
+        (all_leads(LeadTimeOffset=4), "LeadTimeOffset"),
+        (all_leads(WaveFormData="AAAA!AAA"), "base64"),
+        (
+            all_leads(WaveFormData="AAAA", LeadByteCountTotal=None, LeadSampleCountTotal=None, LeadDataCRC32=None),
+            "sample count",
+        ),
+    ],
+)
+def test_refused(tmp_path: Path, text: str, reason: str) -> None:
+    found = read(tmp_path, text)
+    assert isinstance(found, ReadError) and found.reason == reason
+
+
+def test_a_rate_of_nothing_is_refused(tmp_path: Path) -> None:
+    read(tmp_path, muse(rhythm=waveform_xml("Rhythm", lead_xml("I", np.arange(5000)), rate="")))
+    found = prepared(MuseXml(folder(tmp_path)), "one.xml")
+    assert isinstance(found, ReadError) and found.reason == "sampling rate"
+
+
+@given(at=st.integers(0, 30_000), byte=st.integers(0, 255), cut=st.integers(0, 30_000))
+@settings(max_examples=60, deadline=None)
+def test_damaged_bytes_are_refused_or_change_nothing(
+    tmp_path_factory: pytest.TempPathFactory, at: int, byte: int, cut: int
+) -> None:
+    """Whatever a byte becomes, the samples of the leads that are read are right."""
+    place = tmp_path_factory.getbasetemp()
+    short = {name: one[:2500] for name, one in steps().items()}
+    data = bytearray(muse("".join(lead_xml(name, one) for name, one in short.items())).encode())
+    data[at % len(data)] = byte
+    found = read(place, bytes(data[: len(data) - (cut % len(data) if cut > 20_000 else 0)]))
+    if isinstance(found, ReadError):
+        return
+    for name, uv in zip(found.leads, found.signal, strict=True):
+        if name in short and found.fs_hz == 500:
+            scale = uv[np.argmax(np.abs(short[name]))] / short[name][np.argmax(np.abs(short[name]))]
+            np.testing.assert_allclose(uv, short[name] * scale)
