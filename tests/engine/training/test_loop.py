@@ -184,7 +184,7 @@ def test_a_rank_whose_crops_are_bad_says_which(dataset: Dataset, tmp_path: Path)
     with open(tmp_path / "damaged" / "shards" / damaged.shards[shard[row]]["name"], "r+b") as file:
         file.seek(offset[row])
         file.write(bytes(200))
-    for run, world, said in (("two", 2, f"rank 1: .*crop {row} at byte"), ("one", 1, f"pretrain.py: /.*crop {row} at byte")):
+    for run, world, said in (("two", 2, f"rank 1: .*crop {row} at byte"), ("one", 1, f"omnilead pretrain: /.*crop {row} at byte")):
         ended = pretrain(tmp_path, damaged.root.url, run, world)
         assert ended.codes == [1] * world and re.search(said, ended.output), ended.output
         assert "Traceback" not in ended.output
@@ -225,7 +225,7 @@ def little_memory() -> None:
 def test_too_little_memory_is_one_line(dataset: Dataset, tmp_path: Path) -> None:
     ended = pretrain(tmp_path, dataset.root.url, before=little_memory, pipeline__read_ahead=10**6)
     assert ended.codes == [1] and "Traceback" not in ended.output, ended.output
-    assert "pretrain.py: out of memory: lower train.micro_batch" in ended.output.splitlines()[-1]
+    assert "omnilead pretrain: out of memory: lower train.micro_batch" in ended.output.splitlines()[-1]
 
 
 @pytest.mark.parametrize("replaced", [False, True])
