@@ -24,6 +24,7 @@ Letters in the names of tensors, in all of engine/model and engine/objectives:
 
 import json
 from collections.abc import Mapping
+from dataclasses import field
 from math import prod
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -49,7 +50,7 @@ class ModelConfig:
     `options`, and no notice of the settings from `conv` to `input_dropout`, but `kernels`."""
 
     encoder: str = ""  # "": the authors'; resnet; or your own, file.py:Class (engine.model.encoders)
-    options: dict[str, Any] = Field(default_factory=dict)  # arguments of its class
+    options: dict[str, Any] = field(default_factory=dict, hash=False)  # arguments of its class
     leads: Count = 12
     conv: Annotated[tuple[tuple[Count, Annotated[int, Field(ge=1, le=1024)]], ...], Field(min_length=1, max_length=16)] = (
         ((256, 2),) * 4  # (width, kernel = stride) of each block

@@ -184,7 +184,10 @@ def test_a_rank_whose_crops_are_bad_says_which(dataset: Dataset, tmp_path: Path)
     with open(tmp_path / "damaged" / "shards" / damaged.shards[shard[row]]["name"], "r+b") as file:
         file.seek(offset[row])
         file.write(bytes(200))
-    for run, world, said in (("two", 2, f"rank 1: .*crop {row} at byte"), ("one", 1, f"omnilead pretrain: /.*crop {row} at byte")):
+    for run, world, said in (
+        ("two", 2, f"rank 1: .*crop {row} at byte"),
+        ("one", 1, f"omnilead pretrain: /.*crop {row} at byte"),
+    ):
         ended = pretrain(tmp_path, damaged.root.url, run, world)
         assert ended.codes == [1] * world and re.search(said, ended.output), ended.output
         assert "Traceback" not in ended.output
@@ -196,9 +199,9 @@ def test_determinism_checkpoints_by_time_and_lost_output(
 ) -> None:
     train, asked = Loop.train, []
 
-    def noted(self: Loop) -> bool:
+    def noted(self: Loop, tracer: Any) -> bool:
         asked.append((torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.allow_tf32))
-        return train(self)
+        return train(self, tracer)
 
     monkeypatch.setattr(Loop, "train", noted)
     by_time = {"train__save_every_minutes": 1e-6, "train__keep": 9, "train__deterministic": True}
