@@ -2,13 +2,20 @@
 
 import os
 import re
+import shlex
 from pathlib import Path
 
-from docs import house
+import numpy as np
+
+from docs import house, settings
+from engine.__main__ import main
+from engine.common import LEADS
 from engine.config import Config, FinetuneConfig, flatten
 from tests.forks import started
 
 DOCS = Path(__file__).parents[1] / "docs"
+README = DOCS.parent / "data_tools" / "README.md"
+FEW = ["train.steps=2", "train.epochs=null", "train.batch_crops=4", "train.precision=fp32", "train.compile=eager"]
 
 
 def tutorial(folder: Path) -> None:
@@ -27,6 +34,35 @@ def test_the_tutorial_runs(tmp_path: Path) -> None:
     assert log.count("\n$ python -m ") == 8 and "AUROC:" in log and "embedding: torch.Size([64])" in log
     made = {path.name for path in (tmp_path / "tutorial").iterdir()}
     assert {"ecg.png", "scores.html", "embeddings.parquet", "pretrained", "diagnosis"} <= made
+
+
+def extending(folder: Path) -> None:
+    """All files and commands of the page, with few steps on few ECGs."""
+    os.chdir(folder)
+    page = (DOCS / "extending.md").read_text()
+    for block in re.findall(r"```(?:python|yaml|csv)\n(# (\S+)\n.*?)```", page + README.read_text(), re.DOTALL):
+        Path(block[1]).write_text(block[0])
+    Path("FOLDER").mkdir()
+    for number in range(8):
+        mv_TL = np.random.default_rng(number).normal(0, 0.3, (2500, 12))
+        np.savetxt(f"FOLDER/{number}.csv", mv_TL, delimiter=",", header=",".join(LEADS), comments="")
+    for line in re.findall(r"^    omnilead (.*)", page, re.MULTILINE):
+        command, *words = shlex.split(line)
+        words += [word for setting in FEW if command in ("pretrain", "finetune") for word in ("--set", setting)]
+        print(f"\n$ omnilead {shlex.join([command, *words])}", flush=True)
+        assert main([command, *words]) == 0
+
+
+def test_the_extension_points_are_as_documented(tmp_path: Path) -> None:
+    process = started(extending, tmp_path, out=tmp_path / "log")
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "log").read_text()[-3000:]
+    assert (tmp_path / "embeddings.parquet").exists() and (tmp_path / "RUN" / "model" / "strides.py").exists()
+
+
+def test_the_reference_of_settings_is_current() -> None:
+    assert (DOCS / "settings.md").read_text() == settings.text(), "write it again: python -m docs.settings"
+    assert " | |" not in settings.text(), "a setting has no comment beside it that says what it means"
 
 
 def test_troubleshooting_has_fifteen_answers_of_settings_that_exist() -> None:
