@@ -43,7 +43,9 @@ def extending(folder: Path) -> None:
     for block in re.findall(r"```(?:python|yaml|csv)\n(# (\S+)\n.*?)```", page + README.read_text(), re.DOTALL):
         Path(block[1]).write_text(block[0])
     Path("FOLDER").mkdir()
-    for number in range(8):
+    rhythms = [f"{number},{('AF', 'sinus')[number % 2]},{('train', 'valid', 'test')[number // 2 % 3]}" for number in range(24)]
+    Path("rhythm.csv").write_text("\n".join(["record,rhythm,split", *rhythms]))
+    for number in range(24):
         mv_TL = np.random.default_rng(number).normal(0, 0.3, (2500, 12))
         np.savetxt(f"FOLDER/{number}.csv", mv_TL, delimiter=",", header=",".join(LEADS), comments="")
     for line in re.findall(r"^    omnilead (.*)", page, re.MULTILINE):
@@ -57,7 +59,8 @@ def test_the_extension_points_are_as_documented(tmp_path: Path) -> None:
     process = started(extending, tmp_path, out=tmp_path / "log")
     process.join()
     assert process.exitcode == 0, (tmp_path / "log").read_text()[-3000:]
-    assert (tmp_path / "embeddings.parquet").exists() and (tmp_path / "RUN" / "model" / "strides.py").exists()
+    assert {"embeddings.parquet", "predictions.csv"} < {path.name for path in tmp_path.iterdir()}
+    assert (tmp_path / "OUT" / "model" / "hidden.py").exists()
 
 
 def test_the_reference_of_settings_is_current() -> None:
