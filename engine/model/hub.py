@@ -30,10 +30,10 @@ PLACE = re.compile(r"(?<![\w/:.])(?:(?:s3|gs|file)://|~?/|[A-Za-z]:\\)[\w.+-]+(?
 
 def push(model: str | Path, repo: str, private: bool = False, licence: str | None = None) -> str:
     """Uploads RUN/model in one commit. -> its address"""
-    with model_folder(model) as (folder, _), huggingface(repo) as hub:
+    with model_folder(model) as (folder, _), huggingface(repo) as (hub, add):
         files = published(folder, licence)
-        hub.create_repo(repo, private=private, exist_ok=True)
-        operations = [hub.CommitOperationAdd(name, content) for name, content in files.items()]
+        hub.create_repo(repo, private=private or None, exist_ok=True)
+        operations = [add(name, content) for name, content in files.items()]
         commit = hub.create_commit(repo, operations, commit_message="A model of omnilead")
     return str(commit.repo_url)
 
@@ -68,7 +68,7 @@ def pull(repo: str, out: Path) -> None:
 def fetched(repo: str) -> Path:
     """The model of org/name@revision, in the Hub's cache on this machine. All files are those of one commit."""
     name, _, revision = repo.partition("@")
-    with huggingface(repo) as hub:
+    with huggingface(repo) as (hub, _):
         config = Path(hub.hf_hub_download(name, CONFIG, revision=revision or None))
         folder = config.parent  # snapshots/COMMIT
         sums = document_of(config).get(SHA256)
@@ -79,15 +79,15 @@ def fetched(repo: str) -> Path:
 
 
 @contextmanager
-def huggingface(repo: str) -> Iterator[Any]:
-    """The module huggingface_hub; what goes wrong there is an error of one line."""
+def huggingface(repo: str) -> Iterator[tuple[Any, Any]]:
+    """The Hub, and what makes a file of a commit; what goes wrong there is an error of one line."""
     try:
-        import huggingface_hub as hub
-        from huggingface_hub import errors
+        from huggingface_hub import CommitOperationAdd, HfApi, errors
     except ImportError:
         raise ConfigError(f"{HUB}{repo}: huggingface_hub is not installed: pip install 'omnilead[hub]'") from None
+    hub = HfApi(library_name="omnilead")
     try:
-        yield hub
+        yield hub, CommitOperationAdd
     except errors.GatedRepoError:
         raise LoadError(f"{HUB}{repo}: is gated: ask for access on its page, then `hf auth login`") from None
     except errors.RepositoryNotFoundError:
@@ -96,14 +96,13 @@ def huggingface(repo: str) -> Iterator[Any]:
         ) from None
     except errors.RevisionNotFoundError:
         raise LoadError(f"{HUB}{repo}: no such revision: give a branch, tag or commit after @") from None
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError):
-        raise LoadError(f"{HUB}{repo}: {hub.constants.ENDPOINT} cannot be reached, and no copy is in the cache here") from None
-    except errors.EntryNotFoundError as error:
-        raise LoadError(f"{HUB}{repo}: no model of omnilead: a file is missing: {error}".splitlines()[0]) from None
-    except Exception as error:
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        if status in (401, 403):
+    except errors.LocalEntryNotFoundError:
+        raise LoadError(f"{HUB}{repo}: {hub.endpoint} cannot be reached, and no copy is in the cache here") from None
+    except errors.EntryNotFoundError:
+        raise LoadError(f"{HUB}{repo}: is no model of omnilead: {CONFIG}, or a file that it names, is missing") from None
+    except ConfigError:
+        raise
+    except Exception as error:  # of the Hub's answers, of its HTTP client, which changes, and of names that are not valid
+        if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
             raise LoadError(f"{HUB}{repo}: your token is wrong or may not write there: `hf auth login`, or HF_TOKEN") from None
-        if isinstance(error, ConfigError) or not isinstance(error, OSError | ValueError):
-            raise
-        raise LoadError(f"{HUB}{repo}: {' '.join(str(error).split())[:200]}") from None
+        raise LoadError(f"{HUB}{repo}: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}") from None

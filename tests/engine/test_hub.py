@@ -1,0 +1,101 @@
+"""Models on the Hub: what is uploaded and what is not, the way back, and one line for whatever goes wrong."""
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+import engine
+from engine.hub import main
+from engine.model import folder
+from tests.engine.fake_hub import TOKEN, Hub, hub
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    pytest.importorskip("huggingface_hub", reason="the extra `hub` is not installed")
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
+    with hub() as running:
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, running.url)  # made when it was imported
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "ENDPOINT", running.url)
+        yield running
+
+
+def test_a_model_goes_there_and_back(
+    server: Hub, saved_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    definition = {"name": "rhythm", "kind": "multilabel", "labels": f"{tmp_path}/patients/labels.csv"}
+    run = saved_model(head={"task": "diagnosis", "classes": ["ST/T", "AF"], "definition": definition}).parent
+    (run / "metrics.jsonl").write_text("secret")  # beside the model, and a stray file within it
+    (run / "model" / "patients.csv").write_text("secret")
+    card = f"# A model\n\nFine-tuned from {run} with s3://hospital/ward/labels.csv; https://example.org/a/b.\n"
+    (run / "model" / "README.md").write_text(card)
+    assert main(["push", str(run), "ward/ecg", "--private", "--licence", "cc-by-4.0"]) == 0
+    assert capsys.readouterr().out == f"{server.url}/ward/ecg\n" and server.private == {"ward/ecg"}
+    files = server.repos["ward/ecg"]
+    assert files.keys() == {"README.md", "config.json", "model.safetensors", "preprocessing.json"}
+    assert not [name for name, content in files.items() if str(tmp_path).encode() in content or b"hospital" in content]
+    _, head, text = files["README.md"].decode().split("---\n")
+    facts = yaml.safe_load(head)
+    assert facts["license"] == "cc-by-4.0" and facts["library_name"] == "omnilead" and "ecg" in facts["tags"]
+    assert "Fine-tuned from run with labels.csv; https://example.org/a/b." in text
+    config = json.loads(files["config.json"])
+    assert config["head"]["definition"]["labels"] == "labels.csv" and config["head"]["classes"] == ["ST/T", "AF"]
+    assert config["sha256"]["README.md"] == hashlib.sha256(files["README.md"]).hexdigest()
+
+    out = tmp_path / "pulled"
+    assert main(["pull", "ward/ecg@v1", str(out)]) == 0
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == files
+    mine, theirs = engine.load(run), engine.load("hf://ward/ecg")
+    assert theirs.digest == engine.load(out).digest and theirs.encoder.width == mine.encoder.width
+    assert all(theirs.state_dict()[name].equal(weights) for name, weights in mine.state_dict().items())
+    assert main(["push", str(run), "ward/ecg"]) == 0  # again: another commit
+
+
+def test_what_goes_wrong_is_one_line(
+    server: Hub,
+    saved_model: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run, full = saved_model().parent, tmp_path / "full"
+    full.mkdir()
+    (full / "file").touch()
+    server.repos = {"me/empty": {}, "me/ecg": {}}
+
+    def says(*words: str | Path) -> str:
+        assert main([str(word) for word in words]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("omnilead hub: ") and err.count("\n") == 1
+        return err
+
+    assert "no such repository, or your token may not see it" in says("pull", "me/none", tmp_path / "out")
+    assert "no such revision" in says("pull", "me/ecg@v9", tmp_path / "out")
+    assert "is no model of omnilead" in says("pull", "me/empty", tmp_path / "out")
+    assert "not an empty folder" in says("pull", "me/ecg", full)
+    assert "Repo id must" in says("push", run, "no name")
+    assert "no such folder: give RUN" in says("push", tmp_path / "none", "me/ecg")
+    (run / "model" / folder.WEIGHTS).write_bytes(b"damaged")
+    assert "was changed or damaged" in says("push", run, "me/ecg") and not server.repos["me/ecg"]
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    assert "your token is wrong" in says("push", saved_model("other/model"), "me/new")
+    server.shutdown()
+    server.server_close()
+    assert "ConnectError" in says("push", tmp_path / "other", "me/new")
+
+
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert main(["pull", "me/ecg", os.devnull + ".none"]) == 2
+    assert "pip install 'omnilead[hub]'" in capsys.readouterr().err
