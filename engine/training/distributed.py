@@ -121,8 +121,6 @@ def close() -> None:
         deepspeed.comm.destroy_process_group()
     elif dist.is_initialized():
         dist.destroy_process_group()
-    if (zero3 := sys.modules.get("deepspeed.runtime.zero.parameter_offload")) is not None:
-        zero3.FWD_MODULE_STACK.clear()  # keeps the model of ZeRO stage 3 alive
 
 
 def on_first_rank(ranks: Ranks, work: Callable[[], T]) -> T:

@@ -1,0 +1,102 @@
+"""Trainings from Python: several in one process, each as if it were alone, and nothing of them stays."""
+
+import gc
+import inspect
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import yaml
+from ranks import TINY, curve, pretrain, rows
+
+import engine
+from data_tools.dataset import Dataset
+from engine.common import ConfigError
+from engine.model.pretrainer import Pretrainer
+from engine.training.loop import Loop
+from engine.training.run import TrainingRun
+from tests.forks import started
+
+SMALL = {"train.steps": 3, "train.validate_every": 3, "train.valid_batches": 1}
+
+
+def left() -> tuple[dict[str, str], int, int, int, bool]:
+    """What a training must leave as it was, or clean up."""
+    gc.collect()
+    models = sum(type(thing) is Pretrainer for thing in gc.get_objects())
+    files = len(os.listdir("/proc/self/fd"))
+    return dict(os.environ), models, threading.active_count(), files, torch.are_deterministic_algorithms_enabled()
+
+
+def notebook(tmp: Path, url: str) -> None:
+    """Cells of a notebook, one after the other."""
+    torch.set_num_threads(1)
+
+    def trained(name: str, **settings: Any) -> TrainingRun:
+        return engine.pretrain(tmp / "tiny.yaml", data=Dataset.open(url), out=tmp / name, **SMALL | settings)
+
+    run = trained("first")
+    assert os.fspath(run) == str(tmp / "first") and run.report.is_file() and "<iframe" in run._repr_html_()
+    assert [row["step"] for row in run.metrics] == [1, 2, 3] and [row["step"] for row in run.validation] == [0, 3]
+    assert run.model().digest == engine.load(run).digest
+    before = left()
+    with pytest.raises(ConfigError, match="^steps: no such setting: did you mean train.steps"):
+        trained("wrong", steps=1)
+    with pytest.raises(ConfigError, match="^train.micro_batch=3: must divide"):
+        trained("wrong", **{"train.micro_batch": 3})
+    thread = threading.Thread(target=trained, args=("thread",), kwargs={"train.deterministic": True})
+    thread.start()
+    thread.join()
+
+    def interrupted(loop: Loop, batch: Any, step: Any = Loop._step) -> Any:
+        if loop.progress.step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(loop, batch)
+
+    with mock.patch.object(Loop, "_step", interrupted), pytest.raises(KeyboardInterrupt, match="the same call resumes"):
+        trained("resumed")
+    with mock.patch("engine.training.train.make_engine", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        trained("resumed")  # before there is a model
+    assert [row["step"] for row in trained("resumed").metrics] == [1, 2, 3]
+    after = left()
+    assert after == before, (set(after[0].items()) ^ set(before[0].items()), after[1:], before[1:])
+
+
+def test_several_in_one_process_equal_those_of_separate_ones(dataset: Dataset, tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    process = started(notebook, tmp_path, dataset.root.url, out=tmp_path / "log")
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "log").read_text()[-3000:]
+    assert pretrain(tmp_path, dataset.root.url, "alone", **{name.replace(".", "__"): value for name, value in SMALL.items()}).ok
+    assert curve(tmp_path / "alone") == curve(tmp_path / "first") == curve(tmp_path / "thread") == curve(tmp_path / "resumed")
+
+
+def test_a_command_and_its_function_have_one_name(tmp_path: Path) -> None:
+    from engine import pretrain as module
+
+    assert engine.pretrain is module and callable(module.main) and "pretrain" in dir(engine)
+    assert list(inspect.signature(engine.pretrain).parameters) == ["config", "data", "out", "settings"]
+    with pytest.raises(AttributeError, match="no attribute 'train'"):
+        engine.train  # noqa: B018
+
+
+def test_a_notebook_shows_a_bar(dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.training.loggers.in_notebook", lambda: True)
+    output = pretrain(tmp_path, dataset.root.url, train__steps=2).output
+    assert "\nstep 1/2" not in output and "2/2" in output and "loss" in output
+
+
+def test_the_model_card_names_data_and_metrics(dataset: Dataset, tmp_path: Path) -> None:
+    assert pretrain(tmp_path, dataset.root.url, train__steps=2, train__validate_every=2).ok
+    _, head, text = (tmp_path / "run" / "model" / "README.md").read_text().split("---\n")
+    facts, (_, measured) = yaml.safe_load(head), rows(tmp_path / "run", "validation.jsonl")
+    assert "ptb-xl" in facts["datasets"] and facts["license"] == "unknown" and "ecg" in facts["tags"]
+    (result,) = facts["model-index"][0]["results"]
+    told = {metric["type"]: metric["value"] for metric in result["metrics"]}
+    assert told == {name: round(value, 4) for name, value in measured.items() if isinstance(value, float)}
+    assert f"| loss | {measured['loss']:.4f} |" in text and "predict" not in text
