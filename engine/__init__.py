@@ -2,8 +2,10 @@
 
 import engine
 run = engine.pretrain("w2v_cmsc_rlm", data="DATASET", out="RUN", **{"train.steps": 1000})
-model = engine.load("RUN")                     # or RUN/model, or a copy of that folder, or s3://...
+tuned = engine.finetune("RUN", data="DATASET", labels="my.csv", out="OUT")
+model = engine.load("OUT")                     # or OUT/model, a copy of that folder, s3://bucket/model, hf://org/name
 model.embed(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")
+model.predict(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")
 """
 
 import importlib
@@ -13,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
+    from engine.finetune import finetune as finetune
     from engine.model.inference import TrainedModel
     from engine.pretrain import pretrain as pretrain
 
-CALLABLE = ("pretrain",)  # modules that are commands and can be called
+CALLABLE = ("finetune", "pretrain")  # modules that are commands and can be called
 
 __version__ = "0.1.0"
 

@@ -14,19 +14,25 @@ Labels are 0 and 1, true and false, text or numbers; an empty cell is unknown. C
 patients are drawn 8:1:1. Without --config, batch, steps and learning rate suit the data, and training ends early.
 Also under `deepspeed --module engine.finetune` or torchrun. RUN/ has the same files as in pre-training, and resumes the same
 way. RUN/model/ is the step that validates best (train.best); `omnilead evaluate --model OUT --data DATASET` tests it.
+In Python: tuned = engine.finetune("RUN", data="DATASET", labels="my.csv", out="OUT")
 SIGTERM or Ctrl-C: a checkpoint at the next step, exit 0. Exit 2: a setting or a file is wrong. Exit 1: the run failed.
 """
 
+import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from engine.common import RUN_CODE, interruptible, leave
+from engine.common import RUN_CODE, callable_as, interruptible, leave
 from engine.training.command import SHORTCUTS, Shortcut, command
+
+if TYPE_CHECKING:
+    from engine.training.run import Data, TrainingRun
 
 KINDS = ("binary", "multilabel", "multiclass", "regression")
 OWN: dict[str, Shortcut] = {
@@ -46,6 +52,32 @@ def classes() -> tuple[Any, Any, Any]:
     return FinetuneConfig, FinetuneTask, finetuning
 
 
+def finetune(
+    start: str | os.PathLike[str],
+    *,
+    data: "Data | Sequence[Data]",
+    out: str | os.PathLike[str],
+    labels: str | os.PathLike[str] | None = None,
+    task: str | None = None,
+    kind: str | None = None,
+    columns: Sequence[str] | None = None,
+    config: str | Path | None = None,
+    **settings: Any,
+) -> "TrainingRun":
+    """Fine-tunes a run or a model on a table of labels, a shipped task or a config. Called again, it resumes.
+
+    The arguments are the options of `omnilead finetune`, `settings` those of --set by their dotted names. Without `config`
+    batch, steps and learning rate suit the data. Ctrl-C writes a checkpoint and raises KeyboardInterrupt. Other errors are
+    exceptions of one line, such as engine.common.ConfigError.
+    """
+    from engine.training.run import trained
+
+    of_task = {"labels": labels, "name": task, "kind": kind, "columns": list(columns) if columns else None}
+    settings |= {f"task.{name}": value for name, value in of_task.items() if value is not None}
+    return trained(*classes(), config, data, out, settings | {"start": start})
+
+
+callable_as(__name__, finetune)
 main = partial(command, "finetune", __doc__, classes, None, SHORTCUTS | OWN)
 
 if __name__ == "__main__":

@@ -52,13 +52,12 @@ def pretrain(
     """Pre-trains an encoder. Called again with the same `out` it resumes, or returns the finished run.
 
     config: a shipped configuration by name, or a YAML file. data: a dataset or several. out: RUN, where everything is written.
-    settings: as of --set, by their dotted names: **{"train.steps": 1000, "augment.rlm": 0.5}. Ctrl-C writes a checkpoint and
-    raises KeyboardInterrupt. Other errors are exceptions of one line, such as engine.common.ConfigError.
+    settings: as of --set, by their dotted names: start="RUN", **{"train.steps": 1000, "augment.rlm": 0.5}. Ctrl-C writes a
+    checkpoint and raises KeyboardInterrupt. Other errors are exceptions of one line, such as engine.common.ConfigError.
     """
-    from engine.training.run import places, trained
+    from engine.training.run import trained
 
-    _, task, load = classes()
-    return trained(load(config, {"data.datasets": places(data), "run": os.fspath(out), **settings}), task)
+    return trained(*classes(), config, data, out, settings)
 
 
 callable_as(__name__, pretrain)

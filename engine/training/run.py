@@ -6,7 +6,7 @@ run.model().embed(...), run.validation[-1], run.report
 
 import html
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,21 +58,26 @@ class TrainingRun:
         return f'<iframe srcdoc="{page}" style="width: 100%; height: 40em; border: 0"></iframe>'
 
 
-def trained(config: RunConfig, task: type[TrainingTask]) -> TrainingRun:
-    """Starts the run, or resumes it. An interrupted one leaves a checkpoint and raises KeyboardInterrupt."""
+def trained(
+    kind: type[RunConfig],
+    task: type[TrainingTask],
+    read: Callable[[Any, Mapping[str, Any]], RunConfig],
+    config: str | Path | None,
+    data: Data | Sequence[Data],
+    out: str | os.PathLike[str],
+    settings: Mapping[str, Any],
+) -> TrainingRun:
+    """What engine.pretrain and engine.finetune do; the first three arguments are those of their commands."""
+    datasets = [data] if isinstance(data, str | os.PathLike | Dataset) else data
+    urls = [one.root.url if isinstance(one, Dataset) else os.fspath(one) for one in datasets]
+    given = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in settings.items()}
     try:
-        finished = train(config, task)
+        finished = train(read(config, {"data.datasets": urls, "run": os.fspath(out), **given}), task)
     except Exception as error:
         message, code = explain(error)
         if message == str(error):
             raise
         raise (ConfigError if code == 2 else TrainError)(" ".join(message.split())) from error
     if not finished:
-        raise KeyboardInterrupt(f"{config.run}: stopped after a checkpoint: the same call resumes")
-    return TrainingRun(Path(config.run))
-
-
-def places(data: Data | Sequence[Data]) -> list[str]:
-    """One dataset or several as data.datasets names them."""
-    several = [data] if isinstance(data, str | os.PathLike | Dataset) else data
-    return [one.root.url if isinstance(one, Dataset) else os.fspath(one) for one in several]
+        raise KeyboardInterrupt(f"{os.fspath(out)}: stopped after a checkpoint: the same call resumes")
+    return TrainingRun(Path(out))

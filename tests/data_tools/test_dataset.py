@@ -1,11 +1,14 @@
-"""Tables that a spreadsheet opens: no cell is a formula, and numbers are numbers."""
+"""A dataset as a sequence of ECGs. Tables that a spreadsheet opens: no cell is a formula, and numbers are numbers."""
 
 import csv
 import io
+from itertools import islice
 
+import numpy as np
 import pytest
 
-from data_tools.dataset import as_csv, unquoted
+from data_tools import plots
+from data_tools.dataset import CLASSES, Dataset, as_csv, unquoted
 
 FORMULAS = ["=1+1", "+1+1|x", "-2+3+cmd", "@SUM(A1)", "\t=1", "-", "+-5"]
 KEPT = ["-5", "-0.25", "+1e-3", "-0.2 0.3", "-inf", "a=1", "", "'", "georgia"]
@@ -20,3 +23,38 @@ def test_formulas_are_quoted_and_numbers_are_not(cell: str) -> None:
 
 def test_a_carriage_return_starts_no_line() -> None:
     assert as_csv([("a\r=1", "\r=1")]) == "a =1,' =1\n"
+
+
+def test_a_dataset_is_a_sequence_of_ecgs(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    last, rows = len(dataset) - 1, dataset.table().to_pylist()
+    for row in (0, last, int(np.flatnonzero(dataset.column("halves") == 1)[0])):
+        ecg, facts = dataset[row], rows[row]
+        assert np.array_equal(ecg.signal_uv, dataset.read(row)) and ecg.signal_mv.dtype == np.float32
+        np.testing.assert_allclose(ecg.signal_mv, ecg.signal_uv / 1000, rtol=1e-6)
+        assert {name: getattr(ecg, name) for name in ("record", "patient", "age", "sex", "dx", "halves", "missing_leads")} == {
+            name: facts[name] for name in ("record", "patient", "age", "sex", "dx", "halves", "missing_leads")
+        }
+        assert ecg.labels == [name for name, has in zip(CLASSES, facts["labels"], strict=True) if has]
+    assert dataset[-1].row == last == dataset[np.int64(last)].row and [ecg.row for ecg in islice(dataset, 3)] == [0, 1, 2]
+    for row in (last + 1, -last - 2):
+        with pytest.raises(IndexError, match=f"row {row}: .* has crops 0 to {last}"):
+            dataset[row]
+    assert repr(dataset).startswith(f"Dataset({dataset.root.url!r}: {last + 1:,} crops of ") and "\n" not in repr(dataset)
+    assert "signal" not in repr(dataset[0])
+
+
+def test_groups_of_rows_are_read_once(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a dataset of more than 65,536 crops."""
+    opened = Dataset.open(dataset.root.url)
+    whole = opened._group(0)
+    opened.__dict__["_group_ends"] = np.array([5, 5, len(dataset)])
+    opened.__dict__["_group"] = lambda group: whole.slice([0, 5, 5][group])
+    assert [opened[row].record for row in range(8)] == dataset.column("record")[:8].tolist()
+
+
+def test_an_ecg_draws_itself(dataset: Dataset) -> None:
+    figure = dataset.plot(3)
+    assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
+    texts = {text.get_text() for axes in figure.axes for text in axes.texts} | {text.get_text() for text in figure.texts}
+    assert "aVR" in texts and any(dataset[3].record in text for text in texts)
+    assert plots.dataset_figure(dataset)._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
