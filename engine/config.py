@@ -63,9 +63,9 @@ class Section(BaseModel):
 class RoleSelection(Section):
     """Selects crops of a dataset by role: see data_tools.dataset.Dataset.select."""
 
-    pretrain: bool | None = None
-    dx: Literal["train", "valid", "test"] | None = None
-    identity: Literal["train", "valid", "gallery", "probe"] | None = None
+    pretrain: bool | None = None  # with the role of pre-training; null: whatever it is
+    dx: Literal["train", "valid", "test"] | None = None  # with this role in diagnosis
+    identity: Literal["train", "valid", "gallery", "probe"] | None = None  # with this role in identification
 
 
 class DataConfig(Section):
@@ -78,7 +78,7 @@ class DataConfig(Section):
 
 class TrainConfig(Section):
     steps: int | None = Field(default=None, ge=1)  # give steps or epochs
-    epochs: float | None = Field(default=None, gt=0, le=1e6)
+    epochs: float | None = Field(default=None, gt=0, le=1e6)  # passes over the training crops
     batch_crops: int = Field(default=512, ge=1)  # global batch size, over all ranks
     # Crops per rank and forward pass; None: all of them. Fewer means gradient accumulation, but then crops are contrasted only
     # within a micro-batch (of all ranks): CMSC, SimCLR, 3KG see micro_batch x ranks candidates. Code diversity likewise.
@@ -87,31 +87,31 @@ class TrainConfig(Section):
     zero_stage: int | None = Field(default=None, ge=0, le=3)  # None: that of the DeepSpeed JSON, else 1
     deepspeed: str | None = None  # DeepSpeed JSON file, or zero0 to zero3: ZeRO and communication only
     compile: Literal["eager", "layers", "step"] | None = None  # scope of torch.compile; None: layers on CUDA, else eager
-    lr: float = Field(default=5e-5, gt=0, le=1)
-    schedule: Literal["fixed", "warmup_cosine", "tri_stage"] = "fixed"
+    lr: float = Field(default=5e-5, gt=0, le=1)  # highest learning rate
+    schedule: Literal["fixed", "warmup_cosine", "tri_stage"] = "fixed"  # fixed: lr as it is; tri_stage: warm-up, hold, decay
     warmup: float = Field(default=0.1, ge=0, le=1)  # share of all steps
     hold: float = Field(default=0.2, ge=0, le=1)  # share of all steps, tri_stage only
     start_factor: float = Field(default=0.01, ge=0, le=1)  # of lr
-    end_factor: float = Field(default=0.01, ge=0, le=1)
+    end_factor: float = Field(default=0.01, ge=0, le=1)  # of lr, at the last step
     weight_decay: float = Field(default=0.01, ge=0, le=1)  # decoupled, on every parameter
-    betas: tuple[Beta, Beta] = (0.9, 0.98)
-    eps: float = Field(default=1e-6, gt=0, le=1)
+    betas: tuple[Beta, Beta] = (0.9, 0.98)  # of AdamW
+    eps: float = Field(default=1e-6, gt=0, le=1)  # of AdamW
     clip_norm: float = Field(default=0.0, ge=0)  # 0: no gradient clipping
     max_nonfinite: int = Field(default=10, ge=1, le=10**6)  # stop after so many non-finite steps in a row; checked when logging
-    seed: int = Field(default=0, ge=0, lt=2**63)
+    seed: int = Field(default=0, ge=0, lt=2**63)  # of the order, the augmentation and the initial weights
     deterministic: bool = False  # deterministic GPU kernels, or an error that names the operation that has none
     track: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)  # besides metrics.jsonl
-    log_every: int = Field(default=10, ge=1)
+    log_every: int = Field(default=10, ge=1)  # steps
     validate_every: int = Field(default=0, ge=0)  # steps; 0: never
-    valid_batches: int = Field(default=16, ge=1)
+    valid_batches: int = Field(default=16, ge=1)  # at most, in a validation
     # The metric that chooses the best checkpoint; None: the first that the task validates
     best: Literal[
         "loss", "auroc", "auprc", "challenge", "accuracy", "f1", "f_measure", "mae", "r2", "identification_accuracy"
     ] | None = None  # fmt: skip
     patience: int = Field(default=0, ge=0)  # stop after so many validations in a row without a better one; 0: never
-    probe_patients: int = Field(default=256, ge=0)
+    probe_patients: int = Field(default=256, ge=0)  # identified in each validation of pre-training; 0: none
     save_every_steps: int = Field(default=0, ge=0)  # 0: by time only, and at the end
-    save_every_minutes: float = Field(default=30.0, gt=0)
+    save_every_minutes: float = Field(default=30.0, gt=0)  # between checkpoints
     keep: int = Field(default=3, ge=1)  # newest checkpoints to keep, besides the best
     peak_tflops: float | None = Field(default=None, gt=0)  # of one device, for MFU; None: measured at the start
     timeout_s: float = Field(default=600.0, gt=0, le=1e6)  # the run ends when a rank does not answer for so long
@@ -132,18 +132,18 @@ def has_bf16() -> bool:
 class FinetuneData(Section):
     """The task decides which crops are used: engine.tasks."""
 
-    datasets: tuple[str, ...] = ()
-    anonymous: bool = False
+    datasets: tuple[str, ...] = ()  # directories or s3:// URLs
+    anonymous: bool = False  # s3:// without credentials
 
 
 class Tuning(Section):
     """Encoder settings that differ from pre-training. Defaults: the authors' fine-tuning configs."""
 
     feature_grad: float = 0.0  # 0: convolutions frozen; 1: trained like the rest
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
-    activation_dropout: float = 0.1
-    input_dropout: float = 0.0
+    dropout: float = 0.0  # as model.dropout
+    attention_dropout: float = 0.0  # as model.attention_dropout
+    activation_dropout: float = 0.1  # as model.activation_dropout
+    input_dropout: float = 0.0  # as model.input_dropout
 
 
 class RunConfig(Section):
@@ -151,7 +151,7 @@ class RunConfig(Section):
 
     folder: ClassVar[str] = "pretrain"  # of the configs that are found by name
     defaults: ClassVar[dict[str, Any]] = {}  # where they differ from those of the sections
-    run: str
+    run: str  # folder of the run
     data: Any
     pipeline: PipelineConfig = PipelineConfig()
     augment: AugmentConfig = AugmentConfig()
@@ -171,7 +171,7 @@ class RunConfig(Section):
 class Config(RunConfig):
     """Pre-training."""
 
-    run: str = "runs/pretrain"
+    run: str = "runs/pretrain"  # folder of the run; an unfinished run there is resumed
     start: str = ""  # run or model folder whose weights training goes on from; "": random weights
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
@@ -180,7 +180,7 @@ class Config(RunConfig):
 
 class FinetuneConfig(RunConfig):
     folder: ClassVar[str] = "finetune"
-    run: str = "runs/finetune"
+    run: str = "runs/finetune"  # folder of the run; an unfinished run there is resumed
     start: str = ""  # pre-trained run or model folder; a pre-training YAML: its architecture with random weights
     code: bool = False  # run the code of a plugged-in encoder in the folder that `start` names
     data: FinetuneData = FinetuneData()

@@ -43,10 +43,10 @@ Product = tuple[Array, Array]  # gain [.., S, 1|L, 1], wave [.., S, 1|L, T]
 class AmplitudeMv:
     """Largest amplitude of each kind of noise, as in the paper; the authors' code uses 0.1 (tasks/ecg_pretraining.py:136)."""
 
-    powerline: float = 0.5
-    emg: float = 0.5
-    wander: float = 0.5
-    shift: float = 0.5
+    powerline: float = 0.5  # mains hum
+    emg: float = 0.5  # muscle noise
+    wander: float = 0.5  # baseline wander
+    shift: float = 0.5  # jumps of the baseline
 
     def __post_init__(self) -> None:
         for kind in PAPER_NOISE:

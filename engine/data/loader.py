@@ -53,17 +53,17 @@ log = logging.getLogger(__name__)
 class PipelineConfig:
     """How crops are loaded: the section `pipeline` of the settings."""
 
-    backend: Literal["auto", "dali", "torch", "resident"] = "auto"
-    views: Views = "halves"
+    backend: Literal["auto", "dali", "torch", "resident"] = "auto"  # auto: dali on a GPU; resident: in GPU memory
+    views: Views = "halves"  # what is contrasted: a crop's halves, or two views of one window
     block_shards: int = 0  # 0: shuffle over the whole dataset; G: over G shards at a time, for remote data and slow disks
     weights: tuple[float, ...] | None = None  # of several datasets; None: by size
-    source: Literal["tar", "zarr"] | None = None
-    check: Literal["first", "always", "never"] = "first"
-    on_corrupt: Literal["stop", "skip"] = "stop"
+    source: Literal["tar", "zarr"] | None = None  # what is read of a dataset that has both; null: tar
+    check: Literal["first", "always", "never"] = "first"  # checksums: when a crop is read first, always, never
+    on_corrupt: Literal["stop", "skip"] = "stop"  # crops that cannot be read stop the run, or are skipped and counted
     threads: Annotated[int | None, Field(ge=1)] = None  # reading threads; None: THREADS
     read_ahead: Annotated[int, Field(ge=1)] = 2  # batches ready beside the one in use, at least
     cache_dir: str | None = None  # for datasets on s3://
-    cache_bytes: int = 100 * 2**30
+    cache_bytes: int = 100 * 2**30  # at most, in cache_dir
 
 
 @checked_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))

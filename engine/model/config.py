@@ -51,33 +51,33 @@ class ModelConfig:
 
     encoder: str = ""  # "": the authors'; resnet; or your own, file.py:Class (engine.model.encoders)
     options: dict[str, Any] = field(default_factory=dict, hash=False)  # arguments of its class
-    leads: Count = 12
+    leads: Count = 12  # channels
     conv: Annotated[tuple[tuple[Count, Annotated[int, Field(ge=1, le=1024)]], ...], Field(min_length=1, max_length=16)] = (
         ((256, 2),) * 4  # (width, kernel = stride) of each block
     )
     conv_norm: Literal["group", "layer"] = "group"  # group: one group norm, in block 0 (authors); layer: in each block (paper)
     feature_grad: Share = 0.1  # factor on the gradient that reaches the convolutions; 0 freezes them
-    width: Count = 768
-    layers: Annotated[int, Field(ge=1, le=1000)] = 12
-    heads: Count = 12
-    ffn: Count = 3072
-    position_kernel: Count = 128
-    position_groups: Count = 16
+    width: Count = 768  # of the tokens
+    layers: Annotated[int, Field(ge=1, le=1000)] = 12  # of the transformer
+    heads: Count = 12  # of attention
+    ffn: Count = 3072  # width of the feed-forward layers
+    position_kernel: Count = 128  # tokens that the positional convolution covers
+    position_groups: Count = 16  # of the positional convolution
     kernels: Literal["plain", "auto", "all"] = "auto"  # faster replacements of plain operations: engine.model.kernels
-    dropout: Probability = 0.1
-    attention_dropout: Probability = 0.1
-    activation_dropout: Probability = 0.0
+    dropout: Probability = 0.1  # of what each layer adds, and of the tokens before the first layer
+    attention_dropout: Probability = 0.1  # of attention weights
+    activation_dropout: Probability = 0.0  # within the feed-forward layers
     input_dropout: Probability = 0.1  # on the projected features
     feature_dropout: Probability = 0.1  # on the features that are quantised
-    codebooks: Count = 2
-    codes: Count = 320
+    codebooks: Count = 2  # of the quantiser
+    codes: Count = 320  # of each codebook
     code_width: Count = 256  # of all codebooks together
     projection: Count = 256  # width at which contexts and targets are compared
     tau_start: Annotated[float, Field(ge=1e-3, le=1e3)] = 2.0  # Gumbel temperature: start * decay ** updates, at least end
-    tau_end: Annotated[float, Field(ge=1e-3, le=1e3)] = 0.5
-    tau_decay: Annotated[float, Field(gt=0, le=1)] = 0.999995
+    tau_end: Annotated[float, Field(ge=1e-3, le=1e3)] = 0.5  # the lowest
+    tau_decay: Annotated[float, Field(gt=0, le=1)] = 0.999995  # for each update
     mask_share: Share = 0.65  # spans * span / tokens before they overlap; about half of the tokens after
-    mask_span: Count = 10
+    mask_span: Count = 10  # tokens
     mask_trim: bool = False  # cut every row to the smallest count of the batch (authors)
 
     def __post_init__(self) -> None:
@@ -110,14 +110,14 @@ class ModelConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class ObjectiveConfig:
-    local: Weight = 1.0
-    diversity: Weight = 0.1
-    features: Weight = 10.0
-    contrast: Weight = 1.0
+    local: Weight = 1.0  # weight of the masked, local objective
+    diversity: Weight = 0.1  # weight of the use of codes, within the local objective
+    features: Weight = 10.0  # weight of the size of features, within the local objective
+    contrast: Weight = 1.0  # weight of the global objective
     method: Literal["cmsc", "simclr", "3kg"] = "cmsc"  # the global objective
     form: Literal["paper", "authors"] = "paper"  # of CMSC
     temperature: Annotated[float, Field(ge=1e-4, le=1e4)] = 0.1  # of the local and the global objective
-    negatives: Annotated[int, Field(ge=1, le=10_000)] = 100
+    negatives: Annotated[int, Field(ge=1, le=10_000)] = 100  # of each masked token
     gathered: bool = True  # candidates and code usage from all ranks, with gradient
     detach_norm: bool = False  # no gradient through the norm of global representations (CMSC's form `authors` never has one)
 

@@ -20,8 +20,8 @@ Value = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) i
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class TaskConfig:
-    name: Name = "diagnosis"
-    kind: TaskKind = "multilabel"
+    name: Name = "diagnosis"  # in results and file names
+    kind: TaskKind = "multilabel"  # of the labels
     labels: str = ""  # CSV or parquet file. "": 26 diagnoses (multilabel), patients (identity), or `columns` of the dataset
     columns: tuple[Value, ...] = ()  # label columns; (): all but record, source, patient, fold, split. Of the dataset: age, sex
     classes: tuple[Value, ...] = ()  # of multiclass, in order; (): the values that occur, sorted
@@ -33,7 +33,7 @@ class TaskConfig:
     folds: dict[Literal["train", "valid", "test"], tuple[Value, ...]] = field(default_factory=dict)
     class_weights: Literal["none", "balanced"] = "none"  # balanced: each class weighs as much as if all were equally frequent
     scale: Annotated[float, Field(ge=1, le=1e4)] = 192.0  # of ArcFace, the loss of identity
-    margin: Annotated[float, Field(ge=0, le=3)] = 1.0
+    margin: Annotated[float, Field(ge=0, le=3)] = 1.0  # of ArcFace, in radians
     head: str = ""  # your own, file.py:Class(width, outputs), from pooled encodings to logits; "": a linear layer
 
     def __post_init__(self) -> None:
