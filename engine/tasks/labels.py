@@ -103,7 +103,7 @@ def _of_roles(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
     if task.kind not in ("identity", "multilabel"):
         raise ConfigError(f"task.kind={task.kind}: name a label table: --labels my.csv, or --set task.columns=[age]")
     if task.split not in ("auto", "roles"):
-        raise ConfigError(f"task.split={task.split}: {task.name} is split by the dataset's roles: use roles")
+        raise ConfigError(f"task.split={task.split}: the split of a label table: name one with --labels, or use roles")
     if leak := find_leak(datasets, role := "id_role" if identity else "dx_role"):
         raise ConfigError(f"data.datasets: {leak}: build them with one --plan and --seed, or leave one out")
     y = patient_ids(datasets) if identity else [dataset.labels.astype(np.float32) for dataset in datasets]

@@ -206,7 +206,7 @@ def test_what_a_task_needs(dataset: Dataset) -> None:
         (TaskConfig(kind="binary"), "name a label table"),
         (TaskConfig(kind="identity", labels="my.csv"), "its labels are the dataset's patients"),
         (TaskConfig(kind="regression", columns=("height",)), "'height' is not in the dataset"),
-        (TaskConfig(split="8:1:1"), "split by the dataset's roles"),
+        (TaskConfig(split="8:1:1"), "name one with --labels"),
     ):
         with pytest.raises(ConfigError, match=says):
             read_task(task, [dataset])
