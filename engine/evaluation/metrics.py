@@ -28,6 +28,8 @@ from scipy import stats
 from data_tools.dataset import CLASSES
 
 Array = np.ndarray
+Names = Sequence[str]
+Floats = Sequence[float] | None
 METRICS = ("challenge", "auroc", "auprc", "accuracy", "f_measure")  # of diagnosis
 BY_THRESHOLD = ("auroc", "auprc", "accuracy", "f_measure", "sensitivity", "specificity")
 MEASURES = {  # the first is the score of a task; the Challenge's 26 classes have `challenge` before it
@@ -56,29 +58,25 @@ def weights() -> Array:
     return np.asarray(np.rint(figures * UNIT), np.int64)
 
 
-def outputs_of(scores: Array, thresholds: Array | Sequence[float] | float = THRESHOLD) -> Array:
+def outputs_of(scores: Array, thresholds: Sequence[float] | float = THRESHOLD) -> Array:
     """Predicted classes: a probability above the threshold, not at it (fairseq-signals binary_cross_entropy.py:28)."""
     return np.asarray(scores) > np.asarray(thresholds)
 
 
-def predicted(kind: str, scores: Array, thresholds: Sequence[float] | None = None) -> Array:
+def predicted(kind: str, scores: Array, thresholds: Floats = None) -> Array:
     """bool [N, K]: the classes above their thresholds, of multiclass the most probable one."""
     if kind == "multiclass":
         return np.asarray(scores.argmax(1)[:, None] == np.arange(scores.shape[1]))
     return outputs_of(scores, thresholds or THRESHOLD)
 
 
-def measure(
-    kind: str, y_NK: Array, scores_NK: Array, thresholds: Sequence[float] | None = None, classes: Sequence[str] = ()
-) -> dict[str, float]:
+def measure(kind: str, y_NK: Array, scores_NK: Array, thresholds: Floats = None, classes: Names = ()) -> dict[str, float]:
     """MEASURES of `kind`. Scores are probabilities or, for regression, values; y is 0, 1 or NaN (unknown), or a value."""
     statistic = statistic_of(kind, y_NK, scores_NK, thresholds, classes)
     return dict(zip(statistic.names, statistic().tolist(), strict=True))
 
 
-def statistic_of(
-    kind: str, y_NK: Array, scores_NK: Array, thresholds: Sequence[float] | None = None, classes: Sequence[str] = ()
-) -> "Classification | Regression":
+def statistic_of(kind: str, y_NK: Any, scores_NK: Any, thresholds: Floats = None, classes: Names = ()) -> "Statistic":
     y, scores = np.asarray(y_NK), np.asarray(scores_NK)
     classes = classes or [str(k) for k in range(y.shape[-1])]
     if kind == "regression":
@@ -134,9 +132,10 @@ def checked(labels: Array, outputs: Array, classes: int = len(CLASSES)) -> tuple
     return y, p
 
 
-def ranked(score_N: Array) -> tuple[Array, Array]:
-    """Rows by descending score, and the position of the last of each run of equal scores."""
+def ranked(score_N: Array, known_N: Array | None = None) -> tuple[Array, Array]:
+    """Rows (those that are known) by descending score, and the position of the last of each run of equal scores."""
     order = np.argsort(-score_N)
+    order = order if known_N is None else order[known_N[order]]
     score = score_N[order]
     return order, np.flatnonzero(np.append(score[1:] != score[:-1], True))
 
@@ -152,7 +151,7 @@ class Classification:
     """MEASURES of these rows for any weights: sorted once, so that each resample costs a bootstrap a few cumulative sums."""
 
     def __init__(
-        self, labels: Array, outputs: Array, scores: Array, classes: Sequence[str] = CLASSES, kind: str = "multilabel"
+        self, labels: Array, outputs: Array, scores: Array, classes: Names = CLASSES, kind: str = "multilabel"
     ) -> None:
         labels, scores = np.asarray(labels), np.asarray(scores)
         unknown = np.isnan(labels) if labels.dtype.kind == "f" else np.zeros(labels.shape, bool)
@@ -170,10 +169,7 @@ class Classification:
         self.right_N = (self.labels == self.outputs).all(1) & self.rated_N
         cells = (self.labels & self.outputs, self.outputs, self.labels, self.known)
         self.cells_NX = np.concatenate(cells, 1).astype(np.float64)
-        known_K = map(np.flatnonzero, self.known.T)
-        self.ranked = [
-            (rows[order], last) for rows, y in zip(known_K, scores.T, strict=True) for order, last in [ranked(y[rows])]
-        ]
+        self.ranked = [ranked(score_N, known_N) for score_N, known_N in zip(scores.T, self.known.T, strict=True)]
 
     def __call__(self, weight_N: Array | None = None) -> Array:
         """The metrics `names` in which row i counts weight_N[i] times."""
@@ -200,9 +196,8 @@ class Classification:
     def areas(self, weight_N: Array) -> tuple[Array, Array]:
         """AUROC and AUPRC of each class. NaN without positives; without negatives AUROC is NaN and AUPRC 1."""
         found = np.full((2, len(self.classes)), np.nan)
-        for k, (order, last) in enumerate(self.ranked):
-            if not len(order):
-                continue
+        for k in np.flatnonzero(self.known.any(0)).tolist():
+            order, last = self.ranked[k]
             true, false = counts(self.labels[:, k], order, last, weight_N)
             positives, negatives = true[-1], false[-1]
             if positives:
@@ -228,10 +223,7 @@ class Regression:
 
     names = MEASURES["regression"]
 
-    def __init__(self, values: Array, predictions: Array, classes: Sequence[str]) -> None:
-        if values.shape != predictions.shape or values.ndim != 2 or not len(values) or values.shape[1] != len(classes):
-            shapes = f"{list(values.shape)} and {list(predictions.shape)}"
-            raise MetricError(f"values and predictions of shape {shapes}, not both [n, {len(classes)}] with n at least 1")
+    def __init__(self, values: Array, predictions: Array, classes: Names) -> None:
         if lost := int((~np.isfinite(predictions)).sum()):
             raise MetricError(f"{lost:,} of {predictions.size:,} predictions are not finite")
         self.known, self.classes = np.isfinite(values), tuple(classes)
@@ -261,9 +253,12 @@ class Regression:
         return dict(zip(self.names, self().tolist(), strict=True)) | {"classes": table_of(self.classes, columns)}
 
 
-def table_of(classes: Sequence[str], columns: Mapping[str, Array]) -> dict[str, dict[str, Any]]:
+def table_of(classes: Names, columns: Mapping[str, Array]) -> dict[str, dict[str, Any]]:
     rows = zip(*(column.tolist() for column in columns.values()), strict=True)
     return {name: dict(zip(columns, row, strict=True)) for name, row in zip(classes, rows, strict=True)}
+
+
+Statistic = Classification | Regression
 
 
 def _mean(values_K: Array) -> float:

@@ -124,11 +124,10 @@ def report(scores: dict[str, Any]) -> str:
     if count := scores.get("records"):
         task, metrics = scores.get("task", "diagnosis"), [name for name in scores["linear"] if name != "chosen"]
         lines.append(f"{task}, {count['test']:,} records of test ({count['train']:,} train, {count['valid']:,} valid)")
-        widths = [max(11, len(metric) + 2) for metric in metrics]
-        lines.append(f"{'':18}" + "".join(f"{metric:>{width}}" for metric, width in zip(metrics, widths, strict=True)))
+        width = max(11, *(len(metric) + 2 for metric in metrics))
+        lines.append(f"{'':18}" + "".join(f"{metric:>{width}}" for metric in metrics))
         for name, parameter in (("linear", "strength"), ("nearest", "k")):
-            pairs = zip(metrics, widths, strict=True)
-            numbers = "".join(f"{scores[name][metric]:{width}.4f}" for metric, width in pairs)
+            numbers = "".join(f"{scores[name][metric]:{width}.4f}" for metric in metrics)
             lines.append(f"{name:18}{numbers}   {parameter} {scores[name]['chosen']:g}")
     if found := scores.get("identification"):
         against = f"{found['n_probes']:,} probes, {found['n_gallery']:,} in the gallery; chance {found['chance']:.4f}"

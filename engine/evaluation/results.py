@@ -11,7 +11,7 @@ bootstraps over patients, with all halves of a patient together.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,7 @@ from engine.tasks.labels import TaskLabels, read_task
 
 RESAMPLES, GROUP_RESAMPLES = 1000, 200
 BINS = 10  # of probabilities, equally wide
-AGE_BANDS = {0: "0-17", 18: "18-39", 40: "40-59", 60: "60-79", 80: "80+"}  # years
-UNKNOWN = "unknown"
+AGES, AGE_BANDS = (18, 40, 60, 80), np.array(["0-17", "18-39", "40-59", "60-79", "80+", "unknown"])  # years
 DIAGNOSIS = HeadInfo("diagnosis", "multilabel", CLASSES, (THRESHOLD,) * len(CLASSES))
 
 
@@ -228,17 +227,16 @@ def score_task(model: TrainedModel, dataset: Dataset, task: TaskConfig, options:
     thresholds = [THRESHOLD if challenge else head.thresholds[k] for k in columns] if head.thresholds else []
     if challenge and set(head.thresholds) != {THRESHOLD}:
         notes.append(f"A class counts as predicted above {THRESHOLD}, as in the Challenge, not above its own threshold.")
-    trained = head.definition.get("split"), head.definition.get("folds")
-    here = asdict(labels.task)
-    if head.definition and trained != (here["split"], {name: list(of) for name, of in here["folds"].items()}):
+    trained = validated(TaskConfig, head.definition, "task") if head.definition else labels.task
+    if (trained.split, trained.folds) != (labels.task.split, labels.task.folds):
         notes.append("Possible leakage: the model was fine-tuned with other folds or another split than are scored here.")
     head = replace(head, task=task.name, classes=labels.classes, thresholds=tuple(thresholds))
     facts = _facts(dataset, options, model_input) | ({"labels": task.labels} if task.labels else {})
     table = dataset.table(["source", "record", "age", "sex"]).take(rows)
     sources, records, ages, sexes = (np.array(column, object)[crop_R] for column in table.to_pydict().values())
     names = [f"{source}/{record}" for source, record in zip(sources, records, strict=True)]
-    groups = {"age": np.array([age_band(age) for age in ages]), "sex": np.array([sex or UNKNOWN for sex in sexes])}
-    groups |= {"source": sources.astype(str)}
+    bands = AGE_BANDS[np.where(np.isnan(ages.astype(float)), -1, np.digitize(ages.astype(float), AGES))]
+    groups = {"age": bands, "sex": np.array([sex or "unknown" for sex in sexes]), "source": sources.astype(str)}
     patients = patient_ids([dataset])[0][rows][crop_R].tolist()
     notes += [*_blank_crops(dataset, model_input, rows), *(labels.remarks if task.labels else ())]
     return TaskResult(y_NK[crop_R], scores_RK[:, columns], names, patients, facts, notes, head, rows[crop_R], groups)
@@ -256,10 +254,6 @@ def labels_of(labels: TaskLabels, dataset: Dataset, role: str) -> tuple[Array, A
         what = f"with dx={role} has a scored diagnosis" if labels.role else f"of the split {role} has a positive label"
         raise ConfigError(f"{url}: none of its {len(rows):,} crops {what}")
     return rows, y_NK
-
-
-def age_band(age: float | None) -> str:
-    return UNKNOWN if age is None or not age >= 0 else next(AGE_BANDS[first] for first in reversed(AGE_BANDS) if age >= first)
 
 
 def identify(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> IdentificationResult:

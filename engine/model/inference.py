@@ -99,6 +99,8 @@ class TrainedModel(nn.Module):
         super().__init__()
         self.encoder, self.head, self.config, self.preprocessing, self.digest = encoder, head, config, preprocessing, digest
         self.input, self.head_info = Input.of(preprocessing, config_of(config).leads), head_of(config)
+        known = self.head_info or HeadInfo("", "identity")
+        self.classes, self.thresholds, self.unit = known.classes, known.thresholds, known.unit
         self.code: dict[str, bytes] = {}  # plugged-in files of its folder, by name
         self.eval()
 
@@ -106,19 +108,6 @@ class TrainedModel(nn.Module):
     def device(self) -> torch.device:
         device: torch.device = next(self.encoder.parameters()).device
         return device
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """What the logits stand for."""
-        return self.head_info.classes if self.head_info else ()
-
-    @property
-    def thresholds(self) -> tuple[float, ...]:
-        return self.head_info.thresholds if self.head_info else ()
-
-    @property
-    def unit(self) -> str:
-        return self.head_info.unit if self.head_info else ""
 
     @property
     def history(self) -> dict[str, Any]:
