@@ -1,13 +1,13 @@
 # %% [markdown]
 """
-# Tutorial: from an archive of ECGs to a fine-tuned model, on synthetic data
+# Tutorial: from a folder of ECGs and a table of labels to predictions
 
-Run it as a script, `python docs/tutorial.py`, or cell by cell in VS Code, Spyder or Jupyter (with jupytext). It takes
-a few minutes on two CPU cores and writes into the folder tutorial/. Every command can be typed in a shell as it stands.
+Run it as a script, `python docs/tutorial.py`, or cell by cell in VS Code, Spyder or Jupyter (with jupytext). It takes a few
+minutes on two CPU cores and writes into the folder tutorial/. The ECGs are synthetic; put your own in their place. Every
+command can be typed in a shell as it stands, and every command for training is also a function.
 """
 
 # %%
-import importlib
 import json
 import os
 import shlex
@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 
 import engine
-from data_tools.dataset import Dataset
-from engine.config import CONFIGS
+from data_tools.dataset import Dataset, as_csv
+from engine.__main__ import main
 
-PATIENTS, STEPS = 600, 150  # a real archive has thousands of patients; the paper trains for 200 epochs
+PATIENTS, STEPS = 600, 150  # a hospital has thousands of patients; the paper trains for 200 epochs
 Path("tutorial").mkdir(exist_ok=True)
 os.chdir("tutorial")
 
@@ -27,9 +27,7 @@ os.chdir("tutorial")
 def run(command: str) -> None:
     """The same as in a shell, but without a process of its own."""
     print(f"\n$ {command}")
-    module, *words = shlex.split(command.removeprefix("python -m "))
-    program = importlib.import_module("data_tools.__main__" if module == "data_tools" else module)
-    if code := program.main(words):
+    if code := main(shlex.split(command)[1:]):
         raise SystemExit(code)
 
 
@@ -37,74 +35,82 @@ def run(command: str) -> None:
 """
 ## 1. Data
 
-`synth` writes synthetic ECGs in the layout of the PhysioNet/CinC 2021 Challenge: two sessions of each PTB-XL patient, and
-records of the other databases. With real data you begin at `shard`, which turns archives into a dataset: crops of 10 s, 12
-leads, 500 Hz, int16 microvolts, and for each crop its roles (pre-training, diagnosis train/valid/test, identification
-gallery/probe), drawn by patient. If it is interrupted, run it again. `verify` compares every sample with the archive.
+`synth` writes a folder of synthetic ECGs, two of some patients, as WFDB files. With real data you begin at `shard`: any folder
+of WFDB records, a public archive, or your own format becomes a dataset: crops of 10 s, 12 leads, 500 Hz, int16 microvolts, with
+a checksum each. If it is interrupted, run it again. `--plan all`: everything may be learnt from; without it some records are
+kept for the paper's tests. `verify` compares every sample with the folder.
 """
 # %%
-run(f"python -m data_tools synth archive --patients {PATIENTS} --seed 1")
-run("python -m data_tools shard archive --out dataset --workers 1")  # in a shell: all cores
-run("python -m data_tools verify dataset --archive archive --workers 1")
+run(f"omnilead synth archive --patients {PATIENTS} --seed 1")
+run("omnilead shard archive --out dataset --plan all --workers 1")  # in a shell: all cores
+run("omnilead verify dataset --archive archive --workers 1")
 
 # %% [markdown]
 """
-Always look at the data: one crop on ECG paper. What was refused or repaired, and why, is in dataset/rejects.csv. In Python a
-dataset is an indexed table of checked crops.
+Always look at the data. A dataset is a sequence of ECGs; in a notebook, `dataset.plot(0)` shows one on ECG paper. What was
+refused or repaired, and why, is in dataset/rejects.csv.
 """
 # %%
-run("python -m data_tools show dataset --crop 0 --png ecg.png")
 dataset = Dataset.open("dataset")
-rows = dataset.select(dx="test")
-print(f"{len(dataset)} crops, {len(rows)} to test diagnosis; the first: {dataset.read(rows[0]).shape}, in microvolts")
+ecg = dataset[0]
+print(dataset)
+print(f"{ecg.record}: {ecg.signal_mv.shape} in millivolts, {ecg.age} years, {ecg.sex}, {', '.join(ecg.labels)}")
+dataset.plot(0).savefig("ecg.png")
 
 # %% [markdown]
 """
 ## 2. Pre-training
 
-W2V + CMSC + random lead masking, the paper's method, with a small model (configs/pretrain/quickstart.yaml). On GPUs use
-configs/pretrain/w2v_cmsc_rlm.yaml and type `deepspeed engine/pretrain.py` in place of `python -m engine.pretrain`. Started
-again with the same `run` it resumes from its last checkpoint.
+W2V + CMSC + random lead masking, the paper's method, with a small model (the config `quickstart`). On GPUs use `w2v_cmsc_rlm`
+and the command: `deepspeed --module engine.pretrain --config w2v_cmsc_rlm --data dataset --out pretrained`. A twentieth of the
+patients is held out to validate on. Called again with the same `out`, it resumes from its last checkpoint.
 
-The loss falls, and the share of codes guessed behind the mask rises (`accuracy_local`). Curves and their meaning:
-tutorial/pretrained/report.html.
+The loss falls, and the share of codes guessed behind the mask rises (`accuracy_local`). The report has the curves; a notebook
+shows it when a cell ends with `pretrained`.
 """
 # %%
-run(
-    f"python -m engine.pretrain --config {CONFIGS}/pretrain/quickstart.yaml --set data.datasets=[dataset] --set run=pretrained "
-    f"--set train.steps={STEPS} --set train.validate_every={STEPS}"
-)
-losses = [json.loads(line)["loss"] for line in Path("pretrained/metrics.jsonl").read_text().splitlines()]
-print(f"loss: {losses[0]:.2f} at the first step, {losses[-1]:.2f} at the last")
+held_out = {"data.hold_out": 0.05, "train.validate_every": STEPS}
+pretrained = engine.pretrain("quickstart", data=dataset, out="pretrained", **held_out, **{"train.steps": STEPS})
+print(f"loss: {pretrained.metrics[0]['loss']:.2f} at the first step, {pretrained.metrics[-1]['loss']:.2f} at the last")
+print(f"report: {pretrained.report}")
 
 # %% [markdown]
 """
-## 3. Fine-tuning and evaluation
+## 3. Fine-tuning on your labels
 
-Diagnosis: 26 classes of the Challenge, by a linear layer on the encoder's mean over time. The exported model is the step with
-the best validation AUROC. Add `--set augment.leads=I,II,V2` to train for three leads.
+Labels are a table beside the dataset: a column `record`, and one for each label. Here one is written from what the synthetic
+archive knows. 0 and 1 make a binary task; text, numbers or several columns make others. An empty cell is unknown. Patients are
+drawn 8:1:1 for training, validation and test, unless a column `fold` or `split` says otherwise.
 
-`evaluate` scores the test role: the Challenge's score, AUROC and more, with 95 % intervals over patients; scores.html has the
-curves. From so little data the scores mean nothing.
+Batch, steps and learning rate suit the data; training ends when validation gets no better. The exported model is the best step.
 """
 # %%
-run(
-    f"python -m engine.finetune --config {CONFIGS}/finetune/diagnosis.yaml --set start=pretrained --set run=diagnosis "
-    f"--set data.datasets=[dataset] --set train.epochs=null --set train.steps={STEPS} --set train.batch_crops=16 "
-    f"--set train.lr=1e-3 --set train.precision=fp32 --set train.validate_every={STEPS}"
-)
-run("python -m engine.evaluate --model diagnosis --data dataset --json scores.json --report scores.html")
+first_crops = (ecg for ecg in dataset if ecg.start_s == 0)  # long records have several
+labels = [(ecg.source, ecg.record, int("NSR" not in ecg.labels)) for ecg in first_crops]
+Path("labels.csv").write_text(as_csv([("source", "record", "abnormal"), *labels]))
+tuned = engine.finetune(pretrained, data=dataset, labels="labels.csv", out="tuned", **{"train.steps": STEPS})
+print(f"validation: {tuned.validation[-1]}")
+
+# %% [markdown]
+"""
+## 4. Scores and predictions
+
+`evaluate` scores the test patients: AUROC, AUPRC, F measure at the threshold chosen in validation, with 95 % intervals;
+scores.html has the curves, groups by age and sex, and the ECGs that were read most wrongly. From so little data the scores mean
+nothing. `predict` writes a probability and a decision for each record of a dataset, or of a folder of ECGs.
+"""
+# %%
+run("omnilead evaluate --model tuned --data dataset --json scores.json --report scores.html")
 print("AUROC:", json.loads(Path("scores.json").read_text())["metrics"]["auroc"])
+run("omnilead predict --model tuned --data dataset --out predictions.csv")
+print(Path("predictions.csv").read_text()[:200])
 
 # %% [markdown]
 """
-## 4. Embeddings
-
-One vector for each crop of a dataset, as parquet; or, in Python, for an ECG of any length from 5 s, sampling rate, leads and
-unit.
+In Python, for an ECG of any length from 5 s, sampling rate, leads and unit: its probabilities, and its embedding by the model
+before fine-tuning. `omnilead hub push tuned NAME/MODEL` shares a model; `engine.load("hf://NAME/MODEL")` loads it.
 """
 # %%
-run("python -m engine.embed --model pretrained --data dataset --out embeddings.parquet")
-model = engine.load("pretrained")
 two_leads_mv = np.random.default_rng(0).normal(0, 0.2, (2, 2500))  # 10 s at 250 Hz: put your own here
-print("embedding:", model.embed(two_leads_mv, fs_hz=250, leads=["II", "V1"], unit="mV").shape)
+print("prediction:", tuned.model().predict(two_leads_mv, fs_hz=250, leads=["II", "V1"], unit="mV"))
+print("embedding:", engine.load("pretrained").embed(two_leads_mv, fs_hz=250, leads=["II", "V1"], unit="mV").shape)

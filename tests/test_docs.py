@@ -31,9 +31,10 @@ def test_the_tutorial_runs(tmp_path: Path) -> None:
     process.join()
     log = (tmp_path / "log").read_text()
     assert process.exitcode == 0, log[-3000:]
-    assert log.count("\n$ python -m ") == 8 and "AUROC:" in log and "embedding: torch.Size([64])" in log
+    assert log.count("\n$ omnilead ") == 5 and "AUROC:" in log and "embedding: torch.Size([64])" in log
+    assert "prediction: {'abnormal': 0." in log
     made = {path.name for path in (tmp_path / "tutorial").iterdir()}
-    assert {"ecg.png", "scores.html", "embeddings.parquet", "pretrained", "diagnosis"} <= made
+    assert {"ecg.png", "scores.html", "predictions.csv", "pretrained", "tuned"} <= made
 
 
 def extending(folder: Path) -> None:

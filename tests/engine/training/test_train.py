@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import curve, nothing, pretrain, rows, run, settings, tuning
+from ranks import curve, pretrain, rows, run, settings
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -82,16 +82,6 @@ def test_resumed_equals_uninterrupted_bit_for_bit_over_an_epochs_end(
     assert curve(whole) == curve(parts)
     one, two = (load_file(path / "model" / "model.safetensors") for path in (whole, parts))
     assert one.keys() == two.keys() and all(one[name].equal(two[name]) for name in one)
-
-
-def test_several_trainings_in_one_process(dataset: Dataset, tmp_path: Path) -> None:
-    """As in a notebook: one after the other, also after one that failed, each as if it were alone."""
-    url = dataset.root.url
-    assert pretrain(tmp_path, url, "first", before=nothing, train__steps=2).ok  # in a process of its own
-    assert run(tmp_path, tuning(tmp_path, url, tmp_path / "first", "diagnosis", "tuned", train__steps=1)).ok
-    pretrain(tmp_path, url, "first", train__steps=1, **LONG).one_line()
-    assert pretrain(tmp_path, url, "again", train__steps=2).ok
-    assert curve(tmp_path / "again") == curve(tmp_path / "first")
 
 
 def test_other_data_settings_or_batch_are_refused_by_name(dataset: Dataset, tmp_path: Path) -> None:
