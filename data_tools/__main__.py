@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
             error = MemoryError("out of memory: lower --workers, or raise the limit (ulimit -v)")
         elif isinstance(error, RuntimeError):
             raise
-        print(f"data_tools {options.command}: {printable(str(error))}", file=sys.stderr)
+        print(f"omnilead {options.command}: {printable(str(error))}", file=sys.stderr)
         return 2
 
 
@@ -186,7 +186,7 @@ def _shard(options: argparse.Namespace) -> int:
     for note in notes(dataset):
         print(f"note: {note}", file=sys.stderr)
     if options.strict and refused:
-        print(f"data_tools shard: --strict: {refused} records were refused, see {options.out}/rejects.csv", file=sys.stderr)
+        print(f"omnilead shard: --strict: {refused} records were refused, see {options.out}/rejects.csv", file=sys.stderr)
         return 2
     return 0
 

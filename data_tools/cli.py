@@ -1,6 +1,6 @@
 """What all command lines here share: a parser, and one-line errors for wrong arguments, failing output and too little memory.
 
-Parser("python -m data_tools").parse_args()
+Parser("omnilead").parse_args()
 tqdm(..., disable=not interactive())      # a bar on a terminal and in a notebook
 say("step 10")                            # a full disk behind standard output does not end the work
 if is_memory(error): ...                  # out of memory, in whatever words

@@ -173,7 +173,7 @@ class Dataset:
         try:
             meta = json.loads(root.read(META, MAX_META))
         except ReadError as error:
-            hint = "not a dataset, or an unfinished one: `python -m data_tools shard SRC --out DATASET` makes or finishes it"
+            hint = "not a dataset, or an unfinished one: `omnilead shard SRC --out DATASET` makes or finishes it"
             raise DatasetError(f"{url}: no {META} ({hint})" if error.reason == "missing file" else f"{url}: {error}") from None
         except (ValueError, RecursionError) as error:
             raise DatasetError(one_line(f"{url}/{META}: not JSON ({error}): restore the file")) from None

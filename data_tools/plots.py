@@ -1,6 +1,6 @@
 """Data by eye: an ECG on ECG paper, true to scale, and an overview of a dataset in words and in a figure.
 
-`python -m data_tools show DATASET|RECORD --png FILE`. Only drawing imports matplotlib: `shard` prints words alone.
+`omnilead show DATASET|RECORD --png FILE`. Only drawing imports matplotlib: `shard` prints words alone.
 """
 
 import math

@@ -8,7 +8,7 @@ sampling rates, comment styles and oddities of its eight databases; `ptbxl` is P
 <id>_hr.hea + .dat. The PTB-XL recordings of one seed have the same samples in both. The bytes depend on the arguments
 alone, not on `workers` (another CPU's float32 may move a sample by 1 uV).
 
-    python -m data_tools synth OUT --patients 100
+    omnilead synth OUT --patients 100
 """
 
 import csv

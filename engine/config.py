@@ -3,7 +3,7 @@
     config = load("w2v_cmsc_rlm", ["train.steps=100", "data.datasets=[DATASET]"])
     check(config, world=8)                    # settings that contradict each other, before any work is done
     load("diagnosis", ["start=RUN"], FinetuneConfig)
-    python engine/pretrain.py --schema        # JSON schema, for editors
+    omnilead pretrain --schema                # JSON schema, for editors
 
 The settings of a component are a dataclass beside its code; this file collects them. A YAML file may begin with
 `base: other.yaml` and then holds only what differs from that file.
@@ -279,7 +279,7 @@ def _explain(errors: Sequence[Any], kind: type[BaseModel]) -> str:
 
 
 def _suggest(key: str, kind: type[BaseModel]) -> str:
-    for other, command in ((Config, "engine/pretrain.py"), (FinetuneConfig, "engine/finetune.py")):
+    for other, command in ((Config, "omnilead pretrain"), (FinetuneConfig, "omnilead finetune")):
         if issubclass(kind, RunConfig) and key in other.model_fields:
             return f" here: it belongs to {command}"
     known = list(flatten(kind().model_dump()))

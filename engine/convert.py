@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             worst = to_onnx(load(args.source, args.code), args.out)
             print(f"onnxruntime and PyTorch differ by {worst:.1g} at most")
     except (ConfigError, OSError, SafetensorError) as error:
-        print(f"engine.convert: {error}", file=sys.stderr)
+        print(f"omnilead convert: {error}", file=sys.stderr)
         return 2
     print(args.out)
     return 0

@@ -35,11 +35,11 @@ def checked_and_run(name: str, args: argparse.Namespace, check: Callable[[argpar
     try:
         check(args)
     except ConfigError as error:
-        print(f"engine.{name}: {error}", file=sys.stderr)
+        print(f"omnilead {name}: {error}", file=sys.stderr)
         return 2
     from engine.evaluation import embedding  # PyTorch and others only now: --help does not wait for them
 
-    return embedding.command(f"engine.{name}", args, embedding.embeddings if name == "embed" else embedding.predictions)
+    return embedding.command(f"omnilead {name}", args, embedding.embeddings if name == "embed" else embedding.predictions)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -103,5 +103,5 @@ def check_inputs(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    interruptible("engine.embed")
+    interruptible("omnilead embed")
     sys.exit(main())

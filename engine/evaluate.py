@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         close()
     if heard or code == 1:
-        print(f"engine.evaluate: {' '.join(message.split())}", file=sys.stderr)
+        print(f"omnilead evaluate: {' '.join(message.split())}", file=sys.stderr)
     return code
 
 
@@ -142,5 +142,5 @@ def _score(document: dict[str, Any], name: str) -> str:
 
 
 if __name__ == "__main__":
-    interruptible("engine.evaluate")
+    interruptible("omnilead evaluate")
     sys.exit(main())

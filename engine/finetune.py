@@ -81,5 +81,5 @@ callable_as(__name__, finetune)
 main = partial(command, "finetune", __doc__, classes, None, SHORTCUTS | OWN)
 
 if __name__ == "__main__":
-    interruptible("engine/finetune.py")
+    interruptible("omnilead finetune")
     leave(main())

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows = [asdict(comparison) | {"holds": comparison.holds} for comparison in comparisons]
             args.json.write_text(json.dumps(rows, indent=1) + "\n")
     except (ConfigError, OSError) as error:
-        print(f"engine.parity: {error}", file=sys.stderr)
+        print(f"omnilead parity: {error}", file=sys.stderr)
         return 2
     width = max(len(comparison.quantity) for comparison in comparisons)
     for one in comparisons:

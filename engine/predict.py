@@ -44,5 +44,5 @@ def check(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    interruptible("engine.predict")
+    interruptible("omnilead predict")
     sys.exit(main())

@@ -64,5 +64,5 @@ callable_as(__name__, pretrain)
 main = partial(command, "pretrain", __doc__, classes, "quickstart", SHORTCUTS)
 
 if __name__ == "__main__":
-    interruptible("engine/pretrain.py")
+    interruptible("omnilead pretrain")
     leave(main())

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _say(error: object, code: int) -> int:
-    print(f"engine.reproduce: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    print(f"omnilead reproduce: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
     return code
 
 

@@ -89,7 +89,7 @@ class DatasetRows:
         if not crops:  # zarr alone
             crops = [min(SHARD_CROPS, len(dataset) - start) for start in range(0, len(dataset), SHARD_CROPS)]
         if sum(crops) != len(dataset):
-            raise OrderError(f"{name}: its shards hold {sum(crops)} crops and its table {len(dataset)}: run data_tools verify")
+            raise OrderError(f"{name}: its shards hold {sum(crops)} crops and its table {len(dataset)}: run omnilead verify")
         numbers = rows if (pretrain, dx, identity) == (None,) * 3 else dataset.select(pretrain, dx, identity)
         masks = [] if halves is None else [dataset.column("halves") >= halves]
         masks += [validation_split(dataset, hold_out)[held]] if hold_out else []

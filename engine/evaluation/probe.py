@@ -71,7 +71,7 @@ def probe_rows(dataset: Dataset, labels: TaskLabels | None = None) -> Array:
         return np.flatnonzero(labels.split[0])
     rows = [dataset.select(dx=role) for role in SPLITS] + [dataset.select(identity=role) for role in IDENTITY]
     if not any(map(len, rows)):
-        raise ConfigError(f"{dataset.root.url}: no crop has a role: build it with `data_tools shard --plan paper`")
+        raise ConfigError(f"{dataset.root.url}: no crop has a role: build it with `omnilead shard --plan paper`")
     return np.unique(np.concatenate(rows))
 
 

@@ -211,7 +211,7 @@ def score_task(model: TrainedModel, dataset: Dataset, task: TaskConfig, options:
     head = model.head_info
     if model.head is None or head is None:
         kind = f"fine-tuned for {head.task}" if head else "only pre-trained"
-        raise ConfigError(f"--task {task.name}: the model has no head, it is {kind}: fine-tune it with engine/finetune.py")
+        raise ConfigError(f"--task {task.name}: the model has no head, it is {kind}: fine-tune it with omnilead finetune")
     if task.kind != head.kind:
         raise ConfigError(f"--task {task.name}: is {task.kind}, the model is fine-tuned for {head.task}, which is {head.kind}")
     model_input, notes = _input(model, dataset, options)

@@ -88,7 +88,7 @@ def number(value: Any) -> float:
 class RunFiles:
     def __init__(self, run: Path) -> None:
         if not (run / METRICS).is_file():
-            raise ReportError(f"{run}: no {METRICS}: give the directory of a run of engine/pretrain.py or engine/finetune.py")
+            raise ReportError(f"{run}: no {METRICS}: give the directory of a run of omnilead pretrain or finetune")
         self.name, self.metrics, self.held_out = run.resolve().name, StepLog(run / METRICS), StepLog(run / VALIDATION)
         if not self.metrics.rows:
             raise ReportError(f"{run / METRICS}: has no step yet: wait for the first log line")

@@ -154,7 +154,7 @@ def model_folder(path: str | os.PathLike[str]) -> Iterator[tuple[Path, str]]:
         if not run.exists():
             raise LoadError(f"{run}: no such folder: give RUN or RUN/model")
         if folder == run and (run / "checkpoints").is_dir():
-            raise LoadError(f"{run}: has checkpoints but no model/ yet: run pretrain.py or finetune.py --export {run}")
+            raise LoadError(f"{run}: has checkpoints but no model/ yet: run omnilead pretrain or finetune --export {run}")
         raise LoadError(f"{folder}: no {WEIGHTS} in it: give RUN or RUN/model")
     yield folder, check(folder)
 

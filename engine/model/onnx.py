@@ -1,6 +1,6 @@
 """A trained model as ONNX, without PyTorch: x [batch, leads, samples] -> embedding [batch, D], logits and scores [batch, K].
 
-    python -m engine.convert to-onnx RUN OUT.onnx
+    omnilead convert to-onnx RUN OUT.onnx
 
 Any number of segments, any length. x is what `TrainedModel.segments` gives: the file's metadata holds `preprocessing` (leads in
 order, rate, scale), `config` and `head` (classes, thresholds, unit of the scores) as JSON. The file is written only if

@@ -23,7 +23,7 @@ from engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop
 from engine.model.pretrainer import Pretrainer
 from engine.reproduction.paper import LEADS, TASKS, ReproductionScale, Row, Table, as_arguments, flat
 
-PROGRAMS = {"pretrain": ("engine/pretrain.py",), "finetune": ("engine/finetune.py",), "evaluate": ("-m", "engine.evaluate")}
+PROGRAMS = {kind: ("-m", f"engine.{kind}") for kind in ("pretrain", "finetune", "evaluate")}
 GROUPS = {"Dx": "dx", "Id": "id"}  # of roles, in dataset.json
 ADAM = 3  # numbers per parameter in a checkpoint: the weight and Adam's two moments
 

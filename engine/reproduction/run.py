@@ -16,7 +16,7 @@ from data_tools.cluster import connected
 from data_tools.dataset import META, Dataset
 from engine.common import ConfigError
 from engine.reproduction.cost import expected_seconds, flops_per_s
-from engine.reproduction.jobs import ROOT, duration, on_this_machine, run_jobs
+from engine.reproduction.jobs import duration, on_this_machine, run_jobs
 from engine.reproduction.paper import ReproductionScale, Table, tables
 from engine.reproduction.plan import PROGRAMS, DatasetInfo, Job, JobPlan, make_plan
 from engine.reproduction.results import write_table
@@ -70,7 +70,7 @@ def _executor(options: argparse.Namespace) -> Iterator[tuple[Executor, Callable[
 
 def _open(url: str | None) -> DatasetInfo:
     if not url:
-        raise ConfigError("--data is missing: name a dataset made by python -m data_tools shard ... --out DATASET")
+        raise ConfigError("--data is missing: name a dataset made by omnilead shard SRC --out DATASET")
     dataset = Dataset.open(url)
     path = url if "://" in url else str(Path(url).absolute())
     data = DatasetInfo(path, dataset.fingerprint, str(dataset.meta["plan"]), dataset.meta["roles"])
@@ -92,10 +92,9 @@ def _started_with(folder: WorkDir) -> tuple[ReproductionScale, DatasetInfo]:
 
 def _show(plan: JobPlan, folder: WorkDir) -> int:
     expected = expected_seconds(plan, folder, flops_per_s(next(iter(plan.models.values()))))
-    print(f"cd {shlex.quote(str(ROOT))}")
     for job in plan.ordered:
         state = f"about {duration(expected[job.name])}" if job.name in expected else "done"
-        print(f"# {job.name}: {state}\npython {shlex.join(job.command)}")
+        print(f"# {job.name}: {state}\nomnilead {job.kind} {shlex.join(job.command[len(PROGRAMS[job.kind]) :])}")
     print(f"# {_forecast(plan, expected, 1)}")
     return 0
 
@@ -110,7 +109,7 @@ def _forecast(plan: JobPlan, expected: dict[str, float], workers: int) -> str:
 
 def _end(folder: WorkDir, plan: JobPlan, chosen: Sequence[Table], failed: dict[str, str]) -> int:
     for name, why in failed.items():
-        print(f"engine.reproduce: {name} failed: {why}", file=sys.stderr, flush=True)
+        print(f"omnilead reproduce: {name} failed: {why}", file=sys.stderr, flush=True)
     paths = [folder.path / f"table-{table.number}.md" for table in chosen]
     for path in paths:
         print("\n".join(line for line in path.read_text().splitlines() if line.startswith(("#", "|", "Each cell"))) + "\n")

@@ -1,7 +1,7 @@
 """DIR: what has been done of a plan, and the settings it was started with.
 
-DIR/pretrain/MODEL/  finetune/MODEL/CELL/     runs, as engine/pretrain.py and engine/finetune.py write them
-    scores/MODEL/CELL.json                    what engine.evaluate wrote
+DIR/pretrain/MODEL/  finetune/MODEL/CELL/     runs, as `omnilead pretrain` and `finetune` write them
+    scores/MODEL/CELL.json                    what `omnilead evaluate` wrote
     jobs/JOB.out .err .json                   what a job printed; how many seconds it took, or why it failed
     settings/*.json  starts/*.yaml            the data and all settings: other ones are refused; models with random weights
     table-N.md .csv .json

@@ -50,9 +50,7 @@ COMPILED = {"cpu": "eager", "cuda": "layers"}  # default of train.compile
 INDUCTOR_OPTIONS = {"realize_opcount_threshold": 45}
 LESS_MEMORY = "lower train.micro_batch or pipeline.read_ahead, avoid pipeline.backend=resident, or free memory"
 NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
-MAKE_DEMO = (
-    "python -m data_tools synth demo/archive --patients 100 && python -m data_tools shard demo/archive --out demo/dataset"
-)
+MAKE_DEMO = "omnilead synth demo/archive --patients 100 && omnilead shard demo/archive --out demo/dataset"
 
 
 def explain(error: BaseException) -> tuple[str, int]:

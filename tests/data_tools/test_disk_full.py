@@ -110,4 +110,4 @@ def test_read_only(small: Path, mount: Mount, capsys: pytest.CaptureFixture[str]
 def test_no_place_for_a_dataset(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], out: str) -> None:
     (tmp_path / "file").write_text("not a folder")
     assert main(command(small, tmp_path / out)) == 2
-    assert "data_tools shard: " in one_line(capsys)
+    assert "omnilead shard: " in one_line(capsys)

@@ -57,7 +57,7 @@ def test_the_methods_of_the_paper_are_all_there_and_differ() -> None:
     ("override", "says"),
     [
         ("data.datasets=DIR", "data.datasets='DIR': input should be a valid array: write data.datasets=[DIR]"),
-        ("code=true", "code: no such setting here: it belongs to engine/finetune.py"),
+        ("code=true", "code: no such setting here: it belongs to omnilead finetune"),
         ("train.stepz=3", "train.stepz: no such setting: did you mean train.steps?"),
         ("model.widht=3", "model.widht: no such setting: did you mean model.width?"),
         ("lr=1e-4", "lr: no such setting: did you mean train.lr?"),

@@ -311,7 +311,7 @@ def test_a_dataset_in_a_bucket(dataset: Dataset, crops: Path, embedded: Embedded
         (["--leads", "I,V9"], "'V9'"),
         (["--batch", "0"], "--batch 0"),
         (["--device", "cuda:7"], "--device cuda:7"),
-        (["--data", "EMPTY"], "`data_tools shard --source`"),
+        (["--data", "EMPTY"], "`omnilead shard --source`"),
         (["--model", "no/model"], "no/model: "),
         (["--data", "THREE"], "three.npy: .*--fs"),
         (["--probe"], "--out"),
@@ -358,7 +358,7 @@ def test_what_cannot_be_written_is_named_before_the_work(
         monkeypatch.setattr(embedding, "write_whole", fails)
         assert embed.main(arguments) == code
         err = capsys.readouterr().err
-        assert err.startswith(f"engine.embed: --out {tmp_path / 'out'}: {os.strerror(number)}") and err.count("\n") == 1
+        assert err.startswith(f"omnilead embed: --out {tmp_path / 'out'}: {os.strerror(number)}") and err.count("\n") == 1
         assert ("same command" in err) == (code == 1)
 
 

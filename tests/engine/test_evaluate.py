@@ -107,7 +107,7 @@ def refused(data: Dataset, capsys: pytest.CaptureFixture[str]) -> Refused:
         ended = main([str(a) for a in ("--model", model, "--data", data.root.url, *arguments)])
         out, err = capsys.readouterr()
         assert (ended, out, err.count("\n")) == (code, "", 1), err
-        assert err.startswith("engine.evaluate: ") and re.search(pattern, err), err
+        assert err.startswith("omnilead evaluate: ") and re.search(pattern, err), err
 
     return run
 
@@ -415,7 +415,7 @@ def test_a_full_disk_names_the_output(data: Dataset, pretrained: Path, tmp_path:
     monkeypatch.setattr("engine.common.os.fsync", full)
     assert main(["--model", str(pretrained), "--data", data.root.url, "--json", str(tmp_path / "f")]) == 1
     err = capsys.readouterr().err
-    assert err.startswith(f"engine.evaluate: --json {tmp_path / 'f'}: No space left on device: ")
+    assert err.startswith(f"omnilead evaluate: --json {tmp_path / 'f'}: No space left on device: ")
     assert err.count("\n") == 1 and not (tmp_path / "f").exists()
 
 
@@ -425,7 +425,7 @@ def test_interrupted_is_one_line(monkeypatch: Patch, capsys: pytest.CaptureFixtu
 
     monkeypatch.setattr("engine.evaluate.evaluate", stopped)
     assert main(["--model", "m", "--data", "d"]) == 130
-    assert capsys.readouterr().err == "engine.evaluate: interrupted\n"
+    assert capsys.readouterr().err == "omnilead evaluate: interrupted\n"
 
 
 @pytest.mark.parametrize(("key", "value"), [("fs_hz", 250), ("uv_per_lsb", 4.88)])

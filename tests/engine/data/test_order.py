@@ -301,7 +301,7 @@ def test_a_zarr_store_has_shards_of_its_storage_objects(dataset: Dataset) -> Non
 
 
 def test_shards_that_do_not_add_up_are_refused(dataset: Dataset) -> None:
-    with pytest.raises(OrderError, match="run data_tools verify"):
+    with pytest.raises(OrderError, match="run omnilead verify"):
         DatasetRows.of(Dataset(dataset.root, dataset.meta | {"crops": 5 * len(dataset)}))
 
 

@@ -144,7 +144,7 @@ HARMS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "nested scale": (lambda d: change(d, "preprocessing.json", scale=[[1]]), "scale="),
     "few names": (lambda d: change(d, "preprocessing.json", leads=["I", "II"]), "12 channels"),
     "cut": (cut, "cannot be read as safetensors"),
-    "not exported": (not_exported, "run pretrain.py or finetune.py --export"),
+    "not exported": (not_exported, "run omnilead pretrain or finetune --export"),
     "emptied": (lambda d: (d / "model.safetensors").unlink(), "no model.safetensors"),
 }
 

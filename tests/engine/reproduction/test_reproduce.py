@@ -83,7 +83,7 @@ def test_jobs_run_once_a_failed_one_stops_no_other_and_is_retried(lab: Lab, caps
     out, err = capsys.readouterr()
     assert f"{JOBS} jobs (1 pretrain, 8 finetune, 8 evaluate), {JOBS} to run: about " in out
     told = [
-        f"engine.reproduce: {name} failed: {ERROR}" for name in ("finetune/random-12/diagnosis-12-seed1", "pretrain/w2v-12")
+        f"omnilead reproduce: {name} failed: {ERROR}" for name in ("finetune/random-12/diagnosis-12-seed1", "pretrain/w2v-12")
     ]
     assert sorted(err.splitlines()) == told
     assert len(lab.ran()) == 6 and lab.states() == {"done": 1, "part": 1, "failed": 2, "not asked": 66}
@@ -159,9 +159,8 @@ def test_each_worker_has_a_gpu_and_a_share_of_the_cores(monkeypatch: pytest.Monk
 def test_dry_run_and_collect_only(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
     assert lab.main("--dry-run") == 0
     told = capsys.readouterr().out
-    assert not lab.out.exists() and told.count("\npython ") == JOBS and told.rstrip().endswith(" GB of results")
-    assert "# pretrain/w2v-12: about 10 s\npython " in told
-    assert told.startswith("cd ") and (Path(told.splitlines()[0][3:]) / "engine" / "pretrain.py").is_file()
+    assert not lab.out.exists() and told.count("\nomnilead ") == JOBS and told.rstrip().endswith(" GB of results")
+    assert "# pretrain/w2v-12: about 10 s\nomnilead pretrain --config " in told
     lab.let("fail", "finetune")
     assert lab.main(rows=1) == 1
     assert reproduce.main(["--table", "2", "--out", str(lab.out), "--collect-only"]) == 0
@@ -240,8 +239,8 @@ def test_a_cell_of_real_jobs(dataset: Dataset, tmp_path: Path, monkeypatch: pyte
         """A job's process, forked from one that has imported torch."""
 
         def __init__(self, command: list[str], **_: Any) -> None:
-            program = {"engine/pretrain.py": pretrain, "engine/finetune.py": finetune, "-m": evaluate}[command[3]]
-            self.process = started(program.main, command[5 if command[3] == "-m" else 4 :], out=tmp_path / "log")
+            program = {"engine.pretrain": pretrain, "engine.finetune": finetune, "engine.evaluate": evaluate}[command[4]]
+            self.process = started(program.main, command[5:], out=tmp_path / "log")
             self.terminate = self.process.terminate
 
         def poll(self) -> int | None:
