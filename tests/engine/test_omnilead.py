@@ -70,6 +70,7 @@ def test_an_option_is_the_same_in_every_command(option: str) -> None:
         ("s3fs", "verify s3://bucket/dataset", "s3"),
         ("distributed", "shard {archive} --out {tmp}/out --cluster tcp://127.0.0.1:1", "cluster"),
         ("h5py", "shard {tmp} --source code15 --out {tmp}/out", "formats"),
+        ("huggingface_hub", "hub pull org/name {tmp}/out", "hub"),
         ("onnxruntime", "convert to-onnx {model} {tmp}/model.onnx", "onnx"),
         (
             "nvidia.dali",

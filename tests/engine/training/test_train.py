@@ -132,7 +132,7 @@ def test_wrong_input_is_one_line(dataset: Dataset, tmp_path: Path, monkeypatch: 
     assert "WORLD_SIZE=0" in run(tmp_path, arguments, WORLD_SIZE="0").one_line()
     monkeypatch.chdir(tmp_path)  # without arguments it is the quick start
     says = run(tmp_path, ["--local_rank=0"]).one_line()
-    assert "data_tools synth demo/archive" in says and "data_tools shard demo/archive --out demo/dataset" in says
+    assert "omnilead synth demo/archive" in says and "omnilead shard demo/archive --out demo/dataset" in says
 
 
 @pytest.mark.parametrize(
