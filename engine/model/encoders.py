@@ -33,7 +33,7 @@ from engine.common import ConfigError, blame, plugged
 from engine.data.augmenter import HALF
 from engine.model.config import ENCODERS, ModelConfig, flops_per_crop, kept_per_crop, local_flops
 from engine.model.draws import max_masked
-from engine.model.encoder import Encoder, MaskedEncoder
+from engine.model.encoder import Dropout, Encoder, MaskedEncoder
 from engine.model.init_weights import initialise
 
 CODE = "code"  # folder of a run
@@ -219,7 +219,7 @@ def cost_per_crop(encoder: nn.Module | None, config: ModelConfig, local: bool) -
 def drops_out(encoder: nn.Module | None, config: ModelConfig, *others: float) -> bool:
     """Whether dropout makes training differ from evaluation. `others`: dropout rates outside of the encoder."""
     if config.encoder and encoder is not None:
-        return any(getattr(part, "p", 0) for part in encoder.modules() if isinstance(part, _DropoutNd))
+        return any(getattr(part, "p", 0) for part in encoder.modules() if isinstance(part, Dropout | _DropoutNd))
     return any((config.dropout, config.attention_dropout, config.activation_dropout, config.input_dropout, *others))
 
 

@@ -24,6 +24,8 @@ from itertools import pairwise
 import torch.nn.functional as F
 from torch import Tensor, channels_last, nn
 
+from engine.model.encoder import Dropout
+
 KERNEL, STRIDE, GROUPS = 17, 4, 8
 
 
@@ -40,7 +42,7 @@ class ResidualBlock(nn.Module):
         self.conv1, self.norm1 = convolution(inputs, outputs), nn.GroupNorm(GROUPS, outputs)
         self.conv2, self.norm2 = convolution(outputs, outputs, stride=STRIDE), nn.GroupNorm(GROUPS, outputs)
         self.skip = convolution(inputs, outputs, kernel=1)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout, "auto")
 
     def forward(self, a: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """The block's output after activation and before."""
