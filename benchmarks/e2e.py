@@ -92,7 +92,7 @@ def loop_turns(run: LoopRun, rank: int = 0, measure: Callable[..., dict[str, Any
     torch.set_num_threads(run.threads)
     measured: dict[str, Any] = {}
 
-    def train(loop: Loop) -> bool:
+    def train(loop: Loop, *_: Any) -> bool:
         measured.update((measure or measure_sides)(loop, run, original))
         return False  # not at its end: nothing is exported
 

@@ -109,6 +109,8 @@ def describe(run: StepRun) -> dict[str, Any]:
 
 def prepare(work: Path, options: argparse.Namespace) -> Benchmark:
     base = base_run(options)
+    if base.config.encoder:
+        raise ConfigError(f"--model {base.model}: the authors have no step with it to compare: use the stage e2e")
     chosen = runs(base, [options.batch] if options.batch else BATCHES[base.device])
     say("do both sides agree on a loss?")
     difference, limit = call_fresh(disagreement, base), TOLERANCE[base.device]
@@ -206,10 +208,13 @@ def synchronize(run: StepRun) -> None:
 
 def ours(run: StepRun) -> Callable[[], None]:
     config, device = run.config, torch.device(run.device)
-    model = Pretrainer(config, ObjectiveConfig()).to(device).train()
+    objective = ObjectiveConfig() if run.model == "paper" else load(config_file(run.model)).objective
+    model = Pretrainer(config, objective).to(device).train()
     optimize = optimizer(model, run.precision)
     compile_model(model, run.compiled)
-    x_BSLT = torch.randn(run.batch, 2, config.leads, SAMPLES, device=device)
+    dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
+    x_BSLT = torch.randn(run.batch, 2, config.leads, SAMPLES, device=device).to(dtype)
+    ids_B = torch.arange(run.batch, device=device)
     updates = count()
 
     def advance() -> None:
@@ -217,7 +222,7 @@ def ours(run: StepRun) -> Callable[[], None]:
         keys_BS = to_device(row_keys(1, update, np.arange(run.batch)), device)  # as the loop does: nothing waits
         tau = torch.tensor(temperature(config, update)).to(device, non_blocking=True)
         with torch.autocast(run.device, torch.bfloat16, enabled=run.precision == "autocast"):
-            loss = model(x_BSLT, keys_BS, tau)["loss"]
+            loss = model(x_BSLT, keys_BS, tau, ids_B)["loss"]
         loss.backward()
         optimize()
 

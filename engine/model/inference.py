@@ -117,7 +117,7 @@ class TrainedModel(nn.Module):
 
     def pooled(self, x_RLT: Tensor) -> Tensor:
         """c_RD, float32: the mean over tokens."""
-        return pool(self.encoder(x_RLT))
+        return pool(self.encoder(x_RLT.to(next(self.encoder.parameters()).dtype)))
 
     def forward(self, x_RLT: Tensor) -> Tensor:
         return self.pooled(x_RLT)

@@ -157,7 +157,7 @@ def test_the_resnet_trains_and_is_tuned_on_fewer_leads(dataset: Dataset, tmp_pat
         assert to_onnx(engine.load(tmp_path / "base"), tmp_path / "base.onnx") < 1e-4
     ended = finetune(tmp_path, url, tmp_path / "base", "diagnosis", "two", augment__leads="2", augment__padded=False)
     assert ended.ok, ended.output
-    assert engine.load(tmp_path / "two").embed(dataset.read(0)[:2], 500, "I,II", "uV").shape == (16,)
+    assert engine.load(tmp_path / "two").to(torch.bfloat16).embed(dataset.read(0)[:2], 500, "I,II", "uV").shape == (16,)
     assert "1-D residual network" in (tmp_path / "two" / "model" / "README.md").read_text()
 
 
