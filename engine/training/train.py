@@ -27,6 +27,7 @@ from engine.data.loader import Loader
 from engine.data.preprocess import SCALES
 from engine.evaluation.run_report import write_report
 from engine.model import folder
+from engine.model.encoder import Encoder
 from engine.model.encoders import CODE
 from engine.training import checkpoint, distributed
 from engine.training.card import model_card
@@ -230,7 +231,7 @@ def make_engine(config: RunConfig, ranks: Ranks, task: TrainingTask, universal: 
 
 def compile_model(model: Any, how: str, **options: Any) -> None:
     """`layers`: the transformer layers, which are equal and so compiled once, and other parts of many small operations; the
-    whole of an encoder without `layers`.
+    whole of another encoder than the authors'.
     `step`: forward and loss as one graph."""
     options = options or {"options": INDUCTOR_OPTIONS}
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch._inductor")  # about itself
@@ -239,10 +240,8 @@ def compile_model(model: Any, how: str, **options: Any) -> None:
     if how == "step":
         model.compile(**options)
     elif how == "layers":
-        for layer in getattr(model.encoder, "layers", ()):  # another encoder may have none
-            layer.compile(**options)
-        if not hasattr(model.encoder, "layers"):
-            model.encoder.compile(**options)
+        for part in model.encoder.layers if isinstance(model.encoder, Encoder) else [model.encoder]:
+            part.compile(**options)
         for owner, names in ((model.encoder, ("features", "enter")), (model, ("draw", "compare", "pool"))):
             for name in names:
                 if hasattr(owner, name):
