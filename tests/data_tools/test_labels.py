@@ -3,6 +3,7 @@
 import csv
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ from handmade import build, ecg, header, write_challenge
 from twins import CODE15_COLUMNS, PTBXL_COLUMNS, write_table
 
 from data_tools.__main__ import main
-from data_tools.dataset import CLASSES
+from data_tools.dataset import CLASSES, Dataset
+from data_tools.labels.archives import CODE15
 from data_tools.labels.mimic_iv_ecg import CODES, NUMBERS, REPORTS, statement_codes
 from data_tools.synth import synthesise
+from engine.evaluation.results import load_task
+from engine.tasks.labels import read_task
 
 SHARED = Path(__file__).parents[3] / "shared"
 MIMIC_COLUMNS = " ".join(["subject_id study_id cart_id ecg_time", *REPORTS, "bandwidth filtering", *NUMBERS])
@@ -111,10 +115,10 @@ def test_no_free_text_leaves_ptbxl(ptbxl: Path) -> None:
     assert_no_secret(ptbxl / "out")
 
 
-def test_records_are_those_of_the_dataset(tmp_path: Path) -> None:
+def test_labels_fit_the_dataset_and_the_shipped_tasks(tmp_path: Path) -> None:
     """Also under pseudonyms."""
     archive, key = tmp_path / "archive", tmp_path / "key"
-    synthesise(archive, 6, 2, layout="ptbxl", progress=False)
+    synthesise(archive, 12, 2, layout="ptbxl", progress=False)
     key.write_bytes(b"0123456789abcdef")
     made = build(archive, tmp_path / "data", pseudonym_key=None, plan="all")
     assert main(["labels", "ptbxl", str(archive), "--out", str(tmp_path / "plain")]) == 0
@@ -122,11 +126,14 @@ def test_records_are_those_of_the_dataset(tmp_path: Path) -> None:
     assert {(row["source"], name) for name, row in plain.items()} == set(
         zip(made.column("source"), made.column("record"), strict=True)
     )
+    for table in (tmp_path / "plain").glob("ptbxl-[!l]*.parquet"):
+        labels = read_task(replace(load_task(table.stem), labels=str(table)), [made])
+        folds = {record: row["fold"] for record, row in rows(table).items()}
+        numbers = [folds.get(record, 0) for record in made.column("record")]
+        assert labels.split[0].tolist() == [0 if not fold else max(1, fold - 7) for fold in numbers]  # 1-8, 9, 10
     arguments = ["shard", str(archive), "--out", str(tmp_path / "hidden"), "--pseudonymize", str(key), "--workers", "1"]
     assert main(arguments) == 0
     assert main(["labels", "ptbxl", str(archive), "--out", str(tmp_path / "same"), "--pseudonymize", str(key)]) == 0
-    from data_tools.dataset import Dataset
-
     hidden = rows(tmp_path / "same" / "ptbxl-all.parquet")
     assert set(hidden) == set(Dataset.open(str(tmp_path / "hidden")).column("record")) and not set(hidden) & set(plain)
 
@@ -145,6 +152,7 @@ def test_code15(tmp_path: Path) -> None:
     }  # fmt: skip
     assert (second["1dAVb"], second["RBBB"], second["age"], second["death"], second["timey"]) == (1, None, 40.0, None, None)
     assert_no_secret(tmp_path / "out")
+    assert set(load_task("code15").columns) <= set(CODE15)
 
 
 def test_physionet2021(small: Path, tmp_path: Path) -> None:
