@@ -11,6 +11,7 @@ or `split`. An empty cell is unknown. A record is named as in the dataset, or by
 
 import csv
 import io
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
@@ -35,6 +36,10 @@ OWN_COLUMNS = ("age", "sex")  # of a dataset
 BOOLEANS = {"0": 0, "0.0": 0, "false": 0, "no": 0, "1": 1, "1.0": 1, "true": 1, "yes": 1}
 FEW = 10  # numbers with at most so many values are classes
 SHOWN = 3  # names in a message
+ENDING, FOLDERS = (r"\.[A-Za-z]\w{1,3}$", ""), ("^.*/", "")
+PTBXL = (r"^(\d{5})_[hl]r$", r"HR\1")  # its files and the Challenge's records
+# How a table may name a record: by its path in the archive, of a WFDB folder's folders joined
+FORMS = ((), (ENDING,), (ENDING, ("/", "_")), (ENDING, FOLDERS), (ENDING, FOLDERS, PTBXL))
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,8 +66,7 @@ class TaskLabels:
     @property
     def facts(self) -> dict[str, Any]:
         """What must not change when a training is resumed, as JSON."""
-        definition = asdict(self.task) | {"labels": self.task.labels.rpartition("/")[2], "classes": list(self.task.classes)}
-        definition |= {"columns": list(self.task.columns), "folds": {name: list(of) for name, of in self.task.folds.items()}}
+        definition = json.loads(json.dumps(asdict(replace(self.task, labels=self.task.labels.rpartition("/")[2]))))
         arrays = [] if self.role else [*self.y, *self.split]
         digest = sha256(b"".join(sha256(np.ascontiguousarray(array).data).digest() for array in arrays)).hexdigest()
         return {"definition": definition, "classes": list(self.classes), "sha256": digest if arrays else ""}
@@ -80,18 +84,15 @@ def read_task(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
     if task.kind == "identity" or not (task.labels or task.columns):
         return _of_roles(task, datasets)
     table = _joined(task, datasets) if task.labels else _own_columns(task, datasets)
-    task = replace(task, columns=task.columns or _label_columns(table.name, table.cells))
-    if absent := [name for name in task.columns if name not in table.cells.column_names]:
-        has = ", ".join(_label_columns(table.name, table.cells))
-        raise ConfigError(f"{table.name}: no column {absent[0]!r}: its label columns are {has}")
-    used = np.unique(np.concatenate(table.row))
-    task, classes, y_NK = _values(task, table, used[used >= 0])
+    task = replace(task, columns=_columns(task, table.name, table.cells))
+    task, classes, y_NK = _values(task, table)
     y_NK = np.append(y_NK, np.full((1, y_NK.shape[1]), np.nan, np.float32), axis=0)  # row -1
     y = [y_NK[row] for row in table.row]
-    known = [~np.isnan(one).all(1) for one in y]
-    if not any(map(np.any, known)):
+    known = np.concatenate([~np.isnan(one).all(1) for one in y])
+    if not known.any():
         raise ConfigError(f"{table.name}: no record has a known label in {', '.join(task.columns)}: fill in the cells")
-    task, split, remarks = _splits(task, table, datasets, known)
+    task, split_N, remarks = _splits(task, table, datasets, known)
+    split = np.split(np.where(known, split_N, 0).astype(np.int8), np.cumsum([len(one) for one in y])[:-1])
     return TaskLabels(task, classes, y, split, [*table.remarks, *remarks])
 
 
@@ -104,10 +105,9 @@ def _of_roles(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
         raise ConfigError(f"task.kind={task.kind}: name a label table: --labels my.csv, or --set task.columns=[age]")
     if task.split not in ("auto", "roles"):
         raise ConfigError(f"task.split={task.split}: the split of a label table: name one with --labels, or use roles")
-    if leak := find_leak(datasets, role := "id_role" if identity else "dx_role"):
-        raise ConfigError(f"data.datasets: {leak}: build them with one --plan and --seed, or leave one out")
+    split = _by_role(datasets, "id_role" if identity else "dx_role")
     y = patient_ids(datasets) if identity else [dataset.labels.astype(np.float32) for dataset in datasets]
-    return TaskLabels(task, () if identity else CLASSES, y, [_coded(dataset.table([role])[role]) for dataset in datasets])
+    return TaskLabels(task, () if identity else CLASSES, y, split)
 
 
 def _own_columns(task: TaskConfig, datasets: Sequence[Dataset]) -> LabelTable:
@@ -122,16 +122,16 @@ def _own_columns(task: TaskConfig, datasets: Sequence[Dataset]) -> LabelTable:
 def guess(task: TaskConfig) -> TaskConfig:
     """The kind that the label columns suggest."""
     cells = read_table(task.labels)
-    columns = task.columns or _label_columns(task.labels, cells)
-    values = {name: pc.drop_null(cells[name]).unique().to_pylist() for name in columns if name in cells.column_names}
+    columns = _columns(task, task.labels, cells)
+    values = {name: pc.drop_null(cells[name]).unique().to_pylist() for name in columns}
+    text = [name for name, of in values.items() if not _numbers(of)]
     kind: TaskKind = "regression"
     if all(value.lower() in BOOLEANS for of in values.values() for value in of):
         kind = "binary" if len(columns) == 1 else "multilabel"
-    elif any(not _numbers(of) or (len(columns) == 1 and _integers(of) and len(of) <= FEW) for of in values.values()):
-        if len(columns) > 1:
-            text = next(name for name, of in values.items() if not _numbers(of))
-            raise ConfigError(f"{task.labels}: {text!r} is not 0, 1 or a number: choose columns: --columns {columns[0]}")
+    elif len(columns) == 1 and (text or len(values[columns[0]]) <= FEW):
         kind = "multiclass"
+    elif text:
+        raise ConfigError(f"{task.labels}: {text[0]!r} is not 0, 1 or a number: choose columns: --columns {columns[0]}")
     return replace(task, kind=kind, columns=columns)
 
 
@@ -140,40 +140,34 @@ def read_table(url: str) -> pa.Table:
     try:
         with fsspec.open(url, "rb").open() as file:
             data = file.read()
-        if data[:4] == b"PAR1":
-            cells = parquet.read_table(io.BytesIO(data))
-        else:
-            delimiter = _delimiter(data)
-            header = next(csv.reader([_first_line(data)], delimiter=delimiter))
-            types = dict.fromkeys([*header, *(name.strip() for name in header)], pa.string())
-            convert = pa_csv.ConvertOptions(column_types=types, strings_can_be_null=True)
-            parse = pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
-            cells = pa_csv.read_csv(io.BytesIO(data), parse_options=parse, convert_options=convert)
-        names = [name.strip() for name in cells.column_names]
-        cells = _as_text(cells.rename_columns([name.lower() if name.lower() in RESERVED else name for name in names]))
+        cells = parquet.read_table(io.BytesIO(data)) if data[:4] == b"PAR1" else _csv(data)
+        cells = _as_text(cells.rename_columns([_name(column) for column in cells.column_names]))
     except pa.ArrowMemoryError:
         raise
     except Exception as error:  # of many kinds: of files, stores, pyarrow, a missing package
         why = "no such file" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())[:200]
         raise ConfigError(f"{url}: cannot be read as CSV or parquet: {why}") from None
-    for name in cells.column_names:
-        if cells.column_names.count(name) > 1:
-            raise ConfigError(f"{url}: two columns are called {name!r}: rename one")
-    if "record" not in cells.column_names or not len(cells):
-        has = ", ".join(cells.column_names[:10])
-        raise ConfigError(f"{url}: {len(cells)} rows of {has}: a column `record` must name the ECG of each row")
+    names = cells.column_names
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"{url}: two columns are called {twice[0]!r}: rename one")
+    if "record" not in names or not len(cells):
+        raise ConfigError(f"{url}: {len(cells)} rows of {', '.join(names[:10])}: a column `record` must name the ECGs")
     return cells
 
 
-def _first_line(data: bytes) -> str:
-    return data[: 2**20].decode("utf-8-sig", "replace").splitlines()[0] if data else ""
+def _csv(data: bytes) -> pa.Table:
+    """Separated by what leaves a column `record` in the first line."""
+    line = data[: 2**20].decode("utf-8-sig", "replace").partition("\n")[0].rstrip("\r")
+    names = {mark: [_name(cell) for cell in next(csv.reader([line], delimiter=mark), [])] for mark in ",;\t"}
+    mark = next((mark for mark, of in names.items() if "record" in of and len(of) > 1), ",")
+    read = pa_csv.ReadOptions(column_names=names[mark], skip_rows=1)
+    parse = pa_csv.ParseOptions(delimiter=mark, newlines_in_values=True)
+    convert = pa_csv.ConvertOptions(column_types=dict.fromkeys(names[mark], pa.string()), strings_can_be_null=True)
+    return pa_csv.read_csv(io.BytesIO(data), read, parse, convert)
 
 
-def _delimiter(data: bytes) -> str:
-    """The one that leaves a column `record`."""
-    line = _first_line(data)
-    names = {mark: [name.strip().lower() for name in next(csv.reader([line], delimiter=mark), [])] for mark in ",;\t"}
-    return next((mark for mark, of in names.items() if "record" in of and len(of) > 1), ",")
+def _name(column: str) -> str:
+    return column.strip().lower() if column.strip().lower() in RESERVED else column.strip()
 
 
 def _as_text(cells: pa.Table) -> pa.Table:
@@ -182,11 +176,11 @@ def _as_text(cells: pa.Table) -> pa.Table:
     return pa.table([pc.if_else(pc.is_in(column, empty), None, column) for column in text], cells.column_names)
 
 
-def _label_columns(name: str, cells: pa.Table) -> tuple[str, ...]:
-    columns = tuple(column for column in cells.column_names if column not in RESERVED)
-    if not columns:
-        raise ConfigError(f"{name}: no column of labels, only {', '.join(cells.column_names)}")
-    return columns
+def _columns(task: TaskConfig, name: str, cells: pa.Table) -> tuple[str, ...]:
+    every = tuple(column for column in cells.column_names if column not in RESERVED)
+    if absent := [column for column in task.columns if column not in every] or ["of labels"] * (not every):
+        raise ConfigError(f"{name}: no column {absent[0]!r}: its label columns are {', '.join(every) or 'none'}")
+    return task.columns or every
 
 
 def _joined(task: TaskConfig, datasets: Sequence[Dataset]) -> LabelTable:
@@ -195,22 +189,24 @@ def _joined(task: TaskConfig, datasets: Sequence[Dataset]) -> LabelTable:
     crops = pa.concat_tables([dataset.table(["source", "record"]) for dataset in datasets])
     key = pc.binary_join_element_wise(crops["source"], crops["record"], "/").combine_chunks().dictionary_encode()
     keys, key_of_crop = key.dictionary, key.indices.to_numpy()
+    first = np.empty(len(keys), np.int64)
+    first[key_of_crop[::-1]] = np.arange(len(crops))[::-1]
     by_source, record = "source" in cells.column_names, cells["record"].combine_chunks()
-    targets = keys if by_source else pc.replace_substring_regex(keys, "^[^/]*/", "")
+    targets = keys if by_source else crops["record"].take(pa.array(first)).combine_chunks()
     found = np.full(len(record), -1)
-    for form in _forms(record):
-        left = np.flatnonzero(found < 0)
-        names = form.take(pa.array(left))
-        names = pc.binary_join_element_wise(cells["source"].take(pa.array(left)), names, "/") if by_source else names
-        found[left] = pc.fill_null(pc.index_in(names, value_set=targets), -1).to_numpy(zero_copy_only=False)
-    target = targets.dictionary_encode().indices.to_numpy()  # of two sources' records with one name the same
+    for form in FORMS:
+        left = pa.array(np.flatnonzero(found < 0))
+        names = record.take(left)
+        for pattern, new in form:
+            names = pc.replace_substring_regex(names, pattern, new)
+        names = pc.binary_join_element_wise(cells["source"].take(left), names, "/") if by_source else names
+        found[left] = pc.fill_null(pc.index_in(names, targets), -1).to_numpy(zero_copy_only=False)
+    target = targets.dictionary_encode().indices.to_numpy()  # equal for two databases' records of one name
     rows = np.flatnonzero(found >= 0)
     named = np.bincount(target[found[rows]], minlength=len(keys))
     if len(shared := np.flatnonzero((named > 0) & (np.bincount(target, minlength=len(keys)) > 1))):
         twice = keys.take(pa.array(np.flatnonzero(target == shared[0]))).to_pylist()
-        raise ConfigError(
-            f"{url}: a record is called {' and '.join(twice[:2])} in the data: add a column `source` to the table"
-        )
+        raise ConfigError(f"{url}: {' and '.join(twice[:2])} have one name: add a column `source` to the table")
     if len(again := np.flatnonzero(named > 1)):
         lines = rows[target[found[rows]] == again[0]] + 1
         raise ConfigError(f"{url}: record {record[lines[0] - 1]} is in rows {lines[0]} and {lines[1]}: keep one of them")
@@ -219,21 +215,11 @@ def _joined(task: TaskConfig, datasets: Sequence[Dataset]) -> LabelTable:
         raise ConfigError(f"{url}: none of its {len(record):,} records is in the data: it names {here}, the data {there}")
     row_of_key = np.full(len(keys), -1)
     row_of_key[found[rows]] = rows
-    missing = np.flatnonzero(found < 0)
+    missing, bare = np.flatnonzero(found < 0), np.flatnonzero(row_of_key < 0)
     remarks = [f"{url}: {_some(missing, record)} of {len(record):,} records are not in the data"] if len(missing) else []
-    bare = np.flatnonzero(row_of_key < 0)
     remarks += [f"{url}: says nothing of {_some(bare, keys)} of {len(keys):,} records of the data"] if len(bare) else []
     ends = np.cumsum([len(dataset) for dataset in datasets])[:-1]
     return LabelTable(url, cells, np.split(row_of_key[key_of_crop], ends), remarks)
-
-
-def _forms(record: pa.Array) -> list[pa.Array]:
-    """A record's possible names: as given, without an ending, with its folders joined as in a WFDB folder, without them, and
-    PTB-XL's file as the Challenge's record."""
-    bare = pc.replace_substring_regex(record, r"\.[A-Za-z]\w{1,3}$", "")
-    last = pc.replace_substring_regex(bare, "^.*/", "")
-    joined = pc.replace_substring(bare, "/", "_")
-    return [record, bare, joined, last, pc.replace_substring_regex(last, r"^(\d{5})_[hl]r$", r"HR\1")]
 
 
 def _some(positions: np.ndarray, names: pa.Array) -> str:
@@ -248,15 +234,11 @@ def _numbers(values: Sequence[str]) -> bool:
         return False
 
 
-def _integers(values: Sequence[str]) -> bool:
-    return all(float(value).is_integer() for value in values)
-
-
 def _in_order(values: Sequence[str]) -> list[str]:
     return sorted(values, key=(lambda value: (float(value), value)) if _numbers(values) else None)
 
 
-def _values(task: TaskConfig, table: LabelTable, used: np.ndarray) -> tuple[TaskConfig, tuple[str, ...], np.ndarray]:
+def _values(task: TaskConfig, table: LabelTable) -> tuple[TaskConfig, tuple[str, ...], np.ndarray]:
     """The task with its classes, the names of the K outputs, and y [rows, K]."""
     if task.kind in ("binary", "multiclass") and len(task.columns) != 1:
         raise ConfigError(f"{table.name}: a {task.kind} task has one column, not {', '.join(task.columns)}: --columns NAME")
@@ -264,11 +246,14 @@ def _values(task: TaskConfig, table: LabelTable, used: np.ndarray) -> tuple[Task
     if task.kind != "multiclass":
         y = [_parsed(task, table, name, column) for name, column in zip(task.columns, columns, strict=True)]
         return task, task.columns, np.stack(y, axis=1)
-    classes = task.classes or tuple(_in_order(pc.drop_null(columns[0].take(pa.array(used))).unique().to_pylist()))
-    code = pc.fill_null(pc.index_in(columns[0], value_set=pa.array(classes, pa.string())), -1).to_numpy(zero_copy_only=False)
-    given = columns[0].is_valid().to_numpy(zero_copy_only=False)
-    if len(unknown := used[(code < 0)[used] & given[used]]):
-        raise ConfigError(f"{_cell(table, task.columns[0], unknown[0])} is not one of its classes {', '.join(classes)}")
+    used = np.zeros(len(table.cells) + 1, bool)
+    used[np.concatenate(table.row)] = True
+    of_data = columns[0].filter(pa.array(used[:-1]))
+    classes = task.classes or tuple(_in_order(pc.drop_null(of_data).unique().to_pylist()))
+    code = pc.fill_null(pc.index_in(columns[0], pa.array(classes, pa.string())), -1).to_numpy(zero_copy_only=False)
+    unknown = used[:-1] & (code < 0) & columns[0].is_valid().to_numpy(zero_copy_only=False)
+    if unknown.any():
+        raise ConfigError(f"{_cell(table, task.columns[0], int(unknown.argmax()))} is none of {', '.join(classes)}")
     y_NK = np.concatenate([np.eye(len(classes), dtype=np.float32), np.full((1, len(classes)), np.nan, np.float32)])[code]
     return replace(task, classes=classes), classes, y_NK
 
@@ -304,33 +289,33 @@ def _coded(split: pa.ChunkedArray) -> np.ndarray:
 
 
 def _splits(
-    task: TaskConfig, table: LabelTable, datasets: Sequence[Dataset], known: list[np.ndarray]
-) -> tuple[TaskConfig, list[np.ndarray], list[str]]:
-    """The task with its folds, the split of each crop, and remarks."""
+    task: TaskConfig, table: LabelTable, datasets: Sequence[Dataset], known: np.ndarray
+) -> tuple[TaskConfig, np.ndarray, list[str]]:
+    """The task with its folds, the split of each crop of all datasets, and remarks."""
     columns = [name for name in ("fold", "split") if name in table.cells.column_names]
     how = task.split if task.split != "auto" else "column" if columns else "8:1:1" if task.labels else "roles"
-    sizes = np.cumsum([len(dataset) for dataset in datasets])[:-1]
     if how == "roles":
-        if leak := find_leak(datasets, "dx_role"):
-            raise ConfigError(f"data.datasets: {leak}: build them with one --plan and --seed, or leave one out")
-        split = np.concatenate([_coded(dataset.table(["dx_role"])["dx_role"]) for dataset in datasets])
-        return task, np.split(np.where(np.concatenate(known), split, 0), sizes), []
+        return task, np.concatenate(_by_role(datasets, "dx_role")), []
+    if how == "column" and not columns:
+        raise ConfigError(f"{table.name}: task.split=column, but it has neither `fold` nor `split`: use task.split=8:1:1")
     chunks = [owners(part)[0] for dataset in datasets for part in dataset.parts(OWNER)]
     owner = pa.chunked_array(chunks).unify_dictionaries().combine_chunks()
     names, owner_N = owner.dictionary, owner.indices.to_numpy()
-    if how == "8:1:1":
-        split = np.digitize(uniforms(names), (0.8, 0.9))[owner_N] + 1
-    elif not columns:
-        raise ConfigError(f"{table.name}: task.split=column, but it has neither `fold` nor `split`: use task.split=8:1:1")
+    if how == "column":
+        task, split = _by_column(task, table, columns[0], known, names, owner_N)
     else:
-        task, split = _by_column(task, table, columns[0], np.concatenate(known), names, owner_N)
-    split = np.where(np.concatenate(known), split, 0).astype(np.int8)
-    waveform, dropped = np.concatenate([dataset.column("waveform") for dataset in datasets]), 0
+        split = np.digitize(uniforms(names), (0.8, 0.9))[owner_N] + 1
+    waveform, before = np.concatenate([dataset.column("waveform") for dataset in datasets]), split.copy()
     for side in (3, 2):  # a copy of a tested ECG is neither trained nor validated on
-        copies = (split > 0) & (split < side) & np.isin(waveform, waveform[split == side])
-        split[copies], dropped = 0, dropped + int(copies.sum())
-    remarks = [f"{dropped:,} crops are left out: copies of ECGs in valid or test"] if dropped else []
-    return task, np.split(split, sizes), remarks
+        split[(split > 0) & (split < side) & known & np.isin(waveform, waveform[known & (split == side)])] = 0
+    left_out = int((split != before).sum())
+    return task, split, [f"{left_out:,} crops are left out: copies of ECGs in valid or test"] if left_out else []
+
+
+def _by_role(datasets: Sequence[Dataset], role: str) -> list[np.ndarray]:
+    if leak := find_leak(datasets, role):
+        raise ConfigError(f"data.datasets: {leak}: build them with one --plan and --seed, or leave one out")
+    return [_coded(dataset.table([role])[role]) for dataset in datasets]
 
 
 def _by_column(

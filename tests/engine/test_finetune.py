@@ -266,3 +266,60 @@ def test_what_cannot_be_is_one_line(dataset: Dataset, base: Path, archive: Path,
         ended = finetune(tmp_path, data, Path(begin) if begin else Path(), "diagnosis", "bad", **({"start": begin} | changes))
         assert says in ended.one_line()
     assert len(CLASSES) == 26
+
+
+@pytest.fixture(scope="module")
+def table(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Numbers, text and zeros of every record but the first, whose cells are empty."""
+    path = tmp_path_factory.mktemp("table") / "mine.csv"
+    names = list(dict.fromkeys(dataset.column("record")))
+    cells = [f"{name},{i % 7}.5,{'abc'[i % 3]},{i % 2}" for i, name in enumerate(names[1:])]
+    path.write_text("\n".join(["record,number,letter,odd", f"{names[0]},,,", *cells]))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns", "outputs", "figure"),
+    [
+        ("regression", ["number"], ["number"], "mae"),
+        ("multiclass", ["letter"], ["a", "b", "c"], "auroc"),
+        ("multilabel", ["odd"], ["odd"], "auroc"),
+    ],
+)
+def test_labels_of_ones_own(
+    kind: str, columns: list[str], outputs: list[str], figure: str, table: Path, dataset: Dataset, base: Path, tmp_path: Path
+) -> None:
+    how: dict[str, Any] = {"task__kind": kind, "task__columns": columns, "task__labels": str(table)}
+    how |= {"task__class_weights": "balanced"} if kind != "regression" else {}
+    ended = finetune(tmp_path, dataset.root.url, base, "diagnosis", train__steps=2, **how)
+    assert ended.ok, ended.output
+    run = tmp_path / "run"
+    head, state = engine.load(run).config["head"], checkpoint.read_state(run / "checkpoints" / "step-2")
+    assert head["kind"] == kind and head["classes"] == outputs and head["definition"]["labels"] == "mine.csv"
+    assert figure in rows(run, "validation.jsonl")[1] and "loss" in rows(run)[0]
+    known = read_task(TaskConfig(kind=kind, labels=str(table), columns=tuple(columns)), [dataset])  # type: ignore[arg-type]
+    assert state["labels"]["sha256"] == known.facts["sha256"] and len(known.rows(0, "train")) < len(dataset)
+    if kind == "regression":
+        y = known.of("train")[:, 0]
+        assert (head["center"], head["scale"]) == (pytest.approx([y.mean()]), pytest.approx([y.std()]))
+    elif kind == "multilabel":
+        assert head["thresholds"] == state["best"]["thresholds"] and 0 < head["thresholds"][0] < 1
+    table.write_text(table.read_text().replace("0.5,a", "0.5,b").replace(",1\n", ",0\n", 1).replace("1.5", "2.5", 1))
+    ended = finetune(tmp_path, dataset.root.url, base, "diagnosis", train__steps=3, **how)
+    assert "labels.sha256 changed from" in ended.one_line()
+
+
+def test_training_ends_when_validation_no_longer_improves(
+    base: Path, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it was stopped in between: the checkpoint knows how many validations there were without a better one."""
+    figures = iter([0.9, 0.5, 0.4, 0.3, float("nan")])  # at steps 0, 2, 4, 5, 6
+    monkeypatch.setattr(FinetuneTask, "validate", lambda *_: {"auroc": next(figures)})
+    how: dict[str, Any] = {"train__patience": 3}
+    for steps in (5, 100, 100):  # the third finds it finished
+        ended = finetune(tmp_path, dataset.root.url, base, "diagnosis", train__steps=steps, **how)
+        assert ended.ok and "done:" in ended.output, ended.output
+        assert ("stops after step 6: 3 validations in a row without a better auroc" in ended.output) == (steps == 100)
+    run = tmp_path / "run"
+    assert [row["step"] for row in rows(run)] == list(range(1, 7))
+    assert (run / "checkpoints" / "best").read_text() == "step-2" and engine.load(run).history["step"] == 2
