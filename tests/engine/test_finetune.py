@@ -268,10 +268,10 @@ def test_what_cannot_be_is_one_line(dataset: Dataset, base: Path, archive: Path,
     assert len(CLASSES) == 26
 
 
-@pytest.fixture(scope="module")
-def table(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def table(dataset: Dataset, tmp_path: Path) -> Path:
     """Numbers, text and zeros of every record but the first, whose cells are empty."""
-    path = tmp_path_factory.mktemp("table") / "mine.csv"
+    path = tmp_path / "mine.csv"
     names = list(dict.fromkeys(dataset.column("record")))
     cells = [f"{name},{i % 7}.5,{'abc'[i % 3]},{i % 2}" for i, name in enumerate(names[1:])]
     path.write_text("\n".join(["record,number,letter,odd", f"{names[0]},,,", *cells]))
@@ -316,10 +316,10 @@ def test_training_ends_when_validation_no_longer_improves(
     figures = iter([0.9, 0.5, 0.4, 0.3, float("nan")])  # at steps 0, 2, 4, 5, 6
     monkeypatch.setattr(FinetuneTask, "validate", lambda *_: {"auroc": next(figures)})
     how: dict[str, Any] = {"train__patience": 3}
-    for steps in (5, 100, 100):  # the third finds it finished
+    for steps, stops in ((5, False), (100, True), (100, False)):  # the third finds it finished
         ended = finetune(tmp_path, dataset.root.url, base, "diagnosis", train__steps=steps, **how)
         assert ended.ok and "done:" in ended.output, ended.output
-        assert ("stops after step 6: 3 validations in a row without a better auroc" in ended.output) == (steps == 100)
+        assert ("stops after step 6: 3 validations in a row without a better auroc" in ended.output) == stops
     run = tmp_path / "run"
     assert [row["step"] for row in rows(run)] == list(range(1, 7))
     assert (run / "checkpoints" / "best").read_text() == "step-2" and engine.load(run).history["step"] == 2
