@@ -128,7 +128,7 @@ class JobPlan:
     def _training(self, name: str, path: Path, settings: dict[str, Any]) -> tuple[str, ...]:
         pairs = as_arguments(settings | {"run": str(self.out / name), "data.datasets": [self.data.path]})
         program = PROGRAMS[name.partition("/")[0]]
-        return *program, "--config", str(path), *(word for pair in pairs for word in ("--set", pair))
+        return *program, "--config", path.stem, *(word for pair in pairs for word in ("--set", pair))
 
 
 def make_plan(

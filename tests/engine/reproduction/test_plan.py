@@ -74,7 +74,7 @@ def test_a_plan_has_the_cells_of_its_table_and_every_job_once() -> None:
 def test_commands_hold_what_makes_a_cell() -> None:
     commands = {name: " ".join(job.command) for name, job in plan(1, 2, seeds=2).jobs.items()}
     padded = commands["finetune/w2v-12/diagnosis-P-3-seed1"]
-    assert "configs/finetune/diagnosis.yaml" in padded and 'start="/out/pretrain/w2v-12"' in padded
+    assert "--config diagnosis " in padded and 'start="/out/pretrain/w2v-12"' in padded
     assert "augment.leads=3" in padded and "augment.padded=true" in padded and "train.seed=1" in padded
     fewer = commands["pretrain/w2v-3"]
     assert "configs/pretrain/w2v.yaml" in fewer and "model.leads=3" in fewer and "augment.padded=false" in fewer
