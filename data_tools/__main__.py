@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from data_tools.cli import Parser, drop_output, interactive, is_memory
+from data_tools.cli import Parser, drop_output, interactive, is_memory, say
 from data_tools.errors import DataError, printable
 
 RESUME = {"shard": ": run the same command again to continue", "synth": ": delete {out} and run it again"}
@@ -258,7 +258,7 @@ def _labels(options: argparse.Namespace) -> int:
 
     key = read_key(options.pseudonymize) if options.pseudonymize else None
     for line in write_labels(options.archive, options.src, options.out, key, options.anonymous, not interactive()):
-        print(line)
+        say(line)  # whoever closes the pipe still gets all tables
     return 0
 
 
