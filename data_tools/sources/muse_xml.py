@@ -17,7 +17,7 @@ from data_tools.errors import ReadError
 from data_tools.record import EcgRecord, clean_age, clean_sex
 from data_tools.sources.base import Source, path_name, record_stem
 
-MAX_BYTES, MAX_DEPTH = 32 * 2**20, 32
+MAX_BYTES, MAX_DEPTH, MAX_LEADS = 32 * 2**20, 32, 64
 YEARS = {"YEARS": 1.0, "MONTHS": 1 / 12, "WEEKS": 7 / 365.25, "DAYS": 1 / 365.25, "HOURS": 1 / 8766}
 # Fields that would shift or scale the samples, and their only value that is read
 _WAVEFORM = {"SampleType": "CONTINUOUS_SAMPLES", "SampleExponent": "0"}
@@ -78,6 +78,8 @@ def _parse(data: bytes) -> tuple[Fields, list[tuple[Fields, list[Fields]]]]:
             waveforms.append(({}, []))
         elif path[1:] == ["Waveform", "LeadData"]:
             waveforms[-1][1].append({})
+        if len(waveforms) > MAX_LEADS or (waveforms and len(waveforms[-1][1]) > MAX_LEADS):
+            raise ReadError("signal count", f"over {MAX_LEADS} waveforms or leads")
 
     def end(tag: str) -> None:
         place = tuple(path[1:-1])

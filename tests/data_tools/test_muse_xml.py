@@ -128,6 +128,8 @@ EXTERNAL = '<!DOCTYPE RestingECG SYSTEM "restecg.dtd"><RestingECG><PatientDemogr
         (ENTITY, "XML entity"),
         (EXTERNAL, "XML entity"),
         ("<RestingECG>" + "<a>" * 40, "XML too deep"),
+        ("<RestingECG>" + "<Waveform/>" * 99, "signal count"),
+        ("<RestingECG><Waveform>" + "<LeadData/>" * 99, "signal count"),
         ("<RestingECG/>", "rhythm waveform"),
         (muse(rhythm="<Waveform/>"), "rhythm waveform"),
         (muse(rhythm=2 * waveform_xml("Rhythm", lead_xml("I", np.arange(5000)))), "rhythm waveform"),
