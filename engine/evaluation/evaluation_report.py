@@ -107,7 +107,8 @@ def decisions(result: TaskResult) -> Iterator[ReportSection]:
         names, kept = [f"not {names[0]}", names[0]], np.arange(2)
     confusions = score_plots.confusion_chart(labels[:, kept], outputs[:, kept], [names[k] for k in kept])
     charts = [score_plots.calibration_chart(*calibration(y, scores)), confusions]
-    yield ReportSection("Calibration and confusions", charts=charts)
+    few = f" of the {CONFUSED} most frequent classes" * (len(names) > CONFUSED)
+    yield ReportSection(f"Calibration and confusions{few}", charts=charts)
 
 
 def threshold_charts(y: Array, scores: Array, names: Sequence[str]) -> Iterator[str]:

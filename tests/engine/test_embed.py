@@ -373,3 +373,23 @@ def test_the_probes_in_one_command(archive: Path, dataset: Dataset, folder: Path
     assert f"{scores['identification']['accuracy']:.4f}" in shown
     assert embed.main(["--model", str(folder), "--data", str(archive), "--probe"]) == 2
     assert "--probe needs a dataset" in capsys.readouterr().err
+
+
+def test_probes_of_a_task(dataset: Dataset, folder: Path, tmp_path: Path, capsys: Any) -> None:
+    table, scores = tmp_path / "my.csv", tmp_path / "scores.json"
+    records = dict(zip(*dataset.table(["record", "source"]).to_pydict().values(), strict=True)).items()
+    rows = [f"{record},{source},{'abc'[i % 3]}" for i, (record, source) in enumerate(records)]
+    table.write_text("\n".join(["record,source,kind", *rows]))
+    arguments = ["--model", str(folder), "--data", dataset.root.url, "--probe", "--json", str(scores)]
+    for given, name, metric in ((["--task", "age"], "age", "mae"), (["--labels", str(table)], "my", "balanced_accuracy")):
+        assert embed.main([*arguments, *given]) == 0
+        found, shown = json.loads(scores.read_text()), capsys.readouterr().out
+        assert found["task"] == name and sum(found["records"].values()) <= len(records)
+        assert f"{found['nearest'][metric]:.4f}" in shown and f"{name}, {found['records']['test']} records of test" in shown
+    table.write_text("\n".join(["record,source,kind,split", *(f"{row},train" for row in rows)]))
+    for given, named in (
+        (["--labels", str(table)], f"{table}: no record is in the split valid: a probe needs train, valid, test"),
+        (["--task", "identification"], "--task identification: leave it out"),
+        (["--task", "six"], "did you mean sex"),
+    ):
+        assert embed.main([*arguments, *given]) == 2 and named in capsys.readouterr().err
