@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, overload
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import google_crc32c
 import numpy as np
@@ -208,19 +208,12 @@ class Dataset:
         formats = " and ".join(self.meta["formats"])
         return f"Dataset({self.root.url!r}: {len(self):,} crops of {records:,} records, {formats}, {self.fingerprint[:8]})"
 
-    @overload
-    def __getitem__(self, row: int) -> Ecg: ...
-    @overload
-    def __getitem__(self, row: slice) -> list[Ecg]: ...
-    def __getitem__(self, row: int | slice) -> Ecg | list[Ecg]:
-        if isinstance(row, slice):
-            return [self[i] for i in range(len(self))[row]]
+    def __getitem__(self, row: int) -> Ecg:
         if not -len(self) <= operator.index(row) < len(self):
             raise IndexError(f"row {row}: {self.root.url} has crops 0 to {len(self) - 1}")
         row = operator.index(row) % len(self)
-        group = int(np.searchsorted(self._group_ends, row, side="right"))
-        begin = int(self._group_ends[group - 1]) if group else 0
-        facts = self._group(group).slice(row - begin, 1).to_pylist()[0]
+        group = int(np.searchsorted(self._group_begins, row, side="right")) - 1
+        facts = self._group(group).slice(row - self._group_begins[group], 1).to_pylist()[0]
         facts["labels"] = [name for name, has in zip(CLASSES, facts["labels"], strict=True) if has]
         return Ecg(row, self.read(row), **facts)
 
@@ -256,10 +249,10 @@ class Dataset:
                 yield from group.to_table(COLUMNS, list(columns)).to_batches()
 
     @cached_property
-    def _group_ends(self) -> np.ndarray:
-        """Rows up to the end of each row group of samples.parquet."""
+    def _group_begins(self) -> np.ndarray:
+        """The first row of each row group of samples.parquet."""
         with self._arrow_errors():
-            return np.cumsum([group.num_rows for group in self._samples.fragments[0].row_groups])
+            return np.cumsum([0, *(group.num_rows for group in self._samples.fragments[0].row_groups[:-1])])
 
     @cached_property
     def _group(self) -> Any:

@@ -76,9 +76,7 @@ def explain(error: BaseException) -> tuple[str, int]:
 
 
 def train(config: RunConfig, task: type[TrainingTask], profile: int = 0) -> bool:
-    """Starts or resumes the run. -> False if it was asked to stop (SIGTERM, Ctrl-C): the same call resumes it.
-
-    `profile`: number of steps to trace."""
+    """Starts or resumes the run; `profile`: number of steps to trace. -> False if it was asked to stop (SIGTERM, Ctrl-C)."""
     check(config, distributed.environment()[1])
     require_installed(config)
     datasets, run = open_datasets(config), Path(config.run)
@@ -93,7 +91,10 @@ def train(config: RunConfig, task: type[TrainingTask], profile: int = 0) -> bool
         failed = True
         try:
             with checkpoint.locked(run, ranks):
-                finished = _train(config, task(config, datasets, ranks), datasets, run, ranks, profile)
+                with ExitStack() as held:
+                    finished = _train(config, task(config, datasets, ranks), datasets, run, ranks, profile, held)
+                if ranks.first and finished:
+                    say(f"done: {export_run(run, type(config), task)}, {write_report(run)}")
             failed = False
         finally:
             if not failed or ranks.world == 1:  # after an error, do not wait for the other ranks
@@ -115,17 +116,7 @@ def open_datasets(config: RunConfig) -> list[Dataset]:
     return datasets
 
 
-def _train(config: RunConfig, task: TrainingTask, datasets: Sequence[Dataset], run: Path, ranks: Ranks, profile: int) -> bool:
-    with ExitStack() as held:
-        finished, step = _to_the_end(config, task, datasets, run, ranks, profile, held)
-    if ranks.first and finished:
-        say(f"done: {export_run(run, type(config), type(task))}, {write_report(run)}")
-    elif ranks.first:
-        say(f"stopped after step {step}; the same command resumes")
-    return finished
-
-
-def _to_the_end(
+def _train(
     config: RunConfig,
     task: TrainingTask,
     datasets: Sequence[Dataset],
@@ -133,8 +124,8 @@ def _to_the_end(
     ranks: Ranks,
     profile: int,
     held: ExitStack,
-) -> tuple[bool, int]:
-    """-> whether the run is finished, and its step. `held` closes what was opened, also after an error."""
+) -> bool:
+    """`held` closes what is opened here, also after an error."""
     path = distributed.on_first_rank(ranks, lambda: checkpoint.newest(run, _warn))
     saved = refuse_changes(path, config, datasets, ranks, task) if path else None
     loader_state = checkpoint.read_loader_state(path, ranks, saved["world"]) if path and saved else None
@@ -175,7 +166,10 @@ def _to_the_end(
     gc.freeze()  # or a collection in the middle of a step would visit all that was imported
     held.callback(gc.unfreeze)
     with profiled(profile, run / "profile", ranks.device) if profile and ranks.first else nullcontext() as tracer:
-        return loop.train(tracer), progress.step
+        finished = loop.train(tracer)
+    if ranks.first and not finished:
+        say(f"stopped after step {progress.step}; the same command resumes")
+    return finished
 
 
 def _warn(text: str) -> None:

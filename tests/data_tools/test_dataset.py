@@ -47,7 +47,7 @@ def test_groups_of_rows_are_read_once(dataset: Dataset, monkeypatch: pytest.Monk
     """As in a dataset of more than 65,536 crops."""
     opened = Dataset.open(dataset.root.url)
     whole = opened._group(0)
-    opened.__dict__["_group_ends"] = np.array([5, 5, len(dataset)])
+    opened.__dict__["_group_begins"] = np.array([0, 5, 5])
     opened.__dict__["_group"] = lambda group: whole.slice([0, 5, 5][group])
     assert [opened[row].record for row in range(8)] == dataset.column("record")[:8].tolist()
 
