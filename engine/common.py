@@ -30,8 +30,7 @@ import yaml  # type: ignore[import-untyped]
 from data_tools.cli import Parser as Parser
 from data_tools.cli import guard_streams, is_memory, show
 from data_tools.errors import DataError
-from data_tools.plugins import blame as blame
-from data_tools.plugins import plugin
+from data_tools.plugins import blame, plugin
 from data_tools.storage import sync as sync
 from data_tools.storage import write_whole as write_whole
 
@@ -88,6 +87,15 @@ def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
         inner = both.get(name)
         both[name] = merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
     return both
+
+
+@contextmanager
+def blaming(setting: str, hint: str = "") -> Iterator[None]:
+    """Around code that was plugged in: whatever it raises is one line about the setting that named it."""
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(f"{setting}: {error if isinstance(error, ConfigError) else blame(error)}{hint}") from None
 
 
 def plugged(spec: str, setting: str) -> Any:

@@ -11,7 +11,7 @@ step and rank: a resumed run draws the same numbers; another number of ranks dra
 import torch
 from torch import Tensor
 
-from engine.common import ConfigError, blame, plugged
+from engine.common import ConfigError, blaming, plugged
 from engine.data.counter import RandomStream, bits
 
 
@@ -22,11 +22,9 @@ class ExtraAugmentation:
 
     def __call__(self, x_BSLT: Tensor, step: int) -> Tensor:
         self.generator.manual_seed(int(bits(self.seed, RandomStream.EXTRA, step, self.rank)) >> 1)
-        absent_BSL1, shape = ~x_BSLT.any(-1, keepdim=True), x_BSLT.shape
-        try:
-            y_BSLT = self.function(x_BSLT, self.generator)
-            if (y_BSLT.shape, y_BSLT.dtype, y_BSLT.device) != (shape, x_BSLT.dtype, x_BSLT.device):
-                raise ValueError(f"{list(shape)} {x_BSLT.dtype} became {list(y_BSLT.shape)} {y_BSLT.dtype} on {y_BSLT.device}")
-            return y_BSLT.masked_fill_(absent_BSL1, 0.0)  # type: ignore[no-any-return]
-        except Exception as error:  # whatever a user's function raises
-            raise ConfigError(f"augment.extra={self.spec}: {blame(error)}") from None
+        absent_BSL1 = ~x_BSLT.any(-1, keepdim=True)
+        with blaming(f"augment.extra={self.spec}"):
+            y_BSLT: Tensor = self.function(x_BSLT, self.generator)
+            if (y_BSLT.shape, y_BSLT.dtype, y_BSLT.device) != (x_BSLT.shape, x_BSLT.dtype, x_BSLT.device):
+                raise ConfigError(f"{list(x_BSLT.shape)} became {list(y_BSLT.shape)} {y_BSLT.dtype} on {y_BSLT.device}")
+            return y_BSLT.masked_fill_(absent_BSL1, 0.0)

@@ -20,7 +20,7 @@ import pkgutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine.common import ConfigError, blame, plugged
+from engine.common import ConfigError, blaming, plugged
 from engine.data.augmenter import HALF
 from engine.model.config import ENCODERS, ModelConfig, flops_per_crop, kept_per_crop, local_flops
 from engine.model.draws import max_masked
@@ -56,13 +56,11 @@ def code_of(settings: Mapping[str, str], run: str) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     for setting, spec in settings.items():
         if file := file_of(spec):
-            try:
-                content = file.read_bytes()
-            except OSError as error:
-                kept = Path(run, CODE, file.name)
-                copy = f": the run's copy is {kept}" if kept.is_file() else ""
-                raise ConfigError(f"{setting}={spec}: {file}: {error.strerror}{copy}") from None
-            if files.setdefault(file.name, content) != content:
+            kept = Path(run, CODE, file.name)
+            if not file.is_file():
+                hint = f": the run's copy is {kept}" if kept.is_file() else ""
+                raise ConfigError(f"{setting}={spec}: no such file {file}{hint}")
+            if files.setdefault(file.name, content := file.read_bytes()) != content:
                 raise ConfigError(f"{setting}={spec}: another setting names another file {file.name}: rename one of them")
     return files
 
@@ -81,36 +79,27 @@ def build_encoder(
         encoder = Encoder(config, mask)
         initialise(encoder, generator)
         return encoder
-    setting = f"model.encoder={config.encoder}, model.options={config.options}, {config.leads} leads"
-    own = _made(kind or encoder_class(config), setting, generator, leads=config.leads, **config.options)
-    if type(getattr(own, "width", None)) is not int:
-        raise ConfigError(f"model.encoder={config.encoder}: has no integer `width`")
-    return own
+    with blaming(f"model.encoder={config.encoder}, model.options={config.options}, {config.leads} leads"):
+        return _made(kind or encoder_class(config), generator, leads=config.leads, **config.options)
 
 
 def build_head(spec: str, width: int, outputs: int, generator: torch.Generator | None = None, kind: Any = None) -> nn.Module:
     """`task.head`, a class of one's own: Class(width, outputs), from c_RD to logits_RK."""
-    setting = f"task.head={spec}, {width} wide, {outputs} outputs"
-    head = _made(kind or plugged(spec, "task.head"), setting, generator, width, outputs)
-    try:
+    with blaming(f"task.head={spec}, {width} wide, {outputs} outputs"):
+        head = _made(kind or plugged(spec, "task.head"), generator, width, outputs)
         y = copy.deepcopy(head).eval()(torch.randn(ROWS, width))
         if list(y.shape) != [ROWS, outputs] or not y.isfinite().all():
-            raise ValueError(f"gives {list(y.shape)} or numbers that are not finite for {[ROWS, width]}")
-    except Exception as error:  # whatever a user's class raises
-        raise ConfigError(f"{setting}: {blame(error)}") from None
-    return head
+            raise ConfigError(f"gives {list(y.shape)} or numbers that are not finite for {[ROWS, width]}")
+        return head
 
 
-def _made(kind: Any, setting: str, generator: torch.Generator | None, *arguments: Any, **options: Any) -> nn.Module:
+def _made(kind: Any, generator: torch.Generator | None, *arguments: Any, **options: Any) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         if generator is not None:
             torch.manual_seed(generator.initial_seed())
-        try:
-            made = kind(*arguments, **options)
-        except Exception as error:  # whatever a user's class raises
-            raise ConfigError(f"{setting}: {blame(error)}") from None
+        made = kind(*arguments, **options)
     if not isinstance(made, nn.Module) or next(made.parameters(), None) is None:
-        raise ConfigError(f"{setting}: must be an nn.Module with weights")
+        raise ConfigError("must be an nn.Module with weights")
     return made
 
 
@@ -131,54 +120,36 @@ def prepared(
 def examine(encoder: nn.Module, config: ModelConfig, masked: bool = False, dtype: torch.dtype = torch.float32) -> int:
     """The number of tokens of 5 s; ConfigError if the encoder does not do what it says. `masked`: what the local objective
     needs, too."""
-    setting = f"model.encoder={config.encoder}"
-    fewer = "" if config.leads == 12 else f": can it take {config.leads} leads? augment.padded=true gives it 12, others zero"
-    generator = torch.Generator().manual_seed(0)
-    x_RLT = torch.randn(ROWS, config.leads, HALF, generator=generator).to(dtype)
-    x_RLT[1] = 0  # as random lead masking may make it
-    others_RLT = torch.cat([x_RLT[:1], torch.randn(ROWS - 1, config.leads, HALF, generator=generator).to(dtype)])
-    own: Any = copy.deepcopy(encoder).eval()
+    generator, own = torch.Generator().manual_seed(0), cast(Any, copy.deepcopy(encoder).eval())
+    x_RLT, other_RLT = (torch.randn(ROWS, config.leads, HALF, generator=generator).to(dtype) for _ in range(2))
+    x_RLT[1], other_RLT[0] = 0, x_RLT[0]  # one row of zeros, as random lead masking may make it; one in other company
     for p in own.parameters():
         p.data = p.data.to(dtype)
 
-    def call(name: str, *inputs: Tensor) -> Any:
-        try:
-            return getattr(own, name)(*inputs)
-        except Exception as error:  # whatever a user's class raises
-            shape = list(inputs[0].shape)
-            raise ConfigError(f"{setting}: {name} fails for {shape}: {blame(error)}{fewer}") from None
-
-    def checked(y: Any, name: str, width: int, tokens: int | None = None) -> Tensor:
-        shape = list(y.shape) if isinstance(y, Tensor) else [type(y).__name__]
-        if len(shape) != 3 or shape[0] != ROWS or shape[1] != (tokens or shape[1]) or shape[2] != width or not shape[1]:
-            wanted = f"[{ROWS}, {tokens or 'tokens'}, {width}]"
-            raise ConfigError(f"{setting}: {name} gives {shape} for {list(x_RLT.shape)}, not {wanted} as its width says")
+    def checked(name: str, width: int, y: Tensor) -> Tensor:
+        if y.ndim != 3 or len(y) != ROWS or y.shape[2] != width:
+            raise ConfigError(f"{name} gives {list(y.shape)} for {list(x_RLT.shape)}, not [{ROWS}, tokens, {width}]")
         if not y.isfinite().all():
-            raise ConfigError(f"{setting}: {name} gives NaN or infinity for noise and zeros{fewer}")
-        return y.float()  # type: ignore[no-any-return]
+            raise ConfigError(f"{name} gives NaN or infinity for noise and zeros")
+        return y.float()
 
     def same(a: Tensor, b: Tensor) -> bool:
-        return bool((a - b).abs().max() <= AGREE[dtype] * a.abs().max())
+        return a.shape == b.shape and bool((a - b).abs().max() <= AGREE[dtype] * a.abs().max())
 
-    width = int(own.width)
-    c_RND = checked(call("forward", x_RLT), "forward", width)
-    if not same(c_RND[0], checked(call("forward", others_RLT), "forward", width)[0]):
-        raise ConfigError(
-            f"{setting}: in eval mode a row changes when other rows of the batch change: rows must be independent"
-        )
-    tokens = c_RND.shape[1]
-    if masked and isinstance(own, MaskedEncoder):
-        max_masked(config, tokens)
-        pair = call("features", x_RLT)
-        if not isinstance(pair, tuple) or len(pair) != 2:
-            raise ConfigError(f"{setting}: features gives {type(pair).__name__}, not the pair of features and their penalty")
-        z_RNF = checked(pair[0], "features", int(own.feature_width), tokens).to(dtype)
-        mask_RN = torch.arange(tokens).expand(ROWS, -1) % 2 == 0
-        hidden_RNF = torch.where(mask_RN[..., None], -2 * z_RNF + 1, z_RNF)
-        first, second = (checked(call("context", z, mask_RN), "context", width, tokens) for z in (z_RNF, hidden_RNF))
-        if not same(first, second):
-            raise ConfigError(f"{setting}: context sees the masked tokens, so the local objective would be too easy")
-    return tokens
+    fewer = "" if config.leads == 12 else f": can it take {config.leads} leads? augment.padded=true gives it 12, others zero"
+    with blaming(f"model.encoder={config.encoder}", fewer):
+        c_RND, other_RND = (checked("forward", own.width, own(x)) for x in (x_RLT, other_RLT))
+        if not same(c_RND[0], other_RND[0]):
+            raise ConfigError("in eval mode a row changes when other rows of the batch change: rows must be independent")
+        if masked and isinstance(own, MaskedEncoder):
+            max_masked(config, c_RND.shape[1])
+            z_RNF = checked("features", own.feature_width, own.features(x_RLT)[0]).to(dtype)
+            mask_RN = torch.arange(c_RND.shape[1]).expand(ROWS, -1) % 2 == 0
+            hidden_RNF = torch.where(mask_RN[..., None], 1 - 2 * z_RNF, z_RNF)
+            first, second = (checked("context", own.width, own.context(z, mask_RN)) for z in (z_RNF, hidden_RNF))
+            if not same(first, second):
+                raise ConfigError("context sees the masked tokens, so the local objective would be too easy")
+    return int(c_RND.shape[1])
 
 
 class StepCost(NamedTuple):
@@ -218,9 +189,10 @@ def cost_per_crop(encoder: nn.Module | None, config: ModelConfig, local: bool) -
 
 def drops_out(encoder: nn.Module | None, config: ModelConfig, *others: float) -> bool:
     """Whether dropout makes training differ from evaluation. `others`: dropout rates outside of the encoder."""
-    if config.encoder and encoder is not None:
-        return any(getattr(part, "p", 0) for part in encoder.modules() if isinstance(part, Dropout | _DropoutNd))
-    return any((config.dropout, config.attention_dropout, config.activation_dropout, config.input_dropout, *others))
+    rates = [config.dropout, config.attention_dropout, config.activation_dropout, config.input_dropout]
+    if encoder is not None:
+        rates = [float(getattr(part, "p", 0)) for part in encoder.modules() if isinstance(part, Dropout | _DropoutNd)]
+    return any((*rates, *others))
 
 
 def describe_encoder(config: ModelConfig) -> str:
@@ -228,8 +200,6 @@ def describe_encoder(config: ModelConfig) -> str:
     if not config.encoder:
         size = f"{len(config.conv)} convolutions, {config.layers} transformer layers of width {config.width}"
         return f"Encoder of wav2vec 2.0 for ECGs (Oh et al., CHIL 2022): {size}."
+    about = "whose code lies in this folder" if file_of(config.encoder) else inspect.getdoc(encoder_class(config))
     options = ", ".join(f"{name}={value}" for name, value in config.options.items()) or "defaults"
-    if config.encoder in ENCODERS:
-        about = (inspect.getdoc(pkgutil.resolve_name(ENCODERS[config.encoder])) or "").split("\n")[0]
-        return f"Encoder `{config.encoder}`: {about} Options: {options}."
-    return f"Encoder `{portable(config.encoder)}`, whose code lies in this folder. Options: {options}."
+    return f"Encoder `{portable(config.encoder)}`, {about}. Options: {options}."

@@ -101,7 +101,7 @@ def check(folder: Path) -> str:
     sums = sums if isinstance(sums, dict) else {}
     others = {name: value for name, value in sums.items() if name != CONFIG}
     actual = {CONFIG: _content_sha256(document | {SHA256: others})}
-    for name in (PREPROCESSING, WEIGHTS, *filter(lambda name: (folder / name).exists(), code_names(sums))):
+    for name in (PREPROCESSING, WEIGHTS, *code_in(folder)):
         try:
             actual[name] = file_sha256(folder / name)
         except OSError as error:
@@ -115,9 +115,12 @@ def check(folder: Path) -> str:
     return hashlib.sha256("".join(actual.values()).encode()).hexdigest()
 
 
-def code_names(sums: Mapping[str, Any]) -> list[str]:
-    """Files with code among those that config.json names."""
-    return [name for name in sums if name.endswith(".py") and Path(name).name == name]
+def code_in(folder: Path) -> dict[str, bytes]:
+    """Plugged-in files that config.json names, by name and content; not those that are gone."""
+    sums = document_of(folder / CONFIG).get(SHA256)
+    return {
+        file.name: file.read_bytes() for file in sorted(folder.glob("*.py")) if isinstance(sums, dict) and file.name in sums
+    }
 
 
 def file_sha256(path: Path) -> str:
@@ -163,14 +166,9 @@ def _download(url: str, local: Path) -> Path:
     try:
         files, root = fsspec.core.url_to_fs(url)
         root = f"{root}/model" if files.exists(f"{root}/model/{WEIGHTS}") else root
-        for name in (CONFIG, PREPROCESSING, WEIGHTS):
+        code = [place.rpartition("/")[2] for place in files.glob(f"{root}/*.py")]
+        for name in (CONFIG, PREPROCESSING, WEIGHTS, *code):
             files.get_file(f"{root}/{name}", str(local / name))
-        sums = document_of(local / CONFIG).get(SHA256)
-        for name in code_names(sums if isinstance(sums, dict) else {}):
-            if files.exists(f"{root}/{name}"):
-                files.get_file(f"{root}/{name}", str(local / name))
-    except LoadError:
-        raise
     except FileNotFoundError as error:
         raise LoadError(f"{url}: no model there: {error}".splitlines()[0]) from None
     except Exception as error:  # of many kinds: network, credentials, a missing package

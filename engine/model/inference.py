@@ -36,18 +36,7 @@ from engine.data.preprocess import Input, SignalError
 from engine.model.config import ModelConfig, current_settings, validated
 from engine.model.encoder import Encoder, pool
 from engine.model.encoders import build_encoder, build_head
-from engine.model.folder import (
-    CONFIG,
-    FORMAT,
-    PREPROCESSING,
-    SHA256,
-    WEIGHTS,
-    LoadError,
-    code_names,
-    document_of,
-    misfits,
-    model_folder,
-)
+from engine.model.folder import CONFIG, FORMAT, PREPROCESSING, WEIGHTS, LoadError, code_in, document_of, misfits, model_folder
 
 KINDS = {"diagnosis": "multilabel", "identification": "identity"}  # of a head that an earlier version saved
 LARGE_MV, HUGE_MV, TINY_MV = 20.0, 100.0, 0.01  # of a typical lead: median, peak, peak; hearts give 0.1 to 10 mV at the peak
@@ -55,6 +44,7 @@ NOT_MEASURED = -32_768  # in int16
 ROWS = 64  # segments encoded at a time
 NOT_FINITE = "the model's outputs are not finite: its weights are broken"
 THRESHOLD = 0.5
+Kind = type[nn.Module] | None
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="ignore"))
@@ -182,12 +172,7 @@ class TrainedModel(nn.Module):
         return y_BD
 
 
-def load(
-    path: str | os.PathLike[str],
-    code: bool = False,
-    encoder: type[nn.Module] | None = None,
-    head: type[nn.Module] | None = None,
-) -> TrainedModel:
+def load(path: str | os.PathLike[str], code: bool = False, encoder: Kind = None, head: Kind = None) -> TrainedModel:
     """`code`: run the code of a plugged-in encoder or head, which lies in the folder; or use the classes `encoder`, `head`."""
     with model_folder(path) as (folder, digest):
         document, preprocessing = document_of(folder / CONFIG), document_of(folder / PREPROCESSING)
@@ -196,35 +181,30 @@ def load(
         if encoder and not config.encoder:
             raise LoadError(f"{folder}: encoder={encoder.__name__}: this model has the authors' encoder: leave it out")
         with torch.device("cpu" if config.encoder else "meta"):
-            own: Any = build_encoder(config, kind=encoder or own_class(folder, document, config.encoder, code))
+            own: Any = build_encoder(config, kind=encoder or own_class(folder, config.encoder, code, "encoder"))
             top: Any = nn.Linear(own.width, classes) if classes else None
         if head_info and (spec := str(head_info.definition.get("head") or "")):
-            top = build_head(spec, own.width, classes, kind=head or own_class(folder, document, spec, code, "head"))
+            top = build_head(spec, own.width, classes, kind=head or own_class(folder, spec, code, "head"))
         _load_weights(folder / WEIGHTS, own, top)
         try:
             model = TrainedModel(own, top, document, preprocessing, digest)
-            files = [folder / name for name in code_names(document.get(SHA256) or {})]
-            model.code = {file.name: file.read_bytes() for file in files if file.is_file()}
+            model.code = code_in(folder)
             return model
         except ConfigError as error:
             raise LoadError(f"{folder / PREPROCESSING}: {error}") from None
 
 
-def own_class(folder: Path, document: Mapping[str, Any], spec: str, code: bool, part: str = "encoder") -> Any:
+def own_class(folder: Path, spec: str, code: bool, part: str) -> Any:
     """The class that a model folder brings; None if it is one of omnilead's. Code is never run without being asked."""
     file, _, name = spec.rpartition(":")
     if not file:
         return None
-    give = f"give the class: engine.load(..., {part}={name})"
-    if Path(file).name != file or not (folder / file).is_file():
-        raise LoadError(f"{folder / file}: no such file, and it holds the model's {part}: copy it again, or {give}")
-    if document.get(SHA256) and file not in document[SHA256]:
-        raise LoadError(f"{folder / file}: {CONFIG} has no sha256 of it, so it is not the model's: {give}")
+    give = f"engine.load(..., {part}={name})"
+    if file not in code_in(folder):
+        raise LoadError(f"{folder / file}: no such file in {CONFIG}, and it holds the {part}: copy it again, or {give}")
     if not code:
-        ask = "use --code, or engine.load(..., code=True)"
-        raise LoadError(
-            f"{folder}: its {part} is code in that folder, {file}, and runs only if asked: read it, then {ask}; or {give}"
-        )
+        ask = f"read it, then use --code, engine.load(..., code=True), or {give}"
+        raise LoadError(f"{folder}: its {part} is code in that folder, {file}, and runs only if asked: {ask}")
     return plugged(f"{folder / file}:{name}", part)
 
 

@@ -52,7 +52,7 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """1-D residual network of four blocks after Ribeiro et al. 2020, with group norms."""
+    """a 1-D residual network after Ribeiro et al. 2020, with group norms"""
 
     def __init__(self, leads: int = 12, widths: Sequence[int] = (64, 128, 192, 256, 320), dropout: float = 0.2) -> None:
         super().__init__()

@@ -3,8 +3,8 @@
     started = read_weights(config)            # ConfigError if its architecture is another
     print(started.into(model))                # what was taken, and what begins anew
 
-Only weights are taken: the optimiser, the learning rate and the order of the data begin anew, so this is a run of its own. The
-heads of the local objective are taken if all of them fit, and no code that the folder may hold is run.
+The optimiser, the learning rate and the order of the data begin anew: this is a run of its own. The heads of the local
+objective are taken if all of them fit. No code that the folder may hold is run.
 """
 
 from dataclasses import asdict, dataclass
@@ -25,8 +25,7 @@ from engine.model.inference import config_of
 
 SHARED = ("encoder", "options", "leads")  # settings on which the weights of every encoder depend
 AUTHORS = ("conv", "conv_norm", "width", "layers", "heads", "ffn", "position_kernel", "position_groups")
-HEADS = "local."
-MASK = "encoder.mask_embedding"  # the local objective alone needs it
+MASK = "encoder.mask_embedding"  # only the local objective has it
 
 
 @dataclass(frozen=True)
@@ -39,48 +38,40 @@ class StartingWeights:
     @torch.no_grad()
     def into(self, model: nn.Module) -> str:
         own = model.state_dict()
-        encoder = {name: w for name, w in self.weights.items() if name.startswith("encoder.") and (name != MASK or name in own)}
-        expected = {name: tuple(w.shape) for name, w in own.items() if name.startswith("encoder.")}
-        anew = [] if MASK not in expected or MASK in encoder else ["the mask embedding"]
-        shapes = {name: tuple(w.shape) for name, w in encoder.items()} | ({MASK: expected[MASK]} if anew else {})
-        if wrong := misfits(shapes, expected):
+        encoder, heads = ({name: own[name] for name in own if name.startswith(part)} for part in ("encoder.", "local."))
+        theirs = {name: w for name, w in self.weights.items() if name.startswith("encoder.") and (name != MASK or name in own)}
+        anew = ["the mask embedding"] if MASK in encoder and MASK not in theirs else []
+        theirs = {name: own[name] for name in encoder if name == MASK} | theirs
+        if wrong := misfits(*({name: tuple(w.shape) for name, w in side.items()} for side in (theirs, encoder))):
             raise ConfigError(f"start={self.start}: its weights are not those of this encoder: {wrong}")
-        heads = {name: w.shape for name, w in own.items() if name.startswith(HEADS)}
-        theirs = {name: w for name, w in self.weights.items() if name.startswith(HEADS)}
-        fit = heads == {name: w.shape for name, w in theirs.items()}
-        model.load_state_dict(own | encoder | (theirs if fit else {}))
-        taken = ["the encoder"] + ["the heads of the local objective"] * bool(heads and fit)
-        anew += ["the heads of the local objective"] * bool(heads and not fit) + ["the optimiser"]
+        fit = bool(heads) and all(name in self.weights and self.weights[name].shape == w.shape for name, w in heads.items())
+        model.load_state_dict(own | theirs | ({name: self.weights[name] for name in heads} if fit else {}))
+        taken = "the encoder" + " and the heads of the local objective" * fit
+        anew += ["the heads of the local objective"] * (bool(heads) and not fit) + ["the optimiser"]
         scale = "" if self.scale == "millivolt" else f"; it was trained on signals in {self.scale}, and goes on with millivolts"
-        return f"start={self.start}: took {' and '.join(taken)}; begins anew: {', '.join(anew)}{scale}"
+        return f"start={self.start}: took {taken}; begins anew: {', '.join(anew)}{scale}"
 
 
 def read_weights(config: Config) -> StartingWeights:
-    start = config.start
+    start, augment = config.start, config.augment
     with model_folder(start) as (folder, digest):
         document, preprocessing = document_of(folder / CONFIG), document_of(folder / PREPROCESSING)
         theirs, weights = config_of(document, folder / CONFIG), load_file(folder / WEIGHTS)
     before, now = _architecture(theirs), _architecture(config.model)
-    differ = [
-        f"model.{key} is {before[key]!r} there, {now[key]!r} here" for key in before if before[key] != now.get(key, before[key])
-    ]
-    if differ:
+    if differ := [
+        f"model.{key} is {value!r} there, {now[key]!r} here" for key, value in before.items() if now.get(key, value) != value
+    ]:
         same = f"use --config {start}/config.yaml" if Path(start, "config.yaml").is_file() else "set the same"
         raise ConfigError(f"start={start}: another architecture: {'; '.join(differ)}: {same}")
-    had, leads = Input.of(preprocessing, theirs.leads).leads, config.augment.output_leads
-    if tuple(had) != tuple(leads):
-        raise ConfigError(f"start={start}: was trained on leads {describe_leads(had)}: augment.leads={config.augment.leads!r}")
-    trained = document.get("trained")
-    trained = trained if isinstance(trained, dict) else {}
-    splits = trained.get("splits")
-    continued = {"start": start, "step": trained.get("step"), "datasets": trained.get("datasets"), "digest": digest[:16]}
-    facts: dict[str, Any] = {"continued": continued} | (
-        {"splits_before": splits} if isinstance(splits, list) and splits else {}
-    )
-    return StartingWeights(start, {name: w.float() for name, w in weights.items()}, facts, str(preprocessing.get("scale")))
+    had = Input.of(preprocessing, theirs.leads).leads
+    if had != augment.output_leads:
+        raise ConfigError(f"start={start}: was trained on leads {describe_leads(had)}: augment.leads={augment.leads!r}")
+    trained = document.get("trained") or {}
+    facts = {"continued": {"start": start, "digest": digest[:16], **{key: trained.get(key) for key in ("step", "datasets")}}}
+    facts |= {"splits_before": trained["splits"]} if trained.get("splits") else {}
+    return StartingWeights(start, {name: w.float() for name, w in weights.items()}, facts, str(preprocessing["scale"]))
 
 
 def _architecture(model: ModelConfig) -> dict[str, Any]:
-    keys = SHARED if model.encoder else SHARED + AUTHORS
     settings = asdict(model) | {"encoder": portable(model.encoder)}
-    return {key: settings[key] for key in keys}
+    return {key: settings[key] for key in (SHARED if model.encoder else SHARED + AUTHORS)}

@@ -28,20 +28,10 @@ from engine.config import Config, FinetuneConfig, load
 from engine.data.loader import Batch
 from engine.evaluation import metrics
 from engine.evaluation.run_files import VALID
-from engine.model import inference
+from engine.model import encoders, inference
 from engine.model.classifier import Classifier
 from engine.model.config import ModelConfig, current_settings, validated
 from engine.model.encoder import Encoder
-from engine.model.encoders import (
-    build_encoder,
-    code_of,
-    cost_per_crop,
-    describe_encoder,
-    drops_out,
-    encoder_class,
-    portable,
-    prepared,
-)
 from engine.tasks import kinds
 from engine.tasks.labels import SPLITS, TaskLabels, read_task
 from engine.training.distributed import Ranks
@@ -96,11 +86,11 @@ class FinetuneTask(TrainingTask):
         elif self.kind in kinds.WITH_THRESHOLDS:
             absent = named(labels, ~(self.held_out_y > 0).any(0))
             self.remarks += [f"no positive examples in validation, threshold 0.5: {absent}"] if absent else []
-        self.code = self.start.code | code_of(
+        self.code = self.start.code | encoders.code_of(
             {"augment.extra": config.augment.extra, "task.head": config.task.head}, config.run
         )
-        self.encoder, _ = prepared(self.architecture, False, dtype_of(config), config.train.seed, self.start.kind)
-        self.flops_per_crop, self.kept_per_crop = cost_per_crop(self.encoder, self.architecture, local=False)
+        self.encoder, _ = encoders.prepared(self.architecture, False, dtype_of(config), config.train.seed, self.start.kind)
+        self.flops_per_crop, self.kept_per_crop = encoders.cost_per_crop(self.encoder, self.architecture, local=False)
 
     def _use_labels(self, labels: TaskLabels) -> None:
         """Targets and weights of labels that can be learnt; ConfigError if they cannot."""
@@ -124,7 +114,7 @@ class FinetuneTask(TrainingTask):
 
     def facts(self) -> dict[str, Any]:
         """The model it starts from: a resumed run must have the same one, and an export needs its architecture."""
-        architecture = asdict(self.architecture) | {"encoder": portable(self.architecture.encoder)}
+        architecture = asdict(self.architecture) | {"encoder": encoders.portable(self.architecture.encoder)}
         facts = super().facts() | {"finetuning": {"architecture": architecture, "start": self.start.name}}
         scaled = {"center": self.center_K.tolist(), "scale": self.scale_K.tolist()} if self.kind == "regression" else {}
         facts["labels"] = self.labels.facts | scaled
@@ -148,7 +138,7 @@ class FinetuneTask(TrainingTask):
 
     def explained(self) -> dict[str, Any]:
         augment = self.config.augment
-        differs = ["dropout is off"] * drops_out(self.encoder, self.architecture)
+        differs = ["dropout is off"] * encoders.drops_out(self.encoder, self.architecture)
         differs += ["no lead is masked and no noise added"] if augment.rlm or augment.kinds else []
         return {"chance": self._chance() if self.held_out else {}, "validation": differs}
 
@@ -167,7 +157,7 @@ class FinetuneTask(TrainingTask):
         return {f"{VALID}auroc": 0.5} | ({f"{VALID}auprc": float(share_K[share_K > 0].mean())} if share_K.any() else {})
 
     def model(self, generator: torch.Generator) -> nn.Module:
-        encoder = self.encoder or build_encoder(self.architecture, mask=False, generator=generator)
+        encoder = self.encoder or encoders.build_encoder(self.architecture, mask=False, generator=generator)
         if self.weights is not None:
             encoder.load_state_dict(self.weights)
         if isinstance(encoder, Encoder) and self.architecture.feature_grad == 0:
@@ -233,7 +223,7 @@ class FinetuneTask(TrainingTask):
         own = {"classes": list(CLASSES) if task.kind == "multilabel" else [], "definition": asdict(task)}  # an older checkpoint
         labels = {name: value for name, value in (state.get("labels") or own).items() if name != "sha256"}
         head: dict[str, Any] = {"task": task.name, "kind": task.kind, "unit": task.unit, **labels}
-        head["definition"] = head["definition"] | {"head": portable(task.head)}
+        head["definition"] = head["definition"] | {"head": encoders.portable(task.head)}
         if task.kind in kinds.WITH_THRESHOLDS:
             head["thresholds"] = best.get("thresholds", [0.5] * len(labels["classes"]))
         return {"model": state["finetuning"]["architecture"], "head": head}
@@ -243,11 +233,11 @@ class FinetuneTask(TrainingTask):
         best, task = state.get("best") or {}, config.task
         which = "the best by it" if best.get("step") == state["step"] else "the newest"
         return f"ECG {task.name}, fine-tuned with omnilead", [
-            describe_encoder(validated(ModelConfig, current_settings(state["finetuning"]["architecture"]), "model")),
+            encoders.describe_encoder(validated(ModelConfig, current_settings(state["finetuning"]["architecture"]), "model")),
             f"Fine-tuned from {config.start}, on leads {describe_leads(config.augment.seen)}.",
             "Mean over time as a unit vector, compared by cosine."
             if task.kind == "identity"
-            else f"Mean over time, then {portable(task.head) or 'a linear layer'}: {task.kind} (config.json, head).",
+            else f"Mean over time, then {encoders.portable(task.head) or 'a linear layer'}: {task.kind} (config.json, head).",
             f"{best_step_text(best)} These are the weights of step {state['step']:,}, {which}.",
         ]
 
@@ -276,9 +266,15 @@ def read_start(start: str, code: bool = False) -> Start:
     """`code`: run an encoder's own code, which the folder may hold."""
     if Path(start).suffix in (".yaml", ".yml"):
         config = load(start, kind=Config)
-        brought = code_of({"model.encoder": config.model.encoder}, start)
+        brought = encoders.code_of({"model.encoder": config.model.encoder}, start)
         return Start(
-            config.model, config.augment.output_leads, f"{RANDOM}{config.model}", [], None, encoder_class(config.model), brought
+            config.model,
+            config.augment.output_leads,
+            f"{RANDOM}{config.model}",
+            [],
+            None,
+            encoders.encoder_class(config.model),
+            brought,
         )
     model = inference.load(start, code)
     weights = dict(model.encoder.state_dict())

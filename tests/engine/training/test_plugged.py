@@ -106,7 +106,7 @@ def test_code_of_a_model_folder_runs_only_if_asked(base: Path, own: Path, datase
     with pytest.raises(LoadError, match=r"own\.py: was changed or damaged"):
         engine.load(run, code=True)
     (run / "own.py").unlink()
-    with pytest.raises(LoadError, match=r"own\.py: no such file, and it holds the model's encoder"):
+    with pytest.raises(LoadError, match=r"own\.py: no such file in config\.json, and it holds the encoder"):
         engine.load(run, code=True)
     assert engine.load(run, encoder=own_class).code == {}
 
@@ -118,7 +118,7 @@ def test_fine_tuning_from_it(base: Path, own: Path, dataset: Dataset, tmp_path: 
     fewer = finetune(tmp_path, url, start, "diagnosis", code=True, augment__leads="2", augment__padded=False)
     assert "own.py:Net cannot take fewer leads: use augment.padded=true" in fewer.one_line()
     odd = finetune(tmp_path, url, start, "diagnosis", code=True, task__head=f"{own}:Odd")
-    assert "Odd, 8 wide, 26 outputs: ValueError: gives [4, 27]" in odd.one_line()
+    assert "Odd, 8 wide, 26 outputs: gives [4, 27]" in odd.one_line()
     top = f"{own}:Top"
     ended = finetune(tmp_path, url, start, "diagnosis", world=2, code=True, task__head=top, train__precision="bf16")
     assert ended.ok, ended.output
@@ -141,7 +141,7 @@ def test_a_file_that_is_gone_or_changed_stops_a_resume(own: Path, base: Path, da
         assert "cannot resume: code.own.py changed from sha256" in pretrain(tmp_path, dataset.root.url, **how).one_line()
         own.unlink()
         line = pretrain(tmp_path, dataset.root.url, **how).one_line()
-        assert "own.py: No such file or directory: the run's copy is" in line and "run/code/own.py" in line
+        assert "own.py: the run's copy is" in line and "run/code/own.py" in line
     finally:
         own.write_text(OWN)
 
@@ -198,7 +198,7 @@ def test_an_augmentation_of_ones_own(tmp_path: Path, dataset: Dataset) -> None:
         ExtraAugmentation(f"{path}:noise", 1, r, cpu)(x.clone(), step) for step, r in ((3, 0), (3, 0), (4, 0), (3, 1))
     )
     assert first.equal(again) and not first.equal(later) and not first.equal(rank)
-    with pytest.raises(ConfigError, match=r"augment\.extra=.*half: ValueError: \[2, 2, 3, 5\] .* became \[1, 2, 3, 5\]"):
+    with pytest.raises(ConfigError, match=r"augment\.extra=.*half: \[2, 2, 3, 5\] became \[1, 2, 3, 5\]"):
         ExtraAugmentation(f"{path}:half", 1, 0, cpu)(x, 0)
     refused = pretrain(tmp_path, dataset.root.url, augment__extra=f"{path}:more", pipeline__backend="dali")
     assert "pipeline.backend=dali: cannot run augment.extra=" in refused.one_line()
