@@ -409,7 +409,7 @@ def _finetuning_problems(config: FinetuneConfig) -> list[tuple[Any, str]]:
     return [
         (
             not config.start,
-            "start='': name a pre-trained run, or a pre-training YAML for random weights: --set start=runs/small",
+            "start='': name a pre-trained run, or a pre-training YAML for random weights: --start RUN",
         ),
         (views != "halves", f"pipeline.views={views!r}: fine-tuning uses both halves of a crop: use halves"),
         (config.augment.threekg, "augment.threekg: is for pre-training only: remove it"),

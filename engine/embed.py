@@ -58,7 +58,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def add_inputs(parser: argparse.ArgumentParser) -> None:
     """The options of engine.embed and engine.predict: a model, its ECGs, and how they are read and computed."""
     add = parser.add_argument
-    add("--model", required=True, metavar="RUN", help="RUN, RUN/model or s3://...")
+    add("--model", required=True, metavar="RUN", help="RUN, RUN/model, s3://... or hf://org/name")
     add("--code", **RUN_CODE)
     add("--data", required=True, nargs="+", metavar="DATASET|FILE", help="a dataset; or folders, .hea, .npy and .npz files")
     add("--leads", metavar="L", help='12, 6, 3, 2, 1 or names such as "I,II,V2"; others are zeros (default: all)')

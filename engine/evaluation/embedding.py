@@ -81,8 +81,8 @@ def predictions(model: TrainedModel) -> Output:
     """Probabilities and the decisions at the model's thresholds, or values in their unit."""
     head = model.head_info
     if head is None or not head.classes:
-        what = "only pre-trained" if head is None else f"fine-tuned for {head.task}, which tells patients apart by embeddings"
-        raise ConfigError(f"--model: is {what}: fine-tune it with `omnilead finetune`, or use `omnilead embed`")
+        what = "only pre-trained" if head is None else f"fine-tuned for {head.task}, which needs no classes"
+        raise ConfigError(f"the model was {what}: fine-tune it with `omnilead finetune`, or use `omnilead embed`")
     number = pa.float32()
     if head.kind == "regression":
         fields = [(f"{name}_{head.unit}" if head.unit else name, number) for name in head.classes]
@@ -92,7 +92,7 @@ def predictions(model: TrainedModel) -> Output:
         fields = [one for name in head.classes for one in ((name, number), (f"{name}_predicted", pa.bool_()))]
     names = Counter([*COLUMNS, *(name for name, _ in fields)])
     if twice := [name for name, times in names.items() if times > 1]:
-        raise ConfigError(f"--model: two columns would be called {twice[0]!r}: fine-tune it with another name for that label")
+        raise ConfigError(f"two columns would be called {twice[0]!r}: fine-tune the model with another name for that label")
 
     def columns(y_NK: np.ndarray) -> list[pa.Array]:
         scores = [pa.array(y_N) for y_N in y_NK.T]
