@@ -53,6 +53,9 @@ ALIASES = {  # names in other libraries
 }
 
 
+BestMetric = Literal[
+    "loss", "auroc", "auprc", "challenge", "accuracy", "f1", "f_measure", "mae", "r2", "identification_accuracy"
+]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -105,9 +108,7 @@ class TrainConfig(Section):
     validate_every: int = Field(default=0, ge=0)  # steps; 0: never
     valid_batches: int = Field(default=16, ge=1)  # at most, in a validation
     # The metric that chooses the best checkpoint; None: the first that the task validates
-    best: Literal[
-        "loss", "auroc", "auprc", "challenge", "accuracy", "f1", "f_measure", "mae", "r2", "identification_accuracy"
-    ] | None = None  # fmt: skip
+    best: BestMetric | None = None
     patience: int = Field(default=0, ge=0)  # stop after so many validations in a row without a better one; 0: never
     probe_patients: int = Field(default=256, ge=0)  # identified in each validation of pre-training; 0: none
     save_every_steps: int = Field(default=0, ge=0)  # 0: by time only, and at the end

@@ -31,6 +31,7 @@ from engine.tasks.config import TaskConfig, TaskKind
 from engine.tasks.labels import read_task
 from engine.training import checkpoint
 from engine.training.finetuning import FinetuneTask, identity_classes, read_start, select_leads
+from engine.training.recipe import finetuning
 from engine.training.task import best_metric
 
 KINDS: dict[str, TaskKind] = {"diagnosis": "multilabel", "identification": "identity"}
@@ -323,3 +324,39 @@ def test_training_ends_when_validation_no_longer_improves(
     run = tmp_path / "run"
     assert [row["step"] for row in rows(run)] == list(range(1, 7))
     assert (run / "checkpoints" / "best").read_text() == "step-2" and engine.load(run).history["step"] == 2
+
+
+def test_labels_from_which_nothing_can_be_learnt(dataset: Dataset, base: Path, tmp_path: Path) -> None:
+    names, path = list(dict.fromkeys(dataset.column("record"))), tmp_path / "mine.csv"
+    cases = [
+        ("binary", lambda i: "1", "the training split has only v: nothing to tell apart"),
+        ("binary", lambda i: "0", "the training split has no positive of v: nothing to tell apart"),
+        ("multiclass", lambda i: "a", "the training split has only a: nothing to tell apart"),
+        ("regression", lambda i: "61", "all known values of v in the training split are equal"),
+        ("binary", lambda i: str(i % 2) if i < 3 else "", "has no crop with a known label in the training split"),
+    ]
+    for kind, cell, says in cases:
+        split = ["test" if i < 3 else "train" for i in range(len(names))]
+        path.write_text("\n".join(["record,v,split", *(f"{n},{cell(i)},{split[i]}" for i, n in enumerate(names))]))
+        how = {"task__kind": kind, "task__labels": str(path), "data__datasets": [dataset.root.url]}
+        ended = finetune(tmp_path, dataset.root.url, base, "diagnosis", "bad", **how)
+        assert says in ended.one_line()
+
+
+def test_settings_that_suit_the_labels(table: Path, dataset: Dataset, base: Path) -> None:
+    given = {"start": str(base), "data.datasets": [dataset.root.url], "task.labels": str(table), "task.columns": ["odd"]}
+    config = finetuning(None, given)
+    t, crops = config.train, len(read_task(config.task, [dataset]).of("train"))
+    assert (config.task.kind, config.task.name, t.batch_crops) == ("binary", "mine", crops // 10)
+    assert t.validate_every == crops // t.batch_crops and t.steps == 40 * t.validate_every and t.patience > 0 and t.lr == 1e-3
+    mine = finetuning(None, given | {"task.columns": ["letter"], "train.epochs": 2, "train.lr": 1e-4, "train.batch_crops": 4})
+    assert mine.task.kind == "multiclass" and mine.train.steps is None and (mine.train.lr, mine.train.batch_crops) == (1e-4, 4)
+    sex = finetuning(None, {"start": str(base), "data.datasets": [dataset.root.url], "task.name": "sex"})
+    assert sex.task.classes == ("F", "M") and sex.task.name == "sex"
+    for wrong, says in (
+        ({}, "--labels my.csv"),
+        ({"task.name": "sax"}, "did you mean sex"),
+        ({"task.labels": "x.csv"}, "x.csv"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            finetuning(None, {"start": str(base), "data.datasets": [dataset.root.url], **wrong})
