@@ -43,6 +43,7 @@ from engine.data.preprocess import Input
 from engine.evaluation.inputs import COLUMNS, CropSource, Per, dataset_source, is_dataset, open_data
 from engine.evaluation.predict import CropBatch, predict
 from engine.evaluation.probe import labels_to_probe, probe, probe_rows, report
+from engine.evaluation.results import nullable
 from engine.model.inference import NOT_FINITE, TrainedModel, load
 from engine.model.kernels import chosen_device
 
@@ -330,7 +331,7 @@ def score(args: argparse.Namespace, output: Output, model_input: Input) -> None:
     print(report(scores))
     if args.json:
         with writing(args.json, "--json"):
-            write_whole(args.json, json.dumps(scores, indent=1) + "\n")
+            write_whole(args.json, json.dumps(nullable(scores), indent=1) + "\n")
 
 
 def prepare_model(args: argparse.Namespace) -> tuple[TrainedModel, Input]:
