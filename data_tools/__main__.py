@@ -162,8 +162,8 @@ def _open_sources(urls: list[str], kind: str, options: argparse.Namespace) -> li
 
 def _shard(options: argparse.Namespace) -> int:
     from data_tools.build import ShardOptions, read_key, shard
-    from data_tools.plots import describe, notes
     from data_tools.splits import RoleSources
+    from data_tools.summary import describe, notes
 
     started = time.monotonic()
     named = {task: getattr(options, f"{task}_sources") for task in ("dx", "id", "pretrain")}
@@ -218,6 +218,7 @@ def _verify(options: argparse.Namespace) -> int:
 def _show(options: argparse.Namespace) -> int:
     from data_tools import plots
     from data_tools.dataset import Dataset
+    from data_tools.summary import describe
 
     if options.png:
         file, folder = Path(options.png), Path(options.png).absolute().parent
@@ -233,7 +234,7 @@ def _show(options: argparse.Namespace) -> int:
     else:
         dataset = Dataset.open(options.what, options.anonymous)
         if options.crop is None:
-            print(plots.describe(dataset))
+            print(describe(dataset))
             figure = plots.dataset_figure(dataset) if options.png else None
         else:
             try:

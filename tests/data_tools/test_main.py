@@ -11,7 +11,7 @@ from handmade import ecg, write_challenge
 
 from data_tools.__main__ import main
 from data_tools.dataset import Dataset
-from data_tools.plots import PAPER_SETS
+from data_tools.summary import PAPER_SETS
 from data_tools.verify import verify
 
 

@@ -1,0 +1,90 @@
+"""A dataset in words: sources, roles beside the paper's, what was refused; and warnings. `omnilead show DATASET`"""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from data_tools.build import records_of
+from data_tools.dataset import Dataset
+from data_tools.prepare import MAX_UV
+from data_tools.splits import RoleSources
+
+MANY_SATURATED = 0.01  # of a source's crops
+# Oh et al. 2022, section 5.1, in 5 s segments. Its split is by segment and excludes nothing: see `--plan paper-split`
+PAPER_ROLES = {"pretrain": 189_051, "dx train": 32_640, "dx valid": 4_079, "dx test": 4_079}
+PAPER_ROLES |= {"id train": 147_444, "id valid": 17_670, "id gallery": 2_127, "id probe": 2_127}
+# Its six sets, in records of the Challenge's release
+PAPER_SETS = {"chapman_shaoxing": 10_247, "cpsc_2018": 6_877, "cpsc_2018_extra": 3_453}
+PAPER_SETS |= {"georgia": 10_344, "ningbo": 34_905, "ptb-xl": 21_837}
+
+
+def describe(dataset: Dataset) -> str:
+    """Sources, roles beside the paper's, what was refused and why."""
+    meta = dataset.meta
+    megabytes = sum(shard["bytes"] for shard in dataset.shards) / 1e6
+    shards = f"{len(dataset.shards)} tar shard{'s' * (len(dataset.shards) != 1)} of {megabytes:,.0f} MB in all"
+    lines = [
+        f"{dataset.root.url}: {len(dataset):,} crops of 10 s, {shards}" + ", zarr copy" * ("zarr" in meta["formats"]),
+        f"plan {meta['plan']}, seed {meta['seed']}, fingerprint {dataset.fingerprint[:16]}",
+        "",
+        f"{'source':22}{'records':>10}{'the paper':>11}{'used':>10}{'refused':>9}{'crops':>10}{'dropped':>12}  licence",
+    ]
+    for source in meta["sources"]:
+        name, records, paper = source["name"], source["records"], PAPER_SETS.get(source["name"], 0)
+        counts = f"{name:22}{records['seen']:10,}{paper:11,}{records['used']:10,}{records['refused']:9,}{source['crops']:10,}"
+        lines.append(f"{counts}{source['dropped_s']:10,.0f} s  {source['licence']}")
+    lines += ["", f"{'role':22}{'crops':>10}{'5 s parts':>11}{'the paper':>11}"]
+    if meta["plan"] == "paper-split":
+        lines.append("paper-split LEAKS: crops of one ECG are on both sides, as in the authors' code. For comparison only.")
+    table = dataset.table(["halves", "pretrain", "dx_role", "id_role"])
+    for name, paper in PAPER_ROLES.items():
+        task, _, role = name.partition(" ")
+        mask = pc.equal(table[f"{task}_role"], role).fill_null(False) if role else table["pretrain"]
+        parts = pc.sum(table["halves"].filter(mask)).as_py() or 0
+        lines.append(f"{name:22}{pc.sum(mask).as_py() or 0:10,}{parts:11,}{paper:11,}")
+    records = records_of(dataset.table(["source", "record", "patient", "start_s", "waveform"]))
+    _, number = np.unique(records.waveform, return_inverse=True)
+    pairs = np.unique(np.stack([number, records.crop_record]), axis=1)
+    if duplicates := int((np.bincount(pairs[0])[number] > 1).sum()):
+        lines += ["", f"{duplicates:,} crops have a waveform that another record has too"]
+    reasons = Counter(reject[2] for reject in dataset.rejects())
+    lines += ["", "refused, repaired or flagged (rejects.csv):" if reasons else "nothing refused, repaired or flagged"]
+    return "\n".join(lines + [f"  {reason:30}{count:8,}" for reason, count in reasons.most_common()])
+
+
+def notes(dataset: Dataset) -> Iterator[str]:
+    """Warnings about what later commands would fail on."""
+    if dataset.meta["plan"] != "all":
+        yield from _role_notes(dataset)
+    table = dataset.table(["source", "flags"])
+    flags = table["flags"].combine_chunks()
+    saturated = np.asarray(pc.list_parent_indices(flags))[np.asarray(pc.equal(pc.list_flatten(flags), "saturated"))]
+    crops = Counter(table["source"].to_pylist())
+    for source, count in sorted(Counter(table["source"].take(pa.array(np.unique(saturated))).to_pylist()).items()):
+        if count > crops[source] * MANY_SATURATED:
+            yield f"{count:,} of {crops[source]:,} crops of {source} are beyond {MAX_UV // 1000} mV: is its unit right?"
+
+
+def _role_notes(dataset: Dataset) -> Iterator[str]:
+    chosen, roles = RoleSources.from_meta(dataset.meta), dataset.meta["roles"]
+    empty = [] if roles["pretrain"] else ["pretrain"]
+    empty += [name for name in PAPER_ROLES if name != "pretrain" and name.split()[1] not in roles[name.split()[0]]]
+    advice = {
+        "pretrain": "--pretrain-sources names what is for pre-training",
+        "dx": f"diagnosis roles are for records of {' or '.join(chosen.dx)}: --dx-sources names others",
+        "id gallery": f"gallery and probe are for patients of {' or '.join(chosen.id)} with two sessions, at most "
+        f"{chosen.id_share:g} of all: --id-sources and --id-share change that",
+    }
+    if empty:
+        given = [text for role, text in advice.items() if any(name.startswith(role) for name in empty)]
+        yield f"no crop for {', '.join(empty)}: {'; '.join(given) or 'too few records'}"
+    names = [source["name"] for source in dataset.meta["sources"] if source["crops"]]
+    if left_out := [name for name in names if not chosen.pretrains(name)]:
+        why = "not in the paper's" if chosen.pretrain is None else "not in --pretrain-sources"
+        yield f"not for pre-training: {', '.join(left_out)} ({why}): --pretrain-sources all includes every source"
+    others = [name for name in names if chosen.pretrains(name) and name not in PAPER_SETS]
+    if chosen.pretrain is None and others and PAPER_SETS.keys() & set(names):
+        yield f"for pre-training, but not in the paper's: {', '.join(others)}: --pretrain-sources names the sources to use"
