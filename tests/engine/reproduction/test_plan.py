@@ -77,7 +77,7 @@ def test_commands_hold_what_makes_a_cell() -> None:
     assert "--config diagnosis " in padded and 'start="/out/pretrain/w2v-12"' in padded
     assert "augment.leads=3" in padded and "augment.padded=true" in padded and "train.seed=1" in padded
     fewer = commands["pretrain/w2v-3"]
-    assert "configs/pretrain/w2v.yaml" in fewer and "model.leads=3" in fewer and "augment.padded=false" in fewer
+    assert "--config w2v " in fewer and "model.leads=3" in fewer and "augment.padded=false" in fewer
     assert "augment.padded=false" in commands["finetune/w2v-3/identification-3-seed0"]
     random = commands["finetune/random-12/diagnosis-12-seed0"]
     assert 'start="/out/starts/random-12.yaml"' in random and "encoder.feature_grad=0.1" in random
