@@ -35,7 +35,7 @@ from engine.model.encoder import Encoder
 from engine.tasks import kinds
 from engine.tasks.labels import SPLITS, TaskLabels, read_task
 from engine.training.distributed import Ranks
-from engine.training.task import TrainingTask, best_metric, best_step_text
+from engine.training.task import TrainingTask, best_metric, best_step_text, start_text
 from engine.training.validation import dtype_of, eval_mode, pairs, predict_on_ranks, to_device
 
 DIAGNOSED = 64  # crops
@@ -234,7 +234,7 @@ class FinetuneTask(TrainingTask):
         which = "the best by it" if best.get("step") == state["step"] else "the newest"
         return f"ECG {task.name}, fine-tuned with omnilead", [
             encoders.describe_encoder(validated(ModelConfig, current_settings(state["finetuning"]["architecture"]), "model")),
-            f"Fine-tuned from {config.start}, on leads {describe_leads(config.augment.seen)}.",
+            f"Fine-tuned from {start_text(config.start)}, on leads {describe_leads(config.augment.seen)}.",
             "Mean over time as a unit vector, compared by cosine."
             if task.kind == "identity"
             else f"Mean over time, then {encoders.portable(task.head) or 'a linear layer'}: {task.kind} (config.json, head).",

@@ -21,7 +21,7 @@ from engine.model.pretrainer import Pretrainer
 from engine.model.quantizer import temperature
 from engine.training.continuing import read_weights
 from engine.training.distributed import Ranks
-from engine.training.task import TrainingTask, best_metric, best_step_text
+from engine.training.task import TrainingTask, best_metric, best_step_text, start_text
 from engine.training.validation import Capture, PatientProbe, ValidationLoss, dtype_of, eval_mode, model_inputs, training_roles
 
 DIAGNOSED = 16  # crops of a rank
@@ -148,7 +148,11 @@ class PretrainTask(TrainingTask):
         terms = [f"{getattr(o, name)} x {name}" for name in names if getattr(o, name)]
         return "Lead-agnostic ECG encoder, pre-trained with omnilead", [
             describe_encoder(m),
-            *([f"Goes on from the weights of {config.start}, step {state['continued']['step']}."] if config.start else []),
+            *(
+                [f"Goes on from the weights of {start_text(config.start)}, step {state['continued']['step']}."]
+                if config.start
+                else []
+            ),
             f"Loss: {', '.join(terms)}; global objective {o.method if o.contrast else 'none'}.",
             f"Weights of step {state['step']:,}, the newest. {best_step_text(state.get('best') or {})}",
         ]

@@ -7,6 +7,7 @@ train(config, PretrainTask)               # engine.training.train
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -107,6 +108,11 @@ def best_metric(name: str | None, metrics: Sequence[str]) -> tuple[str, int]:
     if name not in metrics:
         raise ConfigError(f"train.best={name}: this task does not measure it: use {', '.join(metrics)}")
     return name, -1 if name in LOWER_IS_BETTER else 1
+
+
+def start_text(start: str) -> str:
+    """For the model card, which may be shared: without the folders of this machine."""
+    return start if "://" in start else Path(start).name
 
 
 def best_step_text(best: Mapping[str, float]) -> str:
