@@ -1,10 +1,8 @@
-"""Embeddings of ECGs by a trained model, as parquet; or the scores of probes on them.
+"""Embeddings of ECGs by a trained model, as parquet.
 
     omnilead embed --model RUN --data DATASET --out F.parquet                  one row for each crop of 10 s
     omnilead embed --model RUN --data FOLDER A.hea --out F.parquet             WFDB records and known archives
     omnilead embed --model RUN --data A.npy --fs 250 --leads II,V1 --unit uV --out F.parquet
-    omnilead embed --model RUN --data DATASET --probe [--json F]               linear probe, k-NN, identification
-    omnilead probe --model RUN --data DATASET --labels my.csv                  of a label table, or --task age
     torchrun --nproc-per-node 8 -m engine.embed --model RUN --data DATASET --out F.parquet        a GPU each; also deepspeed
 
 F.parquet: source, record, patient, row (of the dataset), start_s, embedding (fixed_size_list<float32>). It is written in parts:
@@ -24,14 +22,26 @@ if not __package__:
 from engine.common import ARRAYS, RUN_CODE, ConfigError, Parser, interruptible, writable
 
 PER = ("crop", "record", "half")
+PROBE = """Score the embeddings of a model on the splits of a dataset: linear probe, k-NN, identification.
+
+    omnilead probe --model RUN --data DATASET --json F.json          diagnosis and identification
+    omnilead probe --model RUN --data DATASET --task age             a shipped task; also sex, ptbxl-form, ...
+    omnilead probe --model RUN --data DATASET --labels my.csv        a table of labels of your own
+
+A probe is fitted on the training split, chosen on validation and scored on test. The model is not trained.
+Exit code 2: an argument or a file is wrong.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return checked_and_run("embed", parse(arguments), check)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if "--probe" in given:
+        return checked_and_run("probe", parse_probe([word for word in given if word != "--probe"]), check_inputs)
+    return checked_and_run("embed", parse(given), check)
 
 
 def checked_and_run(name: str, args: argparse.Namespace, check: Callable[[argparse.Namespace], None]) -> int:
-    """engine.embed and engine.predict. -> the exit code."""
+    """embed, probe and predict. -> the exit code."""
     try:
         check(args)
     except ConfigError as error:
@@ -39,24 +49,30 @@ def checked_and_run(name: str, args: argparse.Namespace, check: Callable[[argpar
         return 2
     from engine.evaluation import embedding  # PyTorch and others only now: --help does not wait for them
 
-    return embedding.command(f"omnilead {name}", args, embedding.embeddings if name == "embed" else embedding.predictions)
+    return embedding.command(f"omnilead {name}", args, embedding.predictions if name == "predict" else embedding.embeddings)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="omnilead embed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_inputs(parser)
     add = parser.add_argument
-    add("--out", type=Path, metavar="F.parquet", help="write the embeddings")
-    add("--per", choices=PER, help="one row for each 10 s, each record, each 5 s (crop)")
-    add("--probe", action="store_true", help="score the embeddings on a dataset's diagnosis and identification splits")
-    add("--task", default="", metavar="NAME", help="with --probe: a task of configs/tasks or a YAML file")
-    add("--labels", default="", metavar="CSV", help="with --probe: a label table, CSV or parquet")
-    add("--json", type=Path, metavar="F", help="with --probe: write the scores as JSON")
+    add("--out", type=Path, required=True, metavar="F.parquet", help="write the embeddings")
+    add("--per", choices=PER, default="crop", help="one row for each 10 s, each record, each 5 s (crop)")
+    return parser.parse_args(arguments)
+
+
+def parse_probe(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = Parser("omnilead probe", description=PROBE, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_inputs(parser)
+    parser.add_argument("--task", default="", metavar="NAME|F", help="a shipped task such as age, or a YAML file")
+    parser.add_argument("--labels", default="", metavar="CSV", help="a table of labels, CSV or parquet, with a column `record`")
+    parser.add_argument("--json", type=Path, metavar="F", help="write the scores as JSON")
+    parser.set_defaults(out=None, per="half")
     return parser.parse_args(arguments)
 
 
 def add_inputs(parser: argparse.ArgumentParser) -> None:
-    """The options of engine.embed and engine.predict: a model, its ECGs, and how they are read and computed."""
+    """The options of embed, probe and predict: a model, its ECGs, and how they are read and computed."""
     add = parser.add_argument
     add("--model", required=True, metavar="RUN", help="RUN, RUN/model, s3://... or hf://org/name")
     add("--code", **RUN_CODE)
@@ -78,17 +94,8 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Arguments that contradict each other, and files that cannot be written: refused before the work."""
-    if bool(args.out) == args.probe:
-        raise ConfigError("give either --out F.parquet or --probe")
-    if given := [name for name in ("json", "task", "labels") if getattr(args, name) and not args.probe]:
-        raise ConfigError(f"--{given[0]} {getattr(args, given[0])}: only with --probe")
-    if args.per and args.probe:
-        raise ConfigError(f"--per {args.per}: --probe always uses halves of 5 s: leave it out")
-    if args.out and args.out.suffix not in ("", ".parquet"):
+    if args.out.suffix not in ("", ".parquet"):
         raise ConfigError(f"--out {args.out}: a parquet file is written: use {args.out.with_suffix('.parquet').name}")
-    if args.json:
-        writable(args.json, "--json")
-    args.per = args.per or ("half" if args.probe else "crop")
     check_inputs(args)
 
 
@@ -97,8 +104,9 @@ def check_inputs(args: argparse.Namespace) -> None:
         raise ConfigError("--fs and --unit are for .npy and .npz files, and --data names none: leave them out")
     if any(given is not None and given < 1 for given in (args.workers, args.batch)):
         raise ConfigError(f"--batch {args.batch}, --workers {args.workers}: must be at least 1")
-    if args.out:
-        writable(args.out, "--out")
+    for option in ("out", "json"):
+        if place := getattr(args, option, None):
+            writable(place, f"--{option}")
     args.unit = args.unit or "mV"
 
 

@@ -320,7 +320,7 @@ def progress_bar(total: int, unit: str, done: int = 0, rank: int = 0) -> "tqdm[N
 
 def score(args: argparse.Namespace, output: Output, model_input: Input) -> None:
     if not is_dataset(args.data[0], args.anonymous):
-        raise ConfigError(f"--data {args.data[0]}: --probe needs a dataset with splits: make one with `omnilead shard`")
+        raise ConfigError(f"--data {args.data[0]}: a probe needs a dataset with splits: make one with `omnilead shard`")
     dataset = Dataset.open(args.data[0], args.anonymous)
     labels = labels_to_probe(dataset, args.task, args.labels)
     source = dataset_source(args, dataset, model_input, probe_rows(dataset, labels))
