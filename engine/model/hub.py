@@ -23,6 +23,15 @@ from engine.model.folder import (
 )
 
 HUB = "hf://"
+WRONG_TOKEN = "your token is wrong or may not write there: `hf auth login`, or HF_TOKEN"
+ANSWERS = {  # to the errors of huggingface_hub
+    "GatedRepoError": "is gated: ask for access on its page, then `hf auth login`",
+    "RepositoryNotFoundError": "no such repository, or your token may not see it: `hf auth login`, or HF_TOKEN",
+    "RevisionNotFoundError": "no such revision: give a branch, tag or commit after @",
+    "LocalEntryNotFoundError": "the Hub cannot be reached, and no copy is in the cache here",
+    "ConnectError": "the Hub cannot be reached: is there a network?",
+    "EntryNotFoundError": f"is no model of omnilead: {CONFIG}, or a file that it names, is missing",
+}
 FILE_NAME = re.compile(r"\w[\w.-]{0,99}")
 # An absolute path or an address of a bucket; not https:// or hf://
 PLACE = re.compile(r"(?<![\w/:.])(?:(?:s3|gs|file)://|~?/|[A-Za-z]:\\)[\w.+-]+(?:[/\\][\w.+-]+)+")
@@ -82,27 +91,15 @@ def fetched(repo: str) -> Path:
 def huggingface(repo: str) -> Iterator[tuple[Any, Any]]:
     """The Hub, and what makes a file of a commit; what goes wrong there is an error of one line."""
     try:
-        from huggingface_hub import CommitOperationAdd, HfApi, errors
+        from huggingface_hub import CommitOperationAdd, HfApi
     except ImportError:
         raise ConfigError(f"{HUB}{repo}: huggingface_hub is not installed: pip install 'omnilead[hub]'") from None
-    hub = HfApi(library_name="omnilead")
     try:
-        yield hub, CommitOperationAdd
-    except errors.GatedRepoError:
-        raise LoadError(f"{HUB}{repo}: is gated: ask for access on its page, then `hf auth login`") from None
-    except errors.RepositoryNotFoundError:
-        raise LoadError(
-            f"{HUB}{repo}: no such repository, or your token may not see it: `hf auth login`, or HF_TOKEN"
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise LoadError(f"{HUB}{repo}: no such revision: give a branch, tag or commit after @") from None
-    except errors.LocalEntryNotFoundError:
-        raise LoadError(f"{HUB}{repo}: {hub.endpoint} cannot be reached, and no copy is in the cache here") from None
-    except errors.EntryNotFoundError:
-        raise LoadError(f"{HUB}{repo}: is no model of omnilead: {CONFIG}, or a file that it names, is missing") from None
+        yield HfApi(library_name="omnilead"), CommitOperationAdd
     except ConfigError:
         raise
-    except Exception as error:  # of the Hub's answers, of its HTTP client, which changes, and of names that are not valid
-        if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
-            raise LoadError(f"{HUB}{repo}: your token is wrong or may not write there: `hf auth login`, or HF_TOKEN") from None
-        raise LoadError(f"{HUB}{repo}: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}") from None
+    except Exception as error:  # also of the Hub's HTTP client, which changes, and of names that are not valid
+        denied = getattr(getattr(error, "response", None), "status_code", None) in (401, 403)
+        known = (ANSWERS[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in ANSWERS)
+        text = next(known, WRONG_TOKEN if denied else f"{type(error).__name__}: {error}")
+        raise LoadError(f"{HUB}{repo}: {' '.join(text.split())[:200]}") from None

@@ -92,7 +92,7 @@ def test_what_goes_wrong_is_one_line(
     assert "your token is wrong" in says("push", saved_model("other/model"), "me/new")
     server.shutdown()
     server.server_close()
-    assert "ConnectError" in says("push", tmp_path / "other", "me/new")
+    assert "the Hub cannot be reached" in says("push", tmp_path / "other", "me/new")
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
