@@ -1,6 +1,7 @@
 """Code of one's own, where an option or a setting takes `file.py:Name`.
 
-plugin("clinic.py:Csv", "--source clinic.py:Csv")     # the class Csv; an error is one line and names the line of the file
+plugin("clinic.py:Csv")                   # the class Csv; raises whatever the file raises
+blame(error)                              # of it: one line, which names the line of the file
 """
 
 import hashlib
@@ -16,22 +17,15 @@ from data_tools.errors import DataError, one_line
 _modules: dict[tuple[Path, str], ModuleType] = {}  # by file and sha256: a file that was changed is run again
 
 
-def plugin(spec: str, label: str, importable: bool = False) -> Any:
+def plugin(spec: str, importable: bool = False) -> Any:
     """What `file.py:Name` or `module:Name` names. `importable`: worker processes must find the file's module, too."""
     module, _, name = spec.rpartition(":")
-    try:
-        found = _run(Path(module).resolve(), importable) if module.endswith(".py") else importlib.import_module(module)
-        return getattr(found, name)
-    except FileNotFoundError as error:
-        if error.filename == str(Path(module).resolve()):
-            raise DataError(f"{label}: no such file {module}") from None
-        raise DataError(f"{label}: {blame(error)}") from None
-    except Exception as error:  # whatever a user's module raises when it is imported
-        raise DataError(f"{label}: {blame(error)}") from None
+    return getattr(_run(Path(module), importable) if module.endswith(".py") else importlib.import_module(module), name)
 
 
 def blame(error: BaseException) -> str:
-    """An error in a plugged-in file, in one line, with the line of the file that raised it."""
+    if isinstance(error, DataError):
+        return str(error)
     files = {str(path) for path, _ in _modules}
     lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
     place = f" ({Path(lines[-1].filename).name}, line {lines[-1].lineno})" if lines else ""
@@ -40,7 +34,9 @@ def blame(error: BaseException) -> str:
 
 def _run(path: Path, importable: bool) -> ModuleType:
     """The module of a file. Under another name if its own is taken, so that models with files of one name can be compared."""
-    content = path.read_bytes()
+    if not path.is_file():
+        raise DataError(f"no such file {path}")
+    path, content = path.resolve(), path.read_bytes()
     key = path, hashlib.sha256(content).hexdigest()
     if key not in _modules:
         other = getattr(sys.modules.get(path.stem), "__file__", "") != str(path) and path.stem in sys.modules

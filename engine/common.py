@@ -29,8 +29,8 @@ import yaml  # type: ignore[import-untyped]
 
 from data_tools.cli import Parser as Parser
 from data_tools.cli import guard_streams, is_memory, show
-from data_tools.errors import DataError
-from data_tools.plugins import blame, plugin
+from data_tools.plugins import blame
+from data_tools.plugins import plugin as plugin
 from data_tools.storage import sync as sync
 from data_tools.storage import write_whole as write_whole
 
@@ -96,14 +96,6 @@ def blaming(setting: str, hint: str = "") -> Iterator[None]:
         yield
     except Exception as error:
         raise ConfigError(f"{setting}: {error if isinstance(error, ConfigError) else blame(error)}{hint}") from None
-
-
-def plugged(spec: str, setting: str) -> Any:
-    """The class or function that a setting names, file.py:Name."""
-    try:
-        return plugin(spec, f"{setting}={spec}")
-    except DataError as error:
-        raise ConfigError(str(error)) from None
 
 
 class _YamlLoader(yaml.SafeLoader):  # type: ignore[misc]

@@ -5,7 +5,7 @@
 
 from data_tools.dataset import META
 from data_tools.errors import DataError, ReadError, StorageError
-from data_tools.plugins import plugin
+from data_tools.plugins import blame, plugin
 from data_tools.sources.base import Prepared, Source, prepared
 from data_tools.sources.code15 import Code15
 from data_tools.sources.mimic_iv_ecg import MimicIvEcg
@@ -62,7 +62,10 @@ def open_sources(url: str, kind: str = "auto", anonymous: bool = False) -> list[
 
 def _import(spec: str) -> type[Source]:
     """`module:Class` or `path/to/file.py:Class`; worker processes can import it, too."""
-    found = plugin(spec, f"--source {spec}", importable=True)
+    try:
+        found = plugin(spec, importable=True)
+    except Exception as error:  # whatever a user's module raises when it is imported
+        raise DataError(f"--source {spec}: {blame(error)}") from None
     if not (isinstance(found, type) and issubclass(found, Source)):
         raise DataError(f"--source {spec}: not a subclass of data_tools.sources.Source")
     return found

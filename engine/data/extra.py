@@ -11,14 +11,15 @@ step and rank: a resumed run draws the same numbers; another number of ranks dra
 import torch
 from torch import Tensor
 
-from engine.common import ConfigError, blaming, plugged
+from engine.common import ConfigError, blaming, plugin
 from engine.data.counter import RandomStream, bits
 
 
 class ExtraAugmentation:
     def __init__(self, spec: str, seed: int, rank: int, device: torch.device) -> None:
         self.spec, self.seed, self.rank, self.generator = spec, seed, rank, torch.Generator(device)
-        self.function = plugged(spec, "augment.extra")
+        with blaming(f"augment.extra={spec}"):
+            self.function = plugin(spec)
 
     def __call__(self, x_BSLT: Tensor, step: int) -> Tensor:
         self.generator.manual_seed(int(bits(self.seed, RandomStream.EXTRA, step, self.rank)) >> 1)

@@ -16,7 +16,6 @@ Shapes: engine.model.config.
 
 import copy
 import inspect
-import pkgutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +28,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine.common import ConfigError, blaming, plugged
+from engine.common import ConfigError, blaming, plugin
 from engine.data.augmenter import HALF
 from engine.model.config import ENCODERS, ModelConfig, flops_per_crop, kept_per_crop, local_flops
 from engine.model.draws import max_masked
@@ -65,11 +64,6 @@ def code_of(settings: Mapping[str, str], run: str) -> dict[str, bytes]:
     return files
 
 
-def encoder_class(config: ModelConfig) -> Any:
-    shipped = ENCODERS.get(config.encoder)
-    return pkgutil.resolve_name(shipped) if shipped else plugged(config.encoder, "model.encoder")
-
-
 def build_encoder(
     config: ModelConfig, mask: bool = True, generator: torch.Generator | None = None, kind: Any = None
 ) -> nn.Module:
@@ -80,13 +74,15 @@ def build_encoder(
         initialise(encoder, generator)
         return encoder
     with blaming(f"model.encoder={config.encoder}, model.options={config.options}, {config.leads} leads"):
-        return _made(kind or encoder_class(config), generator, leads=config.leads, **config.options)
+        return _made(
+            kind or plugin(ENCODERS.get(config.encoder, config.encoder)), generator, leads=config.leads, **config.options
+        )
 
 
 def build_head(spec: str, width: int, outputs: int, generator: torch.Generator | None = None, kind: Any = None) -> nn.Module:
     """`task.head`, a class of one's own: Class(width, outputs), from c_RD to logits_RK."""
     with blaming(f"task.head={spec}, {width} wide, {outputs} outputs"):
-        head = _made(kind or plugged(spec, "task.head"), generator, width, outputs)
+        head = _made(kind or plugin(spec), generator, width, outputs)
         y = copy.deepcopy(head).eval()(torch.randn(ROWS, width))
         if list(y.shape) != [ROWS, outputs] or not y.isfinite().all():
             raise ConfigError(f"gives {list(y.shape)} or numbers that are not finite for {[ROWS, width]}")
@@ -200,6 +196,6 @@ def describe_encoder(config: ModelConfig) -> str:
     if not config.encoder:
         size = f"{len(config.conv)} convolutions, {config.layers} transformer layers of width {config.width}"
         return f"Encoder of wav2vec 2.0 for ECGs (Oh et al., CHIL 2022): {size}."
-    about = "whose code lies in this folder" if file_of(config.encoder) else inspect.getdoc(encoder_class(config))
+    about = "whose code lies in this folder" if file_of(config.encoder) else inspect.getdoc(plugin(ENCODERS[config.encoder]))
     options = ", ".join(f"{name}={value}" for name, value in config.options.items()) or "defaults"
     return f"Encoder `{portable(config.encoder)}`, {about}. Options: {options}."

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from data_tools.errors import ReadError
 from data_tools.prepare import MAX_RATIO, RATE_RANGE_HZ, crop_count, fill, rate_ratio, samples_at_500
 from data_tools.record import MV_PER_UNIT, EcgRecord, unit_name
-from engine.common import LEADS, ConfigError, leads_in_order, plugged
+from engine.common import LEADS, ConfigError, blaming, leads_in_order, plugin
 from engine.data.augmenter import CROP, FS_HZ, HALF
 from engine.data.preprocess import Input, SignalError
 from engine.model.config import ModelConfig, current_settings, validated
@@ -205,7 +205,8 @@ def own_class(folder: Path, spec: str, code: bool, part: str) -> Any:
     if not code:
         ask = f"read it, then use --code, engine.load(..., code=True), or {give}"
         raise LoadError(f"{folder}: its {part} is code in that folder, {file}, and runs only if asked: {ask}")
-    return plugged(f"{folder / file}:{name}", part)
+    with blaming(f"{folder / file}"):
+        return plugin(f"{folder / file}:{name}")
 
 
 def config_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> ModelConfig:

@@ -49,7 +49,7 @@ class StartingWeights:
         taken = "the encoder" + " and the heads of the local objective" * fit
         anew += ["the heads of the local objective"] * (bool(heads) and not fit) + ["the optimiser"]
         scale = "" if self.scale == "millivolt" else f"; it was trained on signals in {self.scale}, and goes on with millivolts"
-        return f"start={self.start}: took {taken}; begins anew: {', '.join(anew)}{scale}"
+        return f"start={self.start}: {taken} came from it; begun anew: {', '.join(anew)}{scale}"
 
 
 def read_weights(config: Config) -> StartingWeights:

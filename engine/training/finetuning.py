@@ -254,7 +254,7 @@ class Start(NamedTuple):
     name: str
     splits: list[Any]  # of the datasets it was trained on
     weights: dict[str, Tensor] | None  # of its encoder; None: random
-    kind: type[nn.Module]  # of its encoder
+    kind: type[nn.Module] | None  # of its encoder; None: as `model` names it
     code: dict[str, bytes]  # files that it brings
 
 
@@ -267,15 +267,7 @@ def read_start(start: str, code: bool = False) -> Start:
     if Path(start).suffix in (".yaml", ".yml"):
         config = load(start, kind=Config)
         brought = encoders.code_of({"model.encoder": config.model.encoder}, start)
-        return Start(
-            config.model,
-            config.augment.output_leads,
-            f"{RANDOM}{config.model}",
-            [],
-            None,
-            encoders.encoder_class(config.model),
-            brought,
-        )
+        return Start(config.model, config.augment.output_leads, f"{RANDOM}{config.model}", [], None, None, brought)
     model = inference.load(start, code)
     weights = dict(model.encoder.state_dict())
     if isinstance(model.encoder, Encoder):

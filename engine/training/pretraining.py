@@ -101,9 +101,8 @@ class PretrainTask(TrainingTask):
                 chance |= {f"{prefix}loss_global": math.log(choices), f"{prefix}accuracy_global": 1 / choices} if n else {}
         if self.probe.pairs:
             chance[f"{VALID}identification_accuracy"] = 1 / len(self.probe.pairs)
-        differs = ["dropout is off"] * drops_out(self.encoder, m, m.feature_dropout) + [
-            "codes are the likeliest ones, not sampled"
-        ] * local
+        differs = ["dropout is off"] * drops_out(self.encoder, m, m.feature_dropout)
+        differs += ["codes are the likeliest ones, not sampled"] * local
         if contrast and crops[VALID] != crops[""]:
             differs.append(f"crops are contrasted in batches of {crops[VALID]:,}, not {crops['']:,}")
         masked = ["tokens"] * local + ["leads"] * (c.augment.rlm > 0)
@@ -148,11 +147,7 @@ class PretrainTask(TrainingTask):
         terms = [f"{getattr(o, name)} x {name}" for name in names if getattr(o, name)]
         return "Lead-agnostic ECG encoder, pre-trained with omnilead", [
             describe_encoder(m),
-            *(
-                [f"Goes on from the weights of {start_text(config.start)}, step {state['continued']['step']}."]
-                if config.start
-                else []
-            ),
+            *([f"Went on from the weights of {start_text(config.start)}."] if config.start else []),
             f"Loss: {', '.join(terms)}; global objective {o.method if o.contrast else 'none'}.",
             f"Weights of step {state['step']:,}, the newest. {best_step_text(state.get('best') or {})}",
         ]
