@@ -1,6 +1,6 @@
 """Training from Python: a run that was trained, resumed or found finished, and its errors as exceptions of one line.
 
-run = trained(load("w2v_cmsc_rlm", {"data.datasets": ["DATASET"], "run": "RUN"}), PretrainTask)
+run = trained(Config, PretrainTask, load, "w2v_cmsc_rlm", "DATASET", "RUN", {"train.steps": 1000})
 run.model().embed(...), run.validation[-1], run.report
 """
 
