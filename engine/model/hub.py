@@ -51,7 +51,7 @@ def published(folder: Path, licence: str | None = None) -> dict[str, Path | byte
     """What is uploaded, by file name: the files that config.json names, the model card, and config.json for these."""
     document: dict[str, Any] = without_places(document_of(folder / CONFIG))
     sums = document.pop(SHA256, None) or {WEIGHTS: "", PREPROCESSING: ""}
-    files: dict[str, Path | bytes] = {name: folder / name for name in sums if name not in (CONFIG, CARD)}
+    files: dict[str, Path | bytes] = {name: folder / name for name in sums if FILE_NAME.fullmatch(name) and name != CONFIG}
     card = (folder / CARD).read_text() if (folder / CARD).is_file() else f"# {folder.resolve().parent.name}\n"
     files[CARD] = front_matter({"license": licence} if licence else {}, without_places(card)).encode()
     digests = {name: hashlib.sha256(c if isinstance(c, bytes) else c.read_bytes()).hexdigest() for name, c in files.items()}
@@ -59,12 +59,18 @@ def published(folder: Path, licence: str | None = None) -> dict[str, Path | byte
 
 
 def without_places(value: Any) -> Any:
-    """Paths and buckets' addresses in texts, at any depth, reduced to the last name."""
+    """Paths and buckets' addresses in texts, at any depth, reduced to the last name; `labels` is always the name of a file."""
     if isinstance(value, dict):
-        return {key: without_places(inner) for key, inner in value.items()}
+        return {key: _last(inner) if key == "labels" and inner else without_places(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [without_places(inner) for inner in value]
-    return PLACE.sub(lambda place: re.split(r"[/\\]", place[0])[-1], value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return _last(value) if PLACE.match(value) else PLACE.sub(lambda place: _last(place[0]), value)
+
+
+def _last(place: Any) -> str:
+    return re.split(r"[/\\]", str(place))[-1]
 
 
 def pull(repo: str, out: Path) -> None:

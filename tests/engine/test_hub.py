@@ -34,7 +34,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 def test_a_model_goes_there_and_back(
     server: Hub, saved_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    definition = {"name": "rhythm", "kind": "multilabel", "labels": f"{tmp_path}/patients/labels.csv"}
+    definition = {"name": "rhythm", "kind": "multilabel", "labels": "wards/Jane Doe/labels.csv", "was": "/mnt/Jane Doe/a.csv"}
     run = saved_model(head={"task": "diagnosis", "classes": ["ST/T", "AF"], "definition": definition}).parent
     (run / "metrics.jsonl").write_text("secret")  # beside the model, and a stray file within it
     (run / "model" / "patients.csv").write_text("secret")
@@ -44,13 +44,16 @@ def test_a_model_goes_there_and_back(
     assert capsys.readouterr().out == f"{server.url}/ward/ecg\n" and server.private == {"ward/ecg"}
     files = server.repos["ward/ecg"]
     assert files.keys() == {"README.md", "config.json", "model.safetensors", "preprocessing.json"}
-    assert not [name for name, content in files.items() if str(tmp_path).encode() in content or b"hospital" in content]
+    for private in (str(tmp_path), "hospital", "Jane", "secret"):
+        assert not [name for name, content in files.items() if private.encode() in content]
     _, head, text = files["README.md"].decode().split("---\n")
     facts = yaml.safe_load(head)
     assert facts["license"] == "cc-by-4.0" and facts["library_name"] == "omnilead" and "ecg" in facts["tags"]
     assert "Fine-tuned from run with labels.csv; https://example.org/a/b." in text
     config = json.loads(files["config.json"])
-    assert config["head"]["definition"]["labels"] == "labels.csv" and config["head"]["classes"] == ["ST/T", "AF"]
+    assert config["head"]["definition"] == definition | {"labels": "labels.csv", "was": "a.csv"} and config["head"][
+        "classes"
+    ] == ["ST/T", "AF"]
     assert config["sha256"]["README.md"] == hashlib.sha256(files["README.md"]).hexdigest()
 
     out = tmp_path / "pulled"
