@@ -1,8 +1,8 @@
 """A model's outputs for a dataset or for single records as a table, in parts: killed and started again, it goes on.
 
     output = embeddings(model)                                        # or predictions(model)
-    with TableParts(Path("F.parquet"), job) as parts:                 # job: all that decides the content, as plain JSON
-        for number, table in tables(source, model, output, model.input, parts.missing(range(source.parts)), "crop"):
+    with ParquetParts(Path("F.parquet"), job, rank, world) as parts:  # job: all that decides the content, as plain JSON
+        for number, table in tables(source, output, model.input, parts.missing(source.parts), "crop"):
             parts.write(number, table)
         parts.join(source.parts, output.schema)
 
@@ -20,7 +20,6 @@ import json
 import os
 import shutil
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from itertools import groupby
@@ -36,11 +35,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from data_tools.cli import interactive, keep_freed_memory
-from data_tools.dataset import DataError, Dataset
+from data_tools.dataset import DataError
 from engine.common import ConfigError, OutputError, cores_per_rank, environment, sync, write_whole, writing
 from engine.data.augmenter import FS_HZ, HALF
 from engine.data.preprocess import Input
-from engine.evaluation.inputs import COLUMNS, CropSource, Per, dataset_source, is_dataset, open_data
+from engine.evaluation.inputs import COLUMNS, CropSource, Per, dataset_of, dataset_source, open_data
 from engine.evaluation.predict import CropBatch, predict
 from engine.evaluation.probe import labels_to_probe, probe, probe_rows, report
 from engine.evaluation.results import nullable
@@ -59,14 +58,10 @@ class Output(NamedTuple):
 
     model: TrainedModel
     forward: Callable[[Tensor], Tensor]
-    fields: dict[str, pa.DataType]
+    schema: pa.Schema  # COLUMNS, and those that `columns` makes
     columns: Callable[[np.ndarray], list[pa.Array]]
     what: str  # for people
-    job: dict[str, Any] = {}  # noqa: RUF012 - what distinguishes it from embeddings
-
-    @property
-    def schema(self) -> pa.Schema:
-        return pa.schema([*COLUMNS.items(), *self.fields.items()])
+    job: dict[str, Any]  # what distinguishes it from embeddings
 
 
 def embeddings(model: TrainedModel) -> Output:
@@ -75,7 +70,8 @@ def embeddings(model: TrainedModel) -> Output:
     def columns(c_ND: np.ndarray) -> list[pa.Array]:
         return [pa.FixedSizeListArray.from_arrays(pa.array(c_ND.reshape(-1)), width)]
 
-    return Output(model, model.pooled, {"embedding": pa.list_(pa.float32(), width)}, columns, f"embeddings of {width}")
+    described = pa.schema([*COLUMNS.items(), ("embedding", pa.list_(pa.float32(), width))])
+    return Output(model, model.pooled, described, columns, f"embeddings of {width}", {})
 
 
 def predictions(model: TrainedModel) -> Output:
@@ -91,8 +87,8 @@ def predictions(model: TrainedModel) -> Output:
         fields = [("predicted", pa.string()), *((name, number) for name in head.classes)]
     else:
         fields = [one for name in head.classes for one in ((name, number), (f"{name}_predicted", pa.bool_()))]
-    names = Counter([*COLUMNS, *(name for name, _ in fields)])
-    if twice := [name for name, times in names.items() if times > 1]:
+    described = pa.schema([*COLUMNS.items(), *fields])
+    if twice := [name for name in described.names if described.names.count(name) > 1]:
         raise ConfigError(f"two columns would be called {twice[0]!r}: fine-tune the model with another name for that label")
 
     def columns(y_NK: np.ndarray) -> list[pa.Array]:
@@ -106,7 +102,7 @@ def predictions(model: TrainedModel) -> Output:
 
     meaning = {"task": head.task, "kind": head.kind, "classes": head.classes, "thresholds": head.thresholds, "unit": head.unit}
     what = f"predictions of {head.task} ({', '.join(head.classes[:3])}{', ...' * (len(head.classes) > 3)})"
-    return Output(model, model.scores, dict(fields), columns, what, {"predictions": meaning})
+    return Output(model, model.scores, described, columns, what, {"predictions": meaning})
 
 
 def tables(
@@ -295,10 +291,7 @@ def run(args: argparse.Namespace, output_of: Callable[[TrainedModel], Output]) -
         raise OutputError(f"{args.out}: part {left[0]} cannot be read again{RESUMABLE}")
     if left:
         numbers = ", ".join(map(str, left[:SHOWN])) + ", ..." * (len(left) > SHOWN)
-        print(
-            f"rank {rank} of {world}: done; parts {numbers} are still to come from other ranks (should none of them be running "
-            "any more, run the same command again)"
-        )
+        print(f"rank {rank} of {world}: done; other ranks still make parts {numbers} (none runs? start the same command again)")
     elif parts.rows is not None:
         print(f"{args.out}: {parts.rows:,} {output.what}, computed in {args.precision}")
 
@@ -319,9 +312,8 @@ def progress_bar(total: int, unit: str, done: int = 0, rank: int = 0) -> "tqdm[N
 
 
 def score(args: argparse.Namespace, output: Output, model_input: Input) -> None:
-    if not is_dataset(args.data[0], args.anonymous):
+    if (dataset := dataset_of(args)) is None:
         raise ConfigError(f"--data {args.data[0]}: a probe needs a dataset with splits: make one with `omnilead shard`")
-    dataset = Dataset.open(args.data[0], args.anonymous)
     labels = labels_to_probe(dataset, args.task, args.labels)
     source = dataset_source(args, dataset, model_input, probe_rows(dataset, labels))
     parts = range(source.parts)

@@ -16,7 +16,7 @@ import zipfile
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -145,10 +145,7 @@ def results_in_order(
 
 def open_data(args: argparse.Namespace, model_input: Input) -> tuple[dict[str, Any], Callable[[], CropSource]]:
     """What identifies the ECGs of --data, and a function that opens them."""
-    if datasets := [url for url in args.data if is_dataset(url, args.anonymous)]:
-        if len(args.data) > 1:
-            raise ConfigError(f"--data {' '.join(args.data)}: give one dataset, or files, but not both")
-        dataset = Dataset.open(datasets[0], args.anonymous)
+    if (dataset := dataset_of(args)) is not None:
         rows = np.arange(len(dataset))
         return {"data": dataset.fingerprint}, partial(dataset_source, args, dataset, model_input, rows)
     records = list(records_of(args, model_input))
@@ -159,13 +156,17 @@ def open_data(args: argparse.Namespace, model_input: Input) -> tuple[dict[str, A
     return identity, partial(record_source, args, model_input, records)
 
 
-def is_dataset(url: str, anonymous: bool) -> bool:
-    if "://" not in url:
-        return Path(url, META).is_file()
-    try:
-        return bool(Dataset.open(url, anonymous))
-    except DataError:
-        return False
+def dataset_of(args: argparse.Namespace) -> Dataset | None:
+    """What --data names, if that is not files."""
+    for url in args.data:
+        remote = "://" in url
+        if remote or Path(url, META).is_file():
+            with suppress(*[DataError] * remote):  # it may be an archive
+                dataset = Dataset.open(url, args.anonymous)
+                if len(args.data) > 1:
+                    raise ConfigError(f"--data {' '.join(args.data)}: give one dataset, or files, but not both")
+                return dataset
+    return None
 
 
 def skip(args: argparse.Namespace, name: str, reason: object) -> None:
