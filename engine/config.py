@@ -363,7 +363,7 @@ def check(config: RunConfig, world: int) -> None:
     micro_batch(config, world)
     problems = [
         (not config.run or "://" in config.run, f"run={config.run!r}: must be a local folder: --set run=runs/first"),
-        (not datasets, "data.datasets=[]: name a dataset: --set data.datasets=[DATASET]"),
+        (not datasets, "data.datasets=[]: name a dataset: --data DATASET"),
         (t.steps and t.epochs, f"train.steps={t.steps}, train.epochs={t.epochs}: set only one: --set train.epochs=null"),
         (not (t.steps or t.epochs), "train.steps and train.epochs are not set: give one: --set train.steps=1000"),
         (stage == 3 and t.compile not in (None, "eager"), f"train.compile={t.compile}: ZeRO stage 3 needs eager"),

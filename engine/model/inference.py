@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,8 +37,9 @@ from engine.model.config import ModelConfig, current_settings, validated
 from engine.model.encoder import Encoder, pool
 from engine.model.encoders import build_encoder, build_head
 from engine.model.folder import CONFIG, FORMAT, PREPROCESSING, WEIGHTS, LoadError, code_in, document_of, misfits, model_folder
+from engine.tasks import kinds
+from engine.tasks.config import OLD_TASKS, TaskKind
 
-KINDS = {"diagnosis": "multilabel", "identification": "identity"}  # of a head that an earlier version saved
 LARGE_MV, HUGE_MV, TINY_MV = 20.0, 100.0, 0.01  # of a typical lead: median, peak, peak; hearts give 0.1 to 10 mV at the peak
 NOT_MEASURED = -32_768  # in int16
 ROWS = 64  # segments encoded at a time
@@ -52,7 +53,7 @@ class HeadInfo:
     """What a fine-tuned model's outputs mean: `head` of config.json. K outputs."""
 
     task: str
-    kind: Literal["binary", "multilabel", "multiclass", "regression", "identity"]
+    kind: TaskKind
     classes: tuple[str, ...] = ()  # [K]; of binary and regression the label columns
     thresholds: tuple[float, ...] = ()  # [K] of binary and multilabel: a class is predicted above it
     unit: str = ""  # of regression
@@ -70,7 +71,7 @@ class HeadInfo:
         """Probabilities, or values in `unit`."""
         if self.kind == "regression":
             return logits_RK * logits_RK.new_tensor(self.scale) + logits_RK.new_tensor(self.center)
-        return logits_RK.softmax(-1) if self.kind == "multiclass" else logits_RK.sigmoid()
+        return kinds.scores(self.kind, logits_RK)
 
 
 class TrainedModel(nn.Module):
@@ -228,7 +229,7 @@ def head_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> HeadInfo 
         return None
     try:
         settings = dict(head)
-        settings.setdefault("kind", KINDS.get(str(settings.get("task"))))
+        settings.setdefault("kind", OLD_TASKS.get(str(settings.get("task"))))
         if settings["kind"] in ("binary", "multilabel"):
             settings.setdefault("thresholds", [THRESHOLD] * len(settings.get("classes", ())))
         return validated(HeadInfo, settings, "head")

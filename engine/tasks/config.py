@@ -17,6 +17,8 @@ TaskKind = Literal["binary", "multilabel", "multiclass", "regression", "identity
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Value = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]  # folds: {train: [1, 2]}
 
+OLD_TASKS = {"diagnosis": "multilabel", "identification": "identity"}  # kinds of what an earlier version had
+
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class TaskConfig:
@@ -39,11 +41,13 @@ class TaskConfig:
     def __post_init__(self) -> None:
         if self.head and (self.kind == "identity" or not OWN.fullmatch(self.head)):
             raise ConfigError(f"task.head={self.head!r}: name your own as file.py:Class; kind identity has no other head")
+        assigned = [fold for folds in self.folds.values() for fold in folds]
+        if twice := [fold for fold in assigned if assigned.count(fold) > 1]:
+            raise ConfigError(f"task.folds: {twice[0]!r} is in two splits: name each fold once")
 
 
 def current_task(head: Mapping[str, Any]) -> dict[str, Any]:
     """The section `task` for a section `head` as an earlier version wrote it; what is unknown stays, and is refused."""
     name = head.get("task")
-    kinds = {"diagnosis": "multilabel", "identification": "identity"}
-    named = {} if name is None else {"name": name, "kind": kinds.get(name, name)}
+    named = {} if name is None else {"name": name, "kind": OLD_TASKS.get(name, name)}
     return named | {key: value for key, value in head.items() if key != "task"}

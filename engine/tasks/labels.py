@@ -36,6 +36,7 @@ OWN_COLUMNS = ("age", "sex")  # of a dataset
 BOOLEANS = {"0": 0, "0.0": 0, "false": 0, "no": 0, "1": 1, "1.0": 1, "true": 1, "yes": 1}
 FEW = 10  # numbers with at most so many values are classes
 SHOWN = 3  # names in a message
+MAX_FOLDS = 100
 ENDING, FOLDERS = (r"\.[A-Za-z]\w{1,3}$", ""), ("^.*/", "")
 PTBXL = (r"^(\d{5})_[hl]r$", r"HR\1")  # its files and the Challenge's records
 # How a table may name a record: by its path in the archive, of a WFDB folder's folders joined
@@ -253,7 +254,8 @@ def _values(task: TaskConfig, table: LabelTable) -> tuple[TaskConfig, tuple[str,
     code = pc.fill_null(pc.index_in(columns[0], pa.array(classes, pa.string())), -1).to_numpy(zero_copy_only=False)
     unknown = used[:-1] & (code < 0) & columns[0].is_valid().to_numpy(zero_copy_only=False)
     if unknown.any():
-        raise ConfigError(f"{_cell(table, task.columns[0], int(unknown.argmax()))} is none of {', '.join(classes)}")
+        cell = _cell(table, task.columns[0], int(unknown.argmax()))
+        raise ConfigError(f"{cell} is not one of its classes {', '.join(classes)}")
     y_NK = np.concatenate([np.eye(len(classes), dtype=np.float32), np.full((1, len(classes)), np.nan, np.float32)])[code]
     return replace(task, classes=classes), classes, y_NK
 
@@ -304,7 +306,7 @@ def _splits(
     if how == "column":
         task, split = _by_column(task, table, columns[0], known, names, owner_N)
     else:
-        split = np.digitize(uniforms(names), (0.8, 0.9))[owner_N] + 1
+        split = 3 - np.digitize(uniforms(names), (0.1, 0.2))[owner_N]  # whom data.hold_out spares is tested
     waveform, before = np.concatenate([dataset.column("waveform") for dataset in datasets]), split.copy()
     for side in (3, 2):  # a copy of a tested ECG is neither trained nor validated on
         split[(split > 0) & (split < side) & known & np.isin(waveform, waveform[known & (split == side)])] = 0
@@ -324,6 +326,8 @@ def _by_column(
     """The task with its folds, and the split of each crop. A patient in two folds is an error."""
     cells = table.cells[column].combine_chunks().dictionary_encode()
     values: list[str] = cells.dictionary.to_pylist()
+    if len(values) > MAX_FOLDS:
+        raise ConfigError(f"{table.name}: {column} has {len(values):,} values: at most {MAX_FOLDS} can be told apart")
     if column == "split":
         number = _coded(pa.chunked_array([cells.dictionary]))
         if (number < 0).any():
@@ -332,9 +336,8 @@ def _by_column(
         ordered = _in_order(values)
         if not task.folds and len(ordered) < 3:
             raise ConfigError(f"{table.name}: folds {', '.join(ordered)}: at least 3 are needed: for train, valid and test")
-        task = replace(
-            task, folds=task.folds or {"train": tuple(ordered[:-2]), "valid": (ordered[-2],), "test": (ordered[-1],)}
-        )
+        last: Any = dict(zip(SPLITS[1:], map(tuple, (ordered[:-2], ordered[-2:-1], ordered[-1:])), strict=True))
+        task = replace(task, folds=task.folds or last)
         of = {value: SPLIT_OF[split] for split, some in task.folds.items() for value in some}
         number = np.array([of.get(value, 0) for value in values], np.int8)
     code = np.append(pc.fill_null(cells.indices, len(values)).to_numpy(zero_copy_only=False), len(values))  # of a row

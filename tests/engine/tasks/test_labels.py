@@ -150,11 +150,12 @@ BAD: list[tuple[str, list[str], Callable[[list[str]], list[Any]], dict[str, Any]
     ("record .* is in rows 1 and 3", ["record", "v"], lambda r: [(r[0], 1), (r[1], 0), (r[0], 0)], {}),
     ("patient .* is in folds \\d and \\d", ["record", "v", "fold"], lambda r: [(n, 1, i % 3) for i, n in enumerate(r)], {}),
     ("folds 1, 2: at least 3", ["record", "v", "fold"], lambda r: [(r[0], 1, 1), (r[1], 0, 2)], {}),
+    ("fold has 171 values: at most 100", ["record", "v", "fold"], lambda r: [(n, 1, i) for i, n in enumerate(r[:171])], {}),
     ("split 'tset': write train", ["record", "v", "split"], lambda r: [(r[0], 1, "train"), (r[1], 0, "tset")], {}),
     ("'v' of record .*: 'high' is not a number", ["record", "v"], lambda r: [(r[0], "high")], {"kind": "regression"}),
     ("'v' of record .*: 'inf' is not a number", ["record", "v"], lambda r: [(r[0], "inf")], {"kind": "regression"}),
     ("'v' of record .*: '2' is not 0 or 1", ["record", "v"], lambda r: [(r[0], "2")], {}),
-    ("'v' of record .*: 'C' is none of A, B", ["record", "v"], lambda r: [(r[0], "C")],
+    ("'v' of record .*: 'C' is not one of its classes A, B", ["record", "v"], lambda r: [(r[0], "C")],
      {"kind": "multiclass", "classes": ("A", "B")}),
     ("no record has a known label in v", ["record", "v"], lambda r: [(r[0], ""), (r[1], "nan")], {}),
     ("no column 'w': its label columns are v", ["record", "v"], lambda r: [(r[0], 1)], {"columns": ("w",)}),
@@ -202,6 +203,8 @@ def test_a_name_of_two_databases_needs_its_source(
 
 
 def test_what_a_task_needs(dataset: Dataset) -> None:
+    with pytest.raises(ConfigError, match=r"task\.folds: '2' is in two splits"):
+        TaskConfig(folds={"train": ("1", "2"), "test": ("2",)})
     for task, says in (
         (TaskConfig(kind="binary"), "name a label table"),
         (TaskConfig(kind="identity", labels="my.csv"), "its labels are the dataset's patients"),
