@@ -1,4 +1,4 @@
-"""The wheel, installed where the repository is not: all commands, and the configs by their names."""
+"""The wheel, installed where the repository is not: from an archive to a model of one's own labels."""
 
 import importlib.util
 import os
@@ -24,6 +24,11 @@ assert all(place.is_relative_to(sys.prefix) for place in places), places
 assert not any(Path(entry).is_relative_to(sys.argv[1]) and ".venv" not in entry for entry in sys.path), sys.path
 assert len(tables()) == 4 and ReproductionScale.read("smoke").settings["pretrain"]["train.steps"] == 10
 print(len(list(CONFIGS.rglob("*.yaml"))))
+"""
+TABLE = """
+from data_tools.dataset import Dataset
+records = dict.fromkeys(Dataset.open("dataset").table(["record"])["record"].to_pylist())
+open("my.csv", "w").writelines(["record,label\\n", *(f"{record},{'abc'[i % 3]}\\n" for i, record in enumerate(records))])
 """
 TINY = "train.steps=6 train.batch_crops=8 train.validate_every=0 train.peak_tflops=1 model.width=16 model.ffn=16 model.layers=1"
 
@@ -58,6 +63,7 @@ def omnilead(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Cal
     return run
 
 
+@pytest.mark.slow
 def test_a_tour_without_the_repository(omnilead: Callable[..., str]) -> None:
     assert int(omnilead("-c", WHERE, str(ROOT), program="python")) == len(list((ROOT / "configs").rglob("*.yaml")))
     assert "  pretrain " in omnilead("--help")
@@ -67,3 +73,8 @@ def test_a_tour_without_the_repository(omnilead: Callable[..., str]) -> None:
     settings = [word for setting in [*TINY.split(), "train.deepspeed=zero1"] for word in ("--set", setting)]
     done = omnilead("pretrain", "--config", "quickstart", "--data", "dataset", "--out", "RUN", *settings, "--profile", "1")
     assert "aten::" in done and "done: RUN/model, RUN/report.html" in done
+    tune = ["--start", "RUN", "--data", "dataset", "--labels", "my.csv", "--out", "OUT", "--set", "train.steps=4"]
+    omnilead("-c", TABLE, program="python")
+    assert "my: multiclass" in omnilead("finetune", *tune, "--set", "train.peak_tflops=1")
+    assert "auroc" in omnilead("evaluate", "--model", "OUT", "--data", "dataset", "--labels", "my.csv", "--report", "page.html")
+    assert " predictions of my (" in omnilead("predict", "--model", "OUT", "--data", "dataset", "--out", "predictions.csv")

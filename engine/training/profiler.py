@@ -5,6 +5,7 @@ RUN/profile/operators.txt   the operations that took most time
 RUN/profile/memory.pickle   on CUDA: all allocations, for https://pytorch.org/memory_viz
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ ALLOCATIONS = 10**5  # of the memory snapshot
 @contextmanager
 def profiled(steps: int, folder: Path, device: torch.device) -> Iterator[Any]:
     """Gives an object whose step() is called after each training step."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # nothing of the profiler's own on standard error
     cuda = device.type == "cuda"
     by = f"self_{device.type}_time_total"
 

@@ -222,3 +222,18 @@ def test_aliases_and_other_encodings_are_read(tmp_path: Path) -> None:
 
 def test_the_schema_for_editors() -> None:
     assert json.loads(schema())["properties"]["train"] and json.loads(schema(FinetuneConfig))["properties"]["start"]
+
+
+def test_shipped_files_are_found_by_name_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cmsc").mkdir()  # a folder of that name, perhaps a run, is no config
+    for name in ("cmsc", "cmsc.yaml", "pretrain/cmsc", "configs/pretrain/cmsc.yaml", CONFIGS / "pretrain" / "cmsc.yaml"):
+        assert load(name, [DATA]) == load(CONFIGS / "pretrain" / "cmsc.yaml", [DATA])
+    (tmp_path / "mine.yaml").write_text("base: cmsc\ntrain: {deepspeed: zero2}")
+    mine = load("mine.yaml", [DATA])
+    assert mine.objective.local == 0 and zero_stage(mine) == 2
+    (tmp_path / "cmsc.yaml").write_text("base: mine.yaml\ntrain: {lr: 1}")  # the nearer one of two
+    assert load("cmsc.yaml", [DATA]).train.lr == 1 and load("cmsc", [DATA]).train.lr != 1
+    for name, says in (("w2v_cmcs", "did you mean w2v_cmsc"), ("xyz", "shipped are authors, cmsc"), ("", "shipped are")):
+        with pytest.raises(ConfigError, match=says):
+            load(name)
