@@ -60,7 +60,7 @@ class PipelineConfig:
     source: Literal["tar", "zarr"] | None = None  # what is read of a dataset that has both; null: tar
     check: Literal["first", "always", "never"] = "first"  # checksums: when a crop is read first, always, never
     on_corrupt: Literal["stop", "skip"] = "stop"  # crops that cannot be read stop the run, or are skipped and counted
-    threads: Annotated[int | None, Field(ge=1)] = None  # reading threads; None: THREADS
+    threads: Annotated[int | None, Field(ge=1)] = None  # reading threads; None: 1, on a GPU 2
     read_ahead: Annotated[int, Field(ge=1)] = 2  # batches ready beside the one in use, at least
     cache_dir: str | None = None  # for datasets on s3://
     cache_bytes: int = 100 * 2**30  # at most, in cache_dir
