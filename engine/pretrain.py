@@ -2,7 +2,7 @@
 
     omnilead pretrain --data DATASET --out RUN                the quick start: a small model, a minute or two on a CPU
     omnilead pretrain --config w2v_cmsc_rlm --data DATASET --out RUN --set train.steps=1000
-    omnilead pretrain --start MODEL --config MODEL/config.yaml --data MORE --out RUN2         go on from weights, on other data
+    omnilead pretrain --start MODEL --data MORE --out RUN2 --set train.steps=1000         from the weights of another model
     deepspeed --module engine.pretrain --config w2v_cmsc_rlm ...              on all GPUs of this machine
     torchrun --nproc-per-node 8 --module engine.pretrain --config F ...       the same
     deepspeed --hostfile H --no_ssh --node_rank I --master_addr A --module engine.pretrain ...          on each of many nodes
@@ -36,10 +36,11 @@ if TYPE_CHECKING:
 
 
 def classes() -> tuple[Any, Any, Any]:
-    from engine.config import Config, load
+    from engine.config import Config
+    from engine.training.continuing import read_config
     from engine.training.pretraining import PretrainTask
 
-    return Config, PretrainTask, load
+    return Config, PretrainTask, read_config
 
 
 def pretrain(
@@ -51,7 +52,8 @@ def pretrain(
 ) -> "TrainingRun":
     """Pre-trains an encoder. Called again with the same `out` it resumes, or returns the finished run.
 
-    config: a shipped configuration by name, or a YAML file. data: a dataset or several. out: RUN, where everything is written.
+    config: a shipped configuration by name, or a YAML file; by default the quick start, or with `start` that model's own
+    architecture and objective. data: a dataset or several. out: RUN, where everything is written.
     settings: as of --set, by their dotted names: start="RUN", **{"train.steps": 1000, "augment.rlm": 0.5}. Ctrl-C writes a
     checkpoint and raises KeyboardInterrupt. Other errors are exceptions of one line, such as engine.common.ConfigError.
     """

@@ -7,6 +7,7 @@ The optimiser, the learning rate and the order of the data begin anew: this is a
 objective are taken if all of them fit. No code that the folder may hold is run.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from engine.common import ConfigError, describe_leads
-from engine.config import Config
+from engine.config import Config, build, load, overridden
 from engine.data.preprocess import Input
 from engine.model.config import ModelConfig
 from engine.model.encoders import portable
 from engine.model.folder import CONFIG, PREPROCESSING, WEIGHTS, document_of, misfits, model_folder
 from engine.model.inference import config_of
 
+QUICKSTART = "quickstart"  # if none is named
 SHARED = ("encoder", "options", "leads")  # settings on which the weights of every encoder depend
 AUTHORS = ("conv", "conv_norm", "width", "layers", "heads", "ffn", "position_kernel", "position_groups")
 MASK = "encoder.mask_embedding"  # only the local objective has it
@@ -52,6 +54,16 @@ class StartingWeights:
         return f"start={self.start}: {taken} came from it; begun anew: {', '.join(anew)}{scale}"
 
 
+def read_config(config: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
+    """As engine.config.load. If no config is named, `start` also gives the model's settings and the objective."""
+    start = overridden({}, overrides).get("start")
+    if not start or config != QUICKSTART:
+        return load(config, overrides)
+    with model_folder(start) as (folder, _):
+        document = document_of(folder / CONFIG)
+    return build(overridden({key: document[key] for key in ("model", "objective") if key in document}, overrides))
+
+
 def read_weights(config: Config) -> StartingWeights:
     start, augment = config.start, config.augment
     with model_folder(start) as (folder, digest):
@@ -61,8 +73,7 @@ def read_weights(config: Config) -> StartingWeights:
     if differ := [
         f"model.{key} is {value!r} there, {now[key]!r} here" for key, value in before.items() if now.get(key, value) != value
     ]:
-        same = f"use --config {start}/config.yaml" if Path(start, "config.yaml").is_file() else "set the same"
-        raise ConfigError(f"start={start}: another architecture: {'; '.join(differ)}: {same}")
+        raise ConfigError(f"start={start}: another architecture: {'; '.join(differ)}: set the same, or leave out --config")
     had = Input.of(preprocessing, theirs.leads).leads
     if had != augment.output_leads:
         raise ConfigError(f"start={start}: was trained on leads {describe_leads(had)}: augment.leads={augment.leads!r}")

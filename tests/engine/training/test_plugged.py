@@ -16,9 +16,11 @@ import engine
 from data_tools.dataset import Dataset
 from engine import embed
 from engine.common import ConfigError
+from engine.config import TrainConfig
 from engine.data.extra import ExtraAugmentation
 from engine.model.folder import LoadError
 from engine.model.onnx import to_onnx
+from engine.training.continuing import read_config
 
 OWN = """
 import torch
@@ -182,6 +184,8 @@ def test_pretraining_goes_on_from_weights(own: Path, base: Path, dataset: Datase
     assert "another architecture: model.encoder is 'own.py:Net' there, '' here" in other.one_line()
     fewer = pretrain(tmp_path, url, "fewer", start=start, **how, model__leads=2, augment__leads="2", augment__padded=False)
     assert "model.leads is 12 there, 2 here" in fewer.one_line()
+    named = read_config("quickstart", {"start": start, "model.encoder": f"{own}:Net", "run": "x"})
+    assert named.model.options == {"kernel": 25} and named.objective.local == 1 and named.train.lr == TrainConfig().lr
     # One without the local objective, for one with it
     assert pretrain(tmp_path, url, "cmsc", train__steps=1, objective__local=0).ok
     both = pretrain(tmp_path, url, "both", start=str(tmp_path / "cmsc"), train__steps=1)
