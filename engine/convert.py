@@ -27,23 +27,15 @@ from engine.common import RUN_CODE, ConfigError, Parser
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser("omnilead convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="from-fairseq|to-fairseq|to-onnx")
-    model = "a run or a model folder"
-    for command, source, is_, out, makes, text in (
-        (
-            "from-fairseq",
-            "CKPT.pt",
-            "the checkpoint",
-            "OUT",
-            "a new folder",
-            "a checkpoint of fairseq-signals or ECG-FM to a model folder",
-        ),
-        ("to-fairseq", "RUN", model, "OUT.pt", "a new file", "a model folder to a checkpoint of fairseq-signals"),
-        ("to-onnx", "RUN", model, "OUT.onnx", "a new file", "a model folder to ONNX, checked with onnxruntime"),
+    for command, source, out, text in (
+        ("from-fairseq", "CKPT.pt", "OUT", "a checkpoint of fairseq-signals or ECG-FM to a model folder"),
+        ("to-fairseq", "RUN", "OUT.pt", "a model folder to a checkpoint of fairseq-signals"),
+        ("to-onnx", "RUN", "OUT.onnx", "a model folder to ONNX, checked with onnxruntime"),
     ):
         example = f"example: omnilead convert {command} {source} {out}"
         sub = commands.add_parser(command, help=text, description=text, epilog=example)
-        sub.add_argument("source", type=Path, metavar=source, help=is_)
-        sub.add_argument("out", type=Path, metavar=out, help=makes)
+        sub.add_argument("source", type=Path, metavar=source, help="what to convert: a checkpoint, or a run or model folder")
+        sub.add_argument("out", type=Path, metavar=out, help="where to write it: a new file, or for a model a new folder")
         if command == "from-fairseq":
             scales = ("auto", "millivolt", "zscore")
             sub.add_argument("--input", choices=scales, default="auto", help="scale of the signals in training (auto)")

@@ -22,10 +22,7 @@ SHORTCUTS: dict[str, Shortcut] = {
     "--start": ("start", {"metavar": "RUN", "help": "a run or model folder whose weights training starts from"}),
     "--data": ("data.datasets", {"nargs": "+", "metavar": "DATASET", "help": "one or more datasets; s3:// works too"}),
     "--out": ("run", {"metavar": "RUN", "help": "the run's folder; a run that was interrupted is resumed"}),
-    "--anonymous": (
-        "data.anonymous",
-        {"action": "store_const", "const": True, "help": "read public s3:// data without credentials"},
-    ),
+    "--anonymous": ("data.anonymous", {"action": "store_const", "const": True, "help": "public s3:// data, no credentials"}),
 }
 
 
@@ -38,7 +35,19 @@ def command(
     arguments: Sequence[str] | None = None,
 ) -> int:
     """`default`: the config if none is given. An error is one line and an exit code."""
-    args = parser(name, about, default, shortcuts).parse_args(arguments)
+    parser = Parser(f"omnilead {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    which = f" (default: {default})" if default else ""
+    add("--config", metavar="NAME|F", default=default, help=f"a shipped config by its name, or a YAML file{which}")
+    for option, (setting, how) in shortcuts.items():
+        add(option, **how | {"help": f"{how['help']}; --set {setting}=..."})
+    add("--set", action="append", default=[], metavar="a.b=c", help="one setting; may be given many times")
+    traced = "trace N steps after a warm-up into RUN/profile, print the operations that take longest, and train on"
+    add("--profile", type=positive, metavar="N", help=traced)
+    add("--export", metavar="RUN", help="write RUN/model and exit")
+    add("--schema", action="store_true", help="print the JSON schema of the settings and exit")
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it; LOCAL_RANK counts
+    args = parser.parse_args(arguments)
     settings = ((setting, getattr(args, option.removeprefix("--"))) for option, (setting, _) in shortcuts.items())
     overrides = [f"{setting}={json.dumps(value)}" for setting, value in settings if value is not None]
 
@@ -61,19 +70,3 @@ def command(
                 print(f"omnilead {name}: {' '.join(message.split())}", file=sys.stderr, flush=True)
         return code
     return 0
-
-
-def parser(name: str, about: str | None, default: str | None, shortcuts: Mapping[str, Shortcut]) -> Parser:
-    made = Parser(f"omnilead {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = made.add_argument
-    which = f" (default: {default})" if default else ""
-    add("--config", metavar="NAME|F", default=default, help=f"a shipped config by its name, or a YAML file{which}")
-    for option, (setting, how) in shortcuts.items():
-        add(option, **how | {"help": f"{how['help']}; --set {setting}=..."})
-    add("--set", action="append", default=[], metavar="a.b=c", help="one setting; may be given many times")
-    traced = "trace N steps after a warm-up into RUN/profile, print the operations that take longest, and train on"
-    add("--profile", type=positive, metavar="N", help=traced)
-    add("--export", metavar="RUN", help="write RUN/model and exit")
-    add("--schema", action="store_true", help="print the JSON schema of the settings and exit")
-    add("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it; LOCAL_RANK counts
-    return made
