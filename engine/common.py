@@ -19,7 +19,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -35,6 +35,7 @@ from data_tools.storage import sync as sync
 from data_tools.storage import write_whole as write_whole
 
 ARRAYS = (".npy", ".npz")
+LENGTHS = ("train.steps", "train.epochs")
 # A copy of the data tools' list, which comes with their code for reading records. A test compares the two.
 LEADS = ("I", "II", "III", "aVR", "aVL", "aVF", "V1", "V2", "V3", "V4", "V5", "V6")
 LIMB, ALL = tuple(range(6)), tuple(range(12))
@@ -168,6 +169,25 @@ def parse_yaml(text: str | bytes, source: str) -> Any:
         return yaml.load(text, _YamlLoader)
     except Exception as error:  # PyYAML raises whatever the constructor of a scalar does; RecursionError if nested too deeply
         raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}"[:300]) from None
+
+
+def overridden(tree: dict[str, Any], overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """`overrides`: of --set, or values by dotted key. A length of the training replaces that in its other unit."""
+    pairs = list(overrides.items() if isinstance(overrides, Mapping) else map(_parsed, overrides))
+    given = dict(pairs)
+    pairs += [(other, None) for one, other in zip(LENGTHS, LENGTHS[::-1], strict=True) if given.get(one) and other not in given]
+    for key, value in pairs:
+        for name in reversed(key.split(".")):
+            value = {name: value}
+        tree = merge(tree, value)
+    return tree
+
+
+def _parsed(override: str) -> tuple[str, Any]:
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise ConfigError(f"--set {override!r}: write key=value, for example --set train.lr=1e-4")
+    return key, parse_yaml(text, f"--set {key}")
 
 
 def writable(place: Path, flag: str) -> None:

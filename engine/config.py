@@ -21,7 +21,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from engine.common import CONFIGS as CONFIGS
-from engine.common import ConfigError, find_config, merge, parse_yaml, read_yaml
+from engine.common import ConfigError, find_config, merge, overridden, read_yaml
 from engine.data.augment import AugmentConfig
 from engine.data.augmenter import HALF
 from engine.data.loader import LoaderConfig, PipelineConfig
@@ -220,21 +220,6 @@ def load(
 ) -> Kind:
     """A YAML file, or a shipped config by name, with overrides: "key=value", or values by key."""
     return build(overridden(read_yaml(find_config(path, kind.folder), kind.folder), overrides), kind)
-
-
-def overridden(tree: dict[str, Any], overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
-    for key, value in overrides.items() if isinstance(overrides, Mapping) else map(_parsed, overrides):
-        for name in reversed(key.split(".")):
-            value = {name: value}
-        tree = merge(tree, value)
-    return tree
-
-
-def _parsed(override: str) -> tuple[str, Any]:
-    key, equals, text = override.partition("=")
-    if not equals:
-        raise ConfigError(f"--set {override!r}: write key=value, for example --set train.lr=1e-4")
-    return key, parse_yaml(text, f"--set {key}")
 
 
 def build(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # type: ignore[assignment]

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from data_tools.cli import say
-from engine.common import ConfigError, find_config, merge, read_yaml
-from engine.config import FinetuneConfig, build, check, load, overridden
+from engine.common import ConfigError, find_config, merge, overridden, read_yaml
+from engine.config import FinetuneConfig, build, check, load
 from engine.tasks.labels import guess, read_task
 from engine.training.distributed import environment
 from engine.training.finetuning import read_start

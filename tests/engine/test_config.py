@@ -110,7 +110,7 @@ def test_precision_auto_is_what_the_hardware_has(
     [
         (["data.datasets=[]"], 1, "data.datasets=[]"),
         (["train.epochs=null"], 1, "--set train.steps="),
-        (["train.steps=3"], 1, "--set train.epochs=null"),
+        (["train.steps=3", "train.epochs=2"], 1, "--set train.epochs=null"),
         ([], 3, "train.batch_crops=512: must be a multiple of the 3 ranks"),
         (["train.micro_batch=100"], 2, "train.micro_batch=100: must divide"),
         (["train.deepspeed=null", "train.zero_stage=0"], 1, "train.zero_stage=0"),
@@ -229,6 +229,7 @@ def test_shipped_files_are_found_by_name_from_any_folder(tmp_path: Path, monkeyp
     (tmp_path / "cmsc").mkdir()  # a folder of that name, perhaps a run, is no config
     for name in ("cmsc", "cmsc.yaml", "pretrain/cmsc", "configs/pretrain/cmsc.yaml", CONFIGS / "pretrain" / "cmsc.yaml"):
         assert load(name, [DATA]) == load(CONFIGS / "pretrain" / "cmsc.yaml", [DATA])
+    assert load("cmsc", [DATA, "train.steps=3"]).train.epochs is None  # the length that is given counts
     (tmp_path / "mine.yaml").write_text("base: cmsc\ntrain: {deepspeed: zero2}")
     mine = load("mine.yaml", [DATA])
     assert mine.objective.local == 0 and zero_stage(mine) == 2
