@@ -36,7 +36,7 @@ OWN_COLUMNS = ("age", "sex")  # of a dataset
 BOOLEANS = {"0": 0, "0.0": 0, "false": 0, "no": 0, "1": 1, "1.0": 1, "true": 1, "yes": 1}
 FEW = 10  # numbers with at most so many values are classes
 SHOWN = 3  # names in a message
-MAX_FOLDS = 100
+MAX_VALUES = 100  # classes of multiclass, and folds
 ENDING, FOLDERS = (r"\.[A-Za-z]\w{1,3}$", ""), ("^.*/", "")
 PTBXL = (r"^(\d{5})_[hl]r$", r"HR\1")  # its files and the Challenge's records
 # How a table may name a record: by its path in the archive, of a WFDB folder's folders joined
@@ -251,6 +251,8 @@ def _values(task: TaskConfig, table: LabelTable) -> tuple[TaskConfig, tuple[str,
     used[np.concatenate(table.row)] = True
     of_data = columns[0].filter(pa.array(used[:-1]))
     classes = task.classes or tuple(_in_order(pc.drop_null(of_data).unique().to_pylist()))
+    if len(classes) > MAX_VALUES:
+        raise ConfigError(f"{table.name}: {task.columns[0]} has {len(classes):,} values: use at most {MAX_VALUES} classes")
     code = pc.fill_null(pc.index_in(columns[0], pa.array(classes, pa.string())), -1).to_numpy(zero_copy_only=False)
     unknown = used[:-1] & (code < 0) & columns[0].is_valid().to_numpy(zero_copy_only=False)
     if unknown.any():
@@ -326,8 +328,8 @@ def _by_column(
     """The task with its folds, and the split of each crop. A patient in two folds is an error."""
     cells = table.cells[column].combine_chunks().dictionary_encode()
     values: list[str] = cells.dictionary.to_pylist()
-    if len(values) > MAX_FOLDS:
-        raise ConfigError(f"{table.name}: {column} has {len(values):,} values: at most {MAX_FOLDS} can be told apart")
+    if len(values) > MAX_VALUES:
+        raise ConfigError(f"{table.name}: {column} has {len(values):,} values: use at most {MAX_VALUES}")
     if column == "split":
         number = _coded(pa.chunked_array([cells.dictionary]))
         if (number < 0).any():

@@ -106,8 +106,9 @@ class FinetuneTask(TrainingTask):
             return
         there_K = (y_NK > 0).any(0)
         if there_K.sum() < (2 if self.kind == "multiclass" else 1) or (self.kind == "binary" and not (y_NK == 0).any()):
-            known = f"only {named(labels, there_K)}" if there_K.any() else f"no positive of {named(labels, ~there_K)}"
-            raise ConfigError(f"{name}: the training split has {known}: nothing to tell apart")
+            only = "positives of " * (self.kind == "binary") + named(labels, there_K)
+            has = f"only {only}" if there_K.any() else f"no positive of {named(labels, ~there_K)}"
+            raise ConfigError(f"{name}: the training split has {has}: nothing to tell apart")
         self.remarks += [f"no positive examples in training: {named(labels, ~there_K)}"] if not there_K.all() else []
         if self.config.task.class_weights == "balanced":
             self.balanced_2K = kinds.balanced(self.kind, y_NK)

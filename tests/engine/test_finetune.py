@@ -329,7 +329,7 @@ def test_training_ends_when_validation_no_longer_improves(
 def test_labels_from_which_nothing_can_be_learnt(dataset: Dataset, base: Path, tmp_path: Path) -> None:
     names, path = list(dict.fromkeys(dataset.column("record"))), tmp_path / "mine.csv"
     cases = [
-        ("binary", lambda i: "1", "the training split has only v: nothing to tell apart"),
+        ("binary", lambda i: "1", "the training split has only positives of v: nothing to tell apart"),
         ("binary", lambda i: "0", "the training split has no positive of v: nothing to tell apart"),
         ("multiclass", lambda i: "a", "the training split has only a: nothing to tell apart"),
         ("regression", lambda i: "61", "all known values of v in the training split are equal"),
