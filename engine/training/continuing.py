@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from engine.common import ConfigError, describe_leads
-from engine.config import Config, build, load, overridden
+from engine.common import ConfigError, describe_leads, overridden
+from engine.config import Config, build, load
 from engine.data.preprocess import Input
 from engine.model.config import ModelConfig
 from engine.model.encoders import portable
