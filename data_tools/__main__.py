@@ -241,11 +241,8 @@ def _show(options: argparse.Namespace) -> int:
                 ecg = dataset[options.crop]
             except IndexError:
                 raise DataError(f"--crop {options.crop}: the dataset has crops 0 to {len(dataset) - 1}") from None
-            print(
-                "\n".join(
-                    f"{name:15}{'' if value is None else value}" for name, value in vars(ecg).items() if name != "signal_uv"
-                )
-            )
+            facts = {name: "" if value is None else value for name, value in vars(ecg).items() if name != "signal_uv"}
+            print("\n".join(f"{name:15}{value}" for name, value in facts.items()))
             figure = ecg.plot() if options.png else None
     if options.png:
         plots.save(figure, options.png)

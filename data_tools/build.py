@@ -136,16 +136,11 @@ def read_part(out: Folder, name: str) -> pa.Table:
     return pq.read_table(pa.BufferReader(body))
 
 
-def _part_facts(part: pa.Table) -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads(part.schema.metadata[b"omnilead"])
-    return facts
-
-
 def _is_done(out: Folder, index: int, content: str) -> bool:
     """A part is written after its shard, so one with the right key stands for both."""
     name = shard_name(index)
     try:
-        facts = _part_facts(read_part(out, name))
+        facts = json.loads(read_part(out, name).schema.metadata[b"omnilead"])
         addresses = hashlib.sha256(out.read(index_name(name), MAX_INDEX)).hexdigest()
         return (facts["content"], facts["index"]) == (content, addresses) and out.size(f"shards/{name}") == facts["bytes"]
     except (ReadError, FileNotFoundError, KeyError):
@@ -238,7 +233,7 @@ def _records(sources: tuple[Source, ...], crops: PlannedCrops) -> Iterator[tuple
 
 
 def _finish(plan: ShardPlan, parts: list[pa.Table], out: Folder, recipe: dict[str, Any], options: ShardOptions) -> Dataset:
-    facts = [_part_facts(part) for part in parts]
+    facts = [json.loads(part.schema.metadata[b"omnilead"]) for part in parts]
     table = pa.concat_tables([part.replace_schema_metadata().cast(COLUMNS) for part in parts])
     key = options.pseudonym_key
     hidden = [(source, pseudonym(key, "r", source, name), reason, "") for source, name, reason, _ in plan.rejects]

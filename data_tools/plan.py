@@ -89,9 +89,8 @@ def make_plan(sources: Iterable[Source], seed: int, workers: int = 1, dask: str 
     refused = [one for number in sorted(scans) for one in scans[number][2]]
     seen = Counter(source for _, (source, *_) in refused)
     seen.update({row["values"]: row["counts"] for row in pc.value_counts(scanned["source"]).to_pylist()})
-    names = pc.dictionary_encode(
-        pc.replace_substring(scanned["label"].combine_chunks(), "/", "-")
-    )  # a-b/c, a/b-c: one tar name
+    tar_names = pc.replace_substring(scanned["label"].combine_chunks(), "/", "-")  # of a-b/c and a/b-c it is the same
+    names = pc.dictionary_encode(tar_names)
     first = np.zeros(len(scanned), bool)
     first[np.unique(names.indices.to_numpy(), return_index=True)[1]] = True
     for row in scanned.filter(pa.array(~first)).select(["key", "label"]).to_pylist():

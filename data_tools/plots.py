@@ -190,49 +190,44 @@ def summary_figure(counts: Mapping[str, Mapping[str, int]], class_counts: Mappin
     figure = _figure((12.5, 1.8 + 0.22 * slots), layout=layout)
     figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK, family=FONT, parse_math=False)
     left, right = figure.subplots(1, 2, width_ratios=(1.1, 1.0))
-    _draw_sources(left, counts, slots)
-    right.set_title("crops with each diagnosis class", loc="left", fontsize=10, color=INK, family=FONT)
+    total = sum(sum(roles.values()) for roles in counts.values())
+    for axes, words in ((left, f"{total:,} crops by source and role"), (right, "crops with each diagnosis class")):
+        axes.set_title(words, loc="left", fontsize=10, color=INK, family=FONT)
+    _draw_bars(left, counts, max(len(counts), 0.55 * slots))
+    if total:  # under the axis, where there are no bars
+        at, font = (-0.01, -1.1 / slots), {"family": FONT, "size": 9}
+        left.legend(loc="upper left", bbox_to_anchor=at, ncols=4, frameon=False, prop=font, borderaxespad=0)
     if class_counts:
-        _draw_classes(right, dict.fromkeys(ABBREVIATIONS, 0) | dict(class_counts))
+        classes = {name: {"": class_counts.get(name, 0)} for name in ABBREVIATIONS}
+        _draw_bars(right, classes, len(classes), wide_range=True)
     else:
         right.set_axis_off()
         _write(right, 0.5, 0.5, "no diagnosis labels", 10, color=GREY, style="italic", ha="center", va="center")
     return figure
 
 
-def _draw_sources(axes: "Axes", counts: Mapping[str, Mapping[str, int]], slots: int) -> None:
-    totals = {source: sum(roles.values()) for source, roles in counts.items()}
-    order = sorted(totals, key=lambda source: (-totals[source], source))
-    axes.set_title(f"{sum(totals.values()):,} crops by source and role", loc="left", fontsize=10, color=INK, family=FONT)
-    left = np.zeros(len(order))
-    for role, colour in zip(dict.fromkeys(role for roles in counts.values() for role in roles), cycle(ROLE_COLOURS)):
-        part = np.array([counts[source].get(role, 0) for source in order])
-        axes.barh(range(len(order)), part, 0.68, left=left, color=colour, label=f"{role}  {part.sum():,}")
-        left += part
-    axes.set_xlim(0, max([1, *totals.values()]) * 1.14)
-    _finish_bars(axes, order, [totals[source] for source in order], max(len(order), 0.55 * slots))
-    if left.any():  # under the axis, where there are no bars
-        at, font = (-0.01, -1.1 / slots), {"family": FONT, "size": 9}
-        axes.legend(loc="upper left", bbox_to_anchor=at, ncols=4, frameon=False, prop=font, borderaxespad=0)
+def _draw_bars(axes: "Axes", counts: Mapping[str, Mapping[str, int]], slots: float, wide_range: bool = False) -> None:
+    """A bar for each name, the longest first, with its parts in colours and the total behind it. `wide_range`: on a logarithmic
+    scale if the longest is more than 50 times the shortest."""
+    from matplotlib.ticker import MaxNLocator
 
-
-def _draw_classes(axes: "Axes", counts: Mapping[str, int]) -> None:
-    order = sorted(counts, key=lambda name: (-counts[name], name))
-    lowest, highest, start = min(filter(None, counts.values()), default=1), max(1, *counts.values()), 0.0
+    totals = {name: sum(parts.values()) for name, parts in counts.items()}
+    order = sorted(totals, key=lambda name: (-totals[name], name))
+    lowest, highest, start = min(filter(None, totals.values()), default=1), max([1, *totals.values()]), 0.0
     axes.set_xlim(0, highest * 1.14)
-    if highest / lowest > 50:
+    if wide_range and highest / lowest > 50:
         start = lowest / 2
         axes.set_xscale("log")
         axes.set_xlim(start, highest * (highest / lowest) ** 0.14)
         axes.set_xlabel("crops, logarithmic scale", fontsize=8, color=GREY, family=FONT)
-    axes.barh(range(len(order)), [max(counts[name] - start, 0) for name in order], 0.68, left=start, color=ROLE_COLOURS[0])
-    _finish_bars(axes, order, [counts[name] for name in order], len(order))
-
-
-def _finish_bars(axes: "Axes", names: list[str], values: list[int], slots: float) -> None:
-    """Names at the left, numbers behind the bars, whole numbers as ticks."""
-    from matplotlib.ticker import MaxNLocator
-
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    left = np.full(len(order), start)
+    for name, colour in zip(dict.fromkeys(part for parts in counts.values() for part in parts), cycle(ROLE_COLOURS)):
+        part = np.array([counts[one].get(name, 0) for one in order])
+        width = np.maximum(part - start, 0)
+        axes.barh(range(len(order)), width, 0.68, left=left, color=colour, label=f"{name}  {part.sum():,}")
+        left += width
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(GREY)
     axes.tick_params(axis="x", which="both", colors=GREY, labelsize=8, labelfontfamily=FONT)
@@ -240,13 +235,11 @@ def _finish_bars(axes: "Axes", names: list[str], values: list[int], slots: float
     axes.grid(axis="x", color="#e6e6ea", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.set_ylim(slots - 0.4, -0.6)
-    axes.set_yticks(range(len(names)), names, parse_math=False)
-    for y, value in enumerate(values):
+    axes.set_yticks(range(len(order)), order, parse_math=False)
+    for y, value in enumerate(totals[name] for name in order):
         at, colour = (max(value, axes.get_xlim()[0]), y), INK if value else GREY
         text = axes.annotate(f"{value:,}", at, (4, 0), textcoords="offset points", va="center", color=colour)
         text.set(fontsize=8, fontfamily=FONT)
-    if axes.get_xscale() == "linear":
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.xaxis.set_minor_formatter("")
 

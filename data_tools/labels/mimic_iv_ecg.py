@@ -64,9 +64,7 @@ def mimic_iv_ecg(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
         x[name] = x[name] + 0 * (x["p_onset"] + x["p_end"])  # empty where a part of the P wave was not found
     spans = {name: (f"{means} in ms", x[end] - x[start]) for name, (means, start, end) in SPANS.items()}
     measured = {name: (means, np.where(span > 0, span, np.nan).astype(np.float32)) for name, (means, span) in spans.items()}
-    measured |= {
-        f"{wave.upper()}_axis": (f"axis of {wave.upper()} in degrees", x[f"{wave}_axis"]) for wave in ("p", "qrs", "t")
-    }
+    measured |= {f"{wave}_axis": (f"axis of {wave} in degrees", x[f"{wave.lower()}_axis"]) for wave in ("P", "QRS", "T")}
     about = "MIMIC-IV-ECG, intervals and axes measured by the carts' programs; empty where not measured"
     yield PublishedLabels("mimic-iv-ecg-intervals", about, (TABLE,), "mimic-iv-ecg", studies, measured)
 

@@ -48,10 +48,9 @@ def open_sources(url: str, kind: str = "auto", anonymous: bool = False) -> list[
         found += [source(below) for source in ARCHIVES.values() if source.detect(inside)]
     if not found and root.url.rsplit("/", 1)[-1] in DATABASES:
         found = [PhysioNet2021(root)]
-    if not found and any(name.endswith(".hea") for name in root.names()):
-        found = [WfdbFolder(root)]
-    if not found and any(name.lower().endswith(".xml") for name in root.names()):
-        found = [MuseXml(root)]
+    for source, ending in ((WfdbFolder, ".hea"), (MuseXml, ".xml")):
+        if not found and any(name.lower().endswith(ending) for name in root.names()):
+            found = [source(root)]
     if not found and META in names:
         raise StorageError(f"{root.url}: a dataset, not an archive: name the archives that it was made from")
     if not found:

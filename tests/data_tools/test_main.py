@@ -201,10 +201,3 @@ def test_interrupted_synth_is_begun_again(
     monkeypatch.setattr("data_tools.synth.synthesise", stopped)
     error = f"interrupted: delete {tmp_path} and run it again\n"
     assert run(capsys, "synth", tmp_path) == (130, "", error)
-
-
-@pytest.mark.parametrize("command", [(), ("synth",), ("shard",), ("verify",), ("show",)])
-def test_help_is_there(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, *command, "--help")
-    assert code == 0
-    assert "usage" in out

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from handmade import ecg
 
 from data_tools.dataset import CROP_SHAPE
 from data_tools.errors import ReadError
@@ -14,22 +15,13 @@ def record(signal: np.ndarray, **changes: object) -> EcgRecord:
     return EcgRecord(**given)  # type: ignore[arg-type]
 
 
-def limb_consistent(samples: int, seed: int = 0) -> np.ndarray:
-    """Integer microvolts in which the limb leads obey Einthoven (to the half microvolt)."""
-    rng = np.random.default_rng(seed)
-    x = rng.integers(-3000, 3000, (12, samples)).astype(np.int16)
-    i, ii = x[0].astype(int), x[1].astype(int)
-    x[2], x[3], x[4], x[5] = ii - i, -(i + ii) // 2, (2 * i - ii) // 2, (2 * ii - i) // 2
-    return x
-
-
 def prepared(source: EcgRecord, index: int = 0):  # type: ignore[no-untyped-def]
     out = np.full(CROP_SHAPE, 77, np.int16)
     return prepare_crop(source, index, out), out
 
 
 def test_canonical_samples_are_copied_bit_for_bit() -> None:
-    x = limb_consistent(CROP)
+    x = ecg()
     facts, out = prepared(record(x, invalid=-32768))
     np.testing.assert_array_equal(out, x)
     assert (facts.halves, facts.missing, facts.flags) == (2, (), ())
@@ -46,12 +38,12 @@ def test_canonical_samples_are_copied_bit_for_bit() -> None:
     ],
 )
 def test_gain_and_unit_lead_to_the_same_microvolts(scale: float, changes: dict[str, object]) -> None:
-    x = limb_consistent(CROP)
+    x = ecg()
     np.testing.assert_array_equal(prepared(record(x * scale, **changes))[1], x)
 
 
 def test_baseline_is_subtracted_before_the_gain_divides() -> None:
-    x = limb_consistent(CROP)
+    x = ecg()
     baselines = tuple(range(12))
     signal = x // 5 + np.array(baselines)[:, None]
     _, out = prepared(record(signal.astype(np.int32), gain=200.0, baseline=baselines))
@@ -59,7 +51,7 @@ def test_baseline_is_subtracted_before_the_gain_divides() -> None:
 
 
 def test_leads_are_placed_by_name_and_absent_ones_are_named() -> None:
-    x = limb_consistent(CROP)
+    x = ecg()
     order = [3, 1, 0, 11]
     facts, out = prepared(record(np.vstack([x[order], x[:1] + 9]), leads=(*(LEADS[i].lower() for i in order), "resp")))
     np.testing.assert_array_equal(out[order], x[order])
@@ -69,7 +61,7 @@ def test_leads_are_placed_by_name_and_absent_ones_are_named() -> None:
 
 
 def test_records_are_cut_from_their_start_and_remainders_follow_the_rule() -> None:
-    x = limb_consistent(2 * CROP + HALF + 100)
+    x = ecg(2 * CROP + HALF + 100)
     source = record(x, invalid=-32768)
     assert crop_count(x.shape[1], 500.0) == 3
     assert dropped_s(x.shape[1], 500.0) == pytest.approx(0.2)
@@ -86,7 +78,7 @@ def test_records_are_cut_from_their_start_and_remainders_follow_the_rule() -> No
 
 @pytest.mark.parametrize("marker", ["int16", "nan", "wide"])
 def test_a_lead_with_an_invalid_sample_is_zero_and_missing_in_that_crop_only(marker: str) -> None:
-    x = limb_consistent(2 * CROP)
+    x = ecg(2 * CROP)
     signal, invalid = {"int16": (x.copy(), -32768), "nan": (x / 1.0, np.nan), "wide": (x.astype(np.int32), -(2**31))}[marker]
     signal[7, 123] = invalid
     source = record(signal, invalid=None if marker == "nan" else invalid)
@@ -100,7 +92,7 @@ def test_a_lead_with_an_invalid_sample_is_zero_and_missing_in_that_crop_only(mar
 
 
 def test_the_lowest_int16_is_a_sample_unless_it_means_not_measured() -> None:
-    x = limb_consistent(CROP)
+    x = ecg()
     x[8, 7] = -32768
     facts, out = prepared(record(x))
     assert (facts.missing, out[8, 7]) == ((), -32767) and "saturated" in facts.flags
@@ -114,12 +106,12 @@ def test_a_crop_without_a_valid_lead_is_refused(signal: np.ndarray) -> None:
 
 
 def test_flags_say_what_is_odd() -> None:
-    x = limb_consistent(CROP)
+    x = ecg()
     x[9] = 5
     x[2, 100] += 60
     facts, _ = prepared(record(x))
     assert set(facts.flags) == {"flat:V4", "einthoven"}
-    big = limb_consistent(CROP) / 1000.0
+    big = ecg() / 1000.0
     big[8, 10], big[9, 10] = 25.0, 1e9
     facts, out = prepared(record(big, gain=1.0))
     assert set(facts.flags) == {"large", "saturated"}
@@ -129,7 +121,7 @@ def test_flags_say_what_is_odd() -> None:
 
 @pytest.mark.parametrize(("uv", "flags"), [(20_000, ()), (20_001, ("large",)), (-20_000, ()), (-20_001, ("large",))])
 def test_the_threshold_of_large_amplitudes(uv: int, flags: tuple[str, ...]) -> None:
-    x = limb_consistent(CROP)
+    x = ecg()
     x[7, 100] = uv
     assert prepared(record(x))[0].flags == flags
 
@@ -138,9 +130,7 @@ def test_the_threshold_of_large_amplitudes(uv: int, flags: tuple[str, ...]) -> N
 @pytest.mark.parametrize("missing", [None, 0, 1, 2, 3, 4, 5, 6])
 def test_the_threshold_of_contradicting_limb_leads(lead: int, missing: int | None) -> None:
     for uv in (20, 21, -20, -21):
-        x = (limb_consistent(CROP) // 2).astype(np.int16)
-        i, ii = x[0] * 2, x[1] * 2  # even, so that nothing is rounded
-        x[:6] = i, ii, ii - i, -(i + ii) // 2, i - ii // 2, ii - i // 2
+        x = ecg()
         x[lead, 100] += uv
         if missing is not None:
             x[missing, 5] = -32768
@@ -192,7 +182,7 @@ def test_a_constant_stays_constant_to_the_very_ends() -> None:
 @pytest.mark.parametrize("gain", [1000.0, 200.0])
 def test_a_rate_that_is_500_but_for_rounding_is_500(fs_hz: float, gain: float) -> None:
     """Whether the samples can be taken as they are or not."""
-    x = limb_consistent(CROP)
+    x = ecg()
     (facts, out), (plain_facts, plain) = prepared(record(x, fs_hz=fs_hz, gain=gain)), prepared(record(x, gain=gain))
     assert facts == plain_facts
     np.testing.assert_array_equal(out, plain)
@@ -204,4 +194,4 @@ def test_impossible_rates_and_gains_are_refused(fs_hz: float) -> None:
         crop_count(5000, fs_hz)
     for gain in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ReadError, match="gain"):
-            prepared(record(limb_consistent(CROP), gain=gain))
+            prepared(record(ecg(), gain=gain))
