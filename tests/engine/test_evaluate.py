@@ -306,7 +306,7 @@ def test_labels_and_models_that_do_not_fit(tables: Path, saved_model: Saved, ref
     refused("--task 'ages': .*did you mean age", rhythm, "--task", "ages")
     other = tmp_path / "other.csv"
     other.write_text(folds.read_text().replace("other", "strange"))
-    refused("'strange' is none of AF, none, other", rhythm, "--labels", other)
+    refused("'strange' is not one of its classes AF, none, other", rhythm, "--labels", other)
     two = saved_model("c", head=RHYTHM | {"classes": ["AF", "none"]})
     refused("the model knows 2 classes, not other: it cannot be scored", two, "--labels", folds)
     four = saved_model("d", head=RHYTHM | {"classes": ["AF", "none", "other", "paced"]})
