@@ -82,7 +82,7 @@ def share_work() -> int:
 @contextmanager
 def process_restored() -> Iterator[None]:
     """Around a training: what it changes in this process for good, such as a notebook's, is put back."""
-    environment, threads = dict(os.environ), torch.get_num_threads()
+    environment, threads, hook = dict(os.environ), torch.get_num_threads(), sys.excepthook  # torch.distributed replaces it
     deterministic = torch.are_deterministic_algorithms_enabled()
     with warnings.catch_warnings():
         try:
@@ -95,6 +95,7 @@ def process_restored() -> Iterator[None]:
             os.environ.update(environment)
             torch.set_num_threads(threads)
             torch.use_deterministic_algorithms(deterministic)
+            sys.excepthook = hook
 
 
 def quiet_deepspeed() -> Any:

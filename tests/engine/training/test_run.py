@@ -4,6 +4,7 @@ import gc
 import inspect
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,11 @@ from tests.forks import started
 SMALL = {"train.steps": 3, "train.validate_every": 3, "train.valid_batches": 1}
 
 
-def left() -> tuple[dict[str, str], int, int, bool]:
+def left() -> tuple[Any, ...]:
     """What a training must leave as it was, or clean up."""
     gc.collect()
     models = sum(type(thing) is Pretrainer for thing in gc.get_objects())
-    return dict(os.environ), models, threading.active_count(), torch.are_deterministic_algorithms_enabled()
+    return dict(os.environ), sys.excepthook, models, threading.active_count(), torch.are_deterministic_algorithms_enabled()
 
 
 def notebook(tmp: Path, url: str) -> None:
