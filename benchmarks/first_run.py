@@ -182,7 +182,7 @@ def train(run: LoopRun, seconds: float) -> Found:
     from engine import pretrain as program
     from engine.training.loop import Loop
 
-    def until_stopped(loop: Loop) -> bool:
+    def until_stopped(loop: Loop, *_: Any) -> bool:
         timer = threading.Timer(seconds, setattr, (loop, "terminated", True))  # as SIGTERM does
         timer.daemon = True
         timer.start()
