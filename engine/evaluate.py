@@ -18,15 +18,13 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from data_tools.cli import show
 from engine.common import RUN_CODE, ConfigError, OutputError, Parser, interruptible, writable, write_whole, writing
-
-if TYPE_CHECKING:
-    from engine.evaluation.results import IdentificationResult, TaskResult
 
 CLASSES_SHOWN = 12  # on the terminal
 COLUMNS = ("positives", "threshold", "auroc", "auprc", "f_measure", "mae", "r2", "n")
@@ -35,14 +33,12 @@ COLUMNS = ("positives", "threshold", "auroc", "auprc", "f_measure", "mae", "r2",
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     from data_tools.dataset import DataError  # PyTorch and others only now: --help does not wait for them
-    from engine.evaluation.metrics import MetricError
     from engine.training.distributed import close, lost_a_rank
 
     heard = os.environ.get("RANK", "0") == "0"  # all ranks meet wrong arguments alike
     try:
-        evaluate(args)
-        return 0
-    except (MetricError, OutputError) as error:  # the model's outputs cannot be scored, or the results not written
+        return evaluate(args)
+    except OutputError as error:  # not to be scored, or not to be written
         message, code = str(error), 1
     except (ConfigError, DataError) as error:
         message, code, heard = str(error), 2, heard or isinstance(error, DataError)
@@ -80,7 +76,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def evaluate(args: argparse.Namespace) -> None:
+def evaluate(args: argparse.Namespace) -> int:
     if args.batch < 1:
         raise ConfigError(f"--batch {args.batch}: must be at least 1")
     for flag, place in (("--json", args.json), ("--report", args.report)):
@@ -100,19 +96,19 @@ def evaluate(args: argparse.Namespace) -> None:
     model = engine.load(args.model, args.code).to(chosen_device(args.device))
     task = chosen_task(model, args.task, args.labels)
     options = EvalOptions(args.role, args.leads, args.batch, args.model)
-    result: TaskResult | IdentificationResult
     result = identify(model, dataset, options) if task.kind == "identity" else score_task(model, dataset, task, options)
     if rank:
-        return
+        return 0
     document = result.document()
-    print("\n".join(lines(document)))
+    text = "\n".join(lines(document)) + "\n"
     if args.json:
         with writing(args.json, "--json"):
             write_whole(args.json, json.dumps(document, indent=1) + "\n")
     if args.report:
         with writing(args.report, "--report"):
             write_whole(args.report, evaluation_report.build(result, dataset))
-        print(args.report)
+        text += f"{args.report}\n"
+    return show(text)
 
 
 def lines(document: dict[str, Any]) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
     measure("multiclass", y_NK, scores_NK)["auroc"]   MEASURES of binary, multilabel, multiclass and regression
     challenge_score(labels, outputs)                  the PhysioNet/CinC Challenge 2021's score, of [n, 26] zeros and ones
-    summary(labels, outputs, scores)["challenge"]     and auroc, auprc, accuracy, f_measure, also for each class
+    statistic_of("binary", y_N1, scores_N1).summary() the measures, and a row of figures for each class
     identification(gallery_PD, gallery_ids, probe_QD, probe_ids)["accuracy"]
     mean, half = over_seeds([0.701, 0.695, 0.704])    a 95 % t interval
     low, high = bootstrap(statistic_of("binary", y_N1, scores_N1), patients)    95 %, by resampling patients
@@ -26,6 +26,7 @@ import numpy as np
 from scipy import stats
 
 from data_tools.dataset import CLASSES
+from engine.common import OutputError
 
 Array = np.ndarray
 Names = Sequence[str]
@@ -46,7 +47,7 @@ TIE = 1e-12  # cosines in float64 closer than this are equal
 BLOCK = 2**23  # similarities at a time, 64 MB
 
 
-class MetricError(Exception):
+class MetricError(OutputError):
     """Numbers that cannot be scored: one line that says what they are."""
 
 
@@ -58,16 +59,12 @@ def weights() -> Array:
     return np.asarray(np.rint(figures * UNIT), np.int64)
 
 
-def outputs_of(scores: Array, thresholds: Sequence[float] | float = THRESHOLD) -> Array:
-    """Predicted classes: a probability above the threshold, not at it (fairseq-signals binary_cross_entropy.py:28)."""
-    return np.asarray(scores) > np.asarray(thresholds)
-
-
 def predicted(kind: str, scores: Array, thresholds: Floats = None) -> Array:
-    """bool [N, K]: the classes above their thresholds, of multiclass the most probable one."""
+    """bool [N, K]: classes above their threshold, not at it (fairseq-signals binary_cross_entropy.py:28); of multiclass the
+    most probable one."""
     if kind == "multiclass":
         return np.asarray(scores.argmax(1)[:, None] == np.arange(scores.shape[1]))
-    return outputs_of(scores, thresholds or THRESHOLD)
+    return np.asarray(scores > np.asarray(thresholds or THRESHOLD))
 
 
 def measure(kind: str, y_NK: Array, scores_NK: Array, thresholds: Floats = None, classes: Names = ()) -> dict[str, float]:
@@ -109,12 +106,6 @@ def _challenge(credit_3N: Array, norm_3N: Array, weight_N: Array) -> float:
         return 0.0
     observed, correct, inactive = (sums / np.maximum(np.arange(27), 1)).sum(1) / UNIT
     return float((observed - inactive) / (correct - inactive))
-
-
-def summary(labels: Array, outputs: Array, scores: Array) -> dict[str, Any]:
-    """METRICS; `classes`: {abbreviation: auroc, auprc, f_measure, sensitivity, specificity, positives, predicted, n};
-    `without_positives`, `without_negatives`: classes for which AUROC is not defined."""
-    return Classification(*checked(labels, outputs), scores).summary()
 
 
 def checked(labels: Array, outputs: Array, classes: int = len(CLASSES)) -> tuple[Array, Array]:
@@ -208,6 +199,7 @@ class Classification:
         return found[0], found[1]
 
     def summary(self) -> dict[str, Any]:
+        """The measures; `classes`: figures of each; `without_positives`, `without_negatives`: those without AUROC."""
         columns = self.by_class(np.ones(len(self.labels), np.int64))
         columns |= {"positives": self.labels.sum(0), "predicted": self.outputs.sum(0), "n": self.known.sum(0)}
         classes = table_of(self.classes, columns)

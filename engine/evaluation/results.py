@@ -118,9 +118,7 @@ class TaskResult:
         return {key: nullable(value) for key, value in {**about, **self.facts, **half, **rest}.items()}
 
 
-def scored(
-    labels: Array, scores: Array, patients: Sequence[Any], resamples: int = RESAMPLES, head: HeadInfo = DIAGNOSIS
-) -> dict[str, Any]:
+def scored(labels: Array, scores: Array, patients: Sequence[Any], resamples: int, head: HeadInfo) -> dict[str, Any]:
     """n, patients, metrics, intervals, classes, without_positives, without_negatives. The first metric is the score."""
     if broken := int((~np.isfinite(scores)).any(1).sum()):
         raise MetricError(f"the model gave NaN for {broken:,} of {len(scores):,} samples: check its weights and the data")
@@ -245,8 +243,8 @@ def score_task(model: TrainedModel, dataset: Dataset, task: TaskConfig, options:
 def labels_of(labels: TaskLabels, dataset: Dataset, role: str) -> tuple[Array, Array]:
     """Crops of a split, and their labels."""
     url, rows = labels.task.labels or dataset.root.url, labels.rows(0, role)
-    if labels.role and not len(rows):
-        _rows(dataset, "dx", role, "crops of cpsc_2018 or georgia: shard --dx-sources names others")
+    if labels.role:
+        require(rows, dataset, f"dx={role}", "crops of cpsc_2018 or georgia: shard --dx-sources names others")
     if not len(rows):
         raise ConfigError(f"{url}: no record of {dataset.root.url} is in the split {role}: choose another --role")
     y_NK = labels.y[0][rows]
@@ -260,12 +258,15 @@ def identify(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> Ide
     model_input, notes = _input(model, dataset, options)
     patients = patient_ids([dataset])[0]
     if options.role == "valid":
-        gallery = probe = rows = _rows(dataset, "id", "valid", "records that are not kept for tests", halves=2)
+        rows = dataset.select(identity="valid")
+        gallery = probe = rows = rows[dataset.column("halves")[rows] == 2]
+        require(rows, dataset, "id=valid and two halves", "records that are not kept for tests")
         c_RD, _ = _predict(model.pooled, model, dataset, rows, model_input, options.batch)
         gallery_PD, probe_QD = c_RD[::2], c_RD[1::2]
     else:
-        source = "patients of ptb-xl with two sessions: shard --id-sources names others"
-        gallery, probe = (_rows(dataset, "id", role, source) for role in ("gallery", "probe"))
+        gallery, probe = (dataset.select(identity=role) for role in ("gallery", "probe"))
+        for role, side in (("gallery", gallery), ("probe", probe)):
+            require(side, dataset, f"id={role}", "patients of ptb-xl with two sessions: shard --id-sources names others")
         rows = np.union1d(gallery, probe)
         c_BD, _ = _predict(model.pooled, model, dataset, rows, model_input, options.batch, first_half=True)
         gallery_PD, probe_QD = (c_BD[np.searchsorted(rows, side)] for side in (gallery, probe))
@@ -292,14 +293,10 @@ def chosen_task(model: TrainedModel, name: str = "auto", labels: str = "") -> Ta
     return replace(task, labels=labels) if labels else task
 
 
-def _rows(dataset: Dataset, kind: str, role: str, source: str, halves: int = 1) -> Array:
-    rows = dataset.select(dx=role) if kind == "dx" else dataset.select(identity=role)
-    rows = rows[dataset.column("halves")[rows] >= halves]
-    if len(rows):
-        return np.asarray(rows)
-    what = f"{kind}={role}" + " and two halves" * (halves == 2)
-    made = f"it was made with --plan {dataset.meta.get('plan')}, or has no {source}"
-    raise ConfigError(f"{dataset.root.url}: no crop has {what}: {made}")
+def require(rows: Array, dataset: Dataset, what: str, source: str) -> None:
+    if not len(rows):
+        made = f"it was made with --plan {dataset.meta.get('plan')}, or has no {source}"
+        raise ConfigError(f"{dataset.root.url}: no crop has {what}: {made}")
 
 
 def _input(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> tuple[Input, list[str]]:

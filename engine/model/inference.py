@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from data_tools.errors import ReadError
-from data_tools.prepare import MAX_RATIO, RATE_RANGE_HZ, crop_count, fill, rate_ratio, samples_at_500
+from data_tools.prepare import RATE_RANGE_HZ, crop_count, fill, samples_at_500
 from data_tools.record import MV_PER_UNIT, EcgRecord, unit_name
 from engine.common import LEADS, ConfigError, blaming, leads_in_order, plugin
 from engine.data.augmenter import CROP, FS_HZ, HALF
@@ -157,8 +157,7 @@ class TrainedModel(nn.Module):
     ) -> Tensor:
         """[B, width], for one ECG B = 1: the mean over its segments of what `forward` gives."""
         leads = leads if isinstance(leads, str) else tuple(leads)
-        several = getattr(signal, "ndim", None) == 3
-        parts = []
+        several, parts = getattr(signal, "ndim", None) == 3, []
         for i, record in enumerate(signal if several else (signal,)):
             try:
                 parts.append(self.segments(record, fs_hz, leads, unit))
@@ -269,11 +268,15 @@ def crops(signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str, want
     left out."""
     given = leads_in_order(leads)
     wanted.require(given)
-    values, names = _values(signal, len(given)), tuple(LEADS[lead] for lead in given)
+    values, names = _values(signal), tuple(LEADS[lead] for lead in given)
     invalid = NOT_MEASURED if values.dtype == np.int16 else None  # as loadmat leaves it
-    record = EcgRecord("", values, _rate(fs_hz), names, _unit(unit), invalid=invalid)
-    samples = record.signal.shape[1]
-    count = crop_count(samples, record.fs_hz)
+    try:
+        record = EcgRecord("", values, float(fs_hz), names, unit_name(str(unit)), invalid=invalid)
+        samples = record.signal.shape[1]
+        count = crop_count(samples, record.fs_hz)
+    except (ReadError, TypeError, ValueError) as error:
+        needed = "[leads, samples] of numbers in V, mV or uV, {:g} to {:g} a second".format(*RATE_RANGE_HZ)
+        raise SignalError(f"fs_hz={fs_hz!r}, unit={unit!r}: {error}: give {needed}") from None
     if not count:
         seconds = samples_at_500(samples, record.fs_hz) / FS_HZ
         raise SignalError(f"{seconds:g} s of signal: the model takes 5 s at a time: give at least that")
@@ -290,55 +293,26 @@ def crops(signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str, want
     return EcgCrops(uv_BLT[: len(told)], *(tuple(column) for column in zip(*told, strict=True)))
 
 
-def _values(signal: Any, rows: int) -> np.ndarray:
+def _values(signal: Any) -> np.ndarray:
     if isinstance(signal, Tensor):
         signal = signal.detach().cpu()
         signal = (signal.double() if signal.is_floating_point() else signal).numpy()
     array = np.asarray(signal)
-    if array.dtype.kind not in "iuf":
-        raise SignalError(f"signal is {array.dtype}: numbers are needed")
-    if array.ndim != 2 or len(array) != rows:
-        raise SignalError(f"signal has the shape {list(array.shape)} for {rows} leads: [leads, samples] is needed")
     none: float = np.nan
     if array.dtype.kind == "i" and array.dtype.itemsize == 2:  # in whatever order of bytes
         array, none = array.astype(np.int16, copy=False), NOT_MEASURED
     return np.where(np.ma.getmaskarray(signal), none, array) if np.ma.is_masked(signal) else array
 
 
-def _unit(name: str) -> str:
-    try:
-        return unit_name(str(name))
-    except ReadError:
-        raise SignalError(f"unit={name!r}: use V, mV or uV") from None
-
-
-def _rate(fs_hz: float) -> float:
-    low, high = RATE_RANGE_HZ
-    try:
-        rate = float(fs_hz)
-    except (TypeError, ValueError):
-        rate = 0.0
-    if not low <= rate <= high:
-        raise SignalError(f"fs_hz={fs_hz!r}: use samples a second, {low:g} to {high:g}")
-    try:
-        rate_ratio(rate)
-    except ReadError:
-        raise SignalError(f"fs_hz={fs_hz!r}: has no ratio to {FS_HZ:g} Hz within {MAX_RATIO}: resample it before") from None
-    return rate
-
-
 def _plausible(record: EcgRecord, unit: str) -> None:
     """A factor of 1,000 is not to be mistaken for an ECG. Single leads may be off: the typical one counts."""
-    signal, mv = record.signal, MV_PER_UNIT[record.unit]
-    measured = np.isfinite(signal) if record.invalid is None else signal != record.invalid
-    there = signal if measured.all() else np.where(measured, signal, 0)
+    mv = MV_PER_UNIT[record.unit]
+    measured = np.isfinite(record.signal) if record.invalid is None else record.signal != record.invalid
+    there = record.signal if measured.all() else np.where(measured, record.signal, 0)
     peaks = mv * np.maximum(there.max(axis=1).astype(np.float64), -there.min(axis=1).astype(np.float64))
-    peaks = peaks[measured.any(axis=1)]
-    if not peaks.size:
-        return
-    peak = float(np.median(peaks))
+    peak = float(np.median(peaks[measured.any(axis=1)])) if measured.any() else 0.0
     seen = f"a typical lead peaks at {peak:.3g} mV"
-    middle = mv * float(np.median(np.abs(signal[measured].astype(np.float64)))) if peaks.max() > LARGE_MV else 0.0
+    middle = mv * float(np.median(np.abs(there[measured].astype(np.float64)))) if peaks.max() > LARGE_MV else 0.0
     if middle > LARGE_MV or peak > HUGE_MV:
         raise SignalError(f"unit={unit!r}: {seen} (median {middle:.3g} mV), which no heart gives: is the unit smaller?")
     if 0 < peak < TINY_MV:

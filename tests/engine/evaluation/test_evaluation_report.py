@@ -13,7 +13,7 @@ from pages import check
 
 from data_tools.dataset import CLASSES, Dataset
 from engine.evaluation import evaluation_report, score_plots
-from engine.evaluation.metrics import MetricError, challenge_score, measure, outputs_of
+from engine.evaluation.metrics import MetricError, challenge_score, measure, predicted
 from engine.evaluation.results import IdentificationResult, TaskResult, by_record, calibration
 from engine.model.inference import HeadInfo
 
@@ -130,7 +130,7 @@ def test_one_patient_says_nothing() -> None:
 
 def test_the_page_shows_what_was_measured() -> None:
     result = usual()
-    score = challenge_score(result.labels_NK, outputs_of(result.scores_NK))
+    score = challenge_score(result.labels_NK, predicted("binary", result.scores_NK))
     low, high = result.half["intervals"]["challenge"]
     html = evaluation_report.build(result)
     assert low < score < high and f"<b>{score:.3f}</b><small>{low:.3f} to {high:.3f}</small>" in html

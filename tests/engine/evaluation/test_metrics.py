@@ -22,10 +22,9 @@ from engine.evaluation.metrics import (
     challenge_score,
     identification,
     measure,
-    outputs_of,
     over_seeds,
+    predicted,
     statistic_of,
-    summary,
 )
 
 VECTORS = Path(__file__).parents[4] / "shared" / "cinc" / "vectors.npz"
@@ -36,6 +35,10 @@ FILE = Path(metrics.__file__).with_name(metrics.WEIGHTS)
 def rows(*named: str) -> np.ndarray:
     """One row for each text of abbreviations."""
     return np.array([[name in text.split() for name in ABBREVIATIONS] for text in named])
+
+
+def diagnosed(labels: np.ndarray, scores: np.ndarray) -> dict[str, Any]:
+    return statistic_of("multilabel", labels, scores, classes=ABBREVIATIONS).summary()
 
 
 # The figures --------------------------------------------------------------------------------------------------------------
@@ -59,13 +62,12 @@ def test_all_agree_with_the_official_functions(case: int) -> None:
         name.split("_", 1)[1]: vectors[name] for name in vectors.files if name.startswith(f"{vectors['case_ids'][case]}_")
     }
     labels, outputs, scores = official["labels"], official["binary"], official["scalar"]
-    found = summary(labels, outputs, scores)
+    found = Classification(labels, outputs, scores).summary()
     for name in METRICS:
         np.testing.assert_allclose(found[name], official[name], rtol=0, atol=1e-10)
     for name in ("auroc", "auprc", "f_measure"):
-        np.testing.assert_allclose(
-            [of[name] for of in found["classes"].values()], official[f"{name}_classes"], rtol=0, atol=1e-10
-        )
+        by_class = [of[name] for of in found["classes"].values()]
+        np.testing.assert_allclose(by_class, official[f"{name}_classes"], rtol=0, atol=1e-10)
     assert challenge_score(labels.astype(int), outputs.astype(np.float32)) == found["challenge"]
     credit, norm = metrics.credits(labels, outputs)
     sums = (credit / norm).sum(1) / metrics.UNIT
@@ -97,7 +99,7 @@ def test_areas_by_hand() -> None:
     labels = rows("AF", "", "AF", "")
     scores = np.zeros((4, 26))
     scores[:, 0] = [0.9, 0.8, 0.8, 0.1]  # of four pairs three in order, one tied
-    found = summary(labels, outputs_of(scores), scores)
+    found = diagnosed(labels, scores)
     af, others = found["classes"]["AF"], [of for name, of in found["classes"].items() if name != "AF"]
     assert (af["auroc"], af["auprc"]) == (0.875, pytest.approx((1 + 2 / 3) / 2))
     assert (af["f_measure"], af["sensitivity"], af["specificity"]) == (0.8, 1.0, 0.5)
@@ -105,13 +107,13 @@ def test_areas_by_hand() -> None:
     assert (found["auroc"], found["f_measure"], found["accuracy"]) == (0.875, 0.8, 0.75)
     assert found["without_positives"] == list(ABBREVIATIONS[1:]) and found["without_negatives"] == []
     scores[:, 0] = [math.inf, math.inf, -math.inf, -math.inf]  # logits that saturate are equal, too
-    assert summary(labels, outputs_of(scores), scores)["classes"]["AF"]["auroc"] == 0.5
-    every = summary(rows("AF", "AF"), rows("AF", ""), scores[:2])["classes"]["AF"]
+    assert diagnosed(labels, scores)["classes"]["AF"]["auroc"] == 0.5
+    every = Classification(rows("AF", "AF"), rows("AF", ""), scores[:2]).summary()["classes"]["AF"]
     assert math.isnan(every["auroc"]) and every["auprc"] == 1.0 and math.isnan(every["specificity"])
 
 
 def test_a_probability_of_one_half_says_no() -> None:
-    assert outputs_of(np.array([0.5, np.nextafter(0.5, 1), 0.1])).tolist() == [False, True, False]
+    assert predicted("binary", np.array([0.5, np.nextafter(0.5, 1), 0.1])).tolist() == [False, True, False]
 
 
 # Against loops ------------------------------------------------------------------------------------------------------------
@@ -143,7 +145,7 @@ def rated(draw: st.DrawFn, least: int = 1) -> tuple[np.ndarray, np.ndarray]:
 @given(rated(2))
 def test_areas_agree_with_loops(rows_: tuple[np.ndarray, np.ndarray]) -> None:
     labels, scores = rows_
-    for k, of in enumerate(summary(labels, outputs_of(scores), scores)["classes"].values()):
+    for k, of in enumerate(diagnosed(labels, scores)["classes"].values()):
         if 0 < labels[:, k].sum() < len(labels):
             assert (of["auroc"], of["auprc"]) == pytest.approx(slow_areas(labels[:, k], scores[:, k]), abs=1e-12)
 
@@ -154,8 +156,8 @@ def test_the_order_of_the_rows_does_not_matter(rows_: tuple[np.ndarray, np.ndarr
     labels, scores = rows_
     order = list(range(len(labels)))
     random.shuffle(order)
-    whole = challenge_score(labels, outputs_of(scores))
-    assert challenge_score(labels[order], outputs_of(scores)[order]) == whole  # to the bit
+    whole = challenge_score(labels, predicted("binary", scores))
+    assert challenge_score(labels[order], predicted("binary", scores)[order]) == whole  # to the bit
 
 
 @settings(max_examples=60)
@@ -164,10 +166,9 @@ def test_a_weight_counts_as_so_many_copies(rows_: tuple[np.ndarray, np.ndarray],
     labels, scores = rows_
     weight = np.random.default_rng(seed).integers(0, 4, len(labels))
     weight[0] += not weight.any()
-    outputs, copies = outputs_of(scores), np.repeat(np.arange(len(labels)), weight)
-    diagnosis = Classification(labels, outputs, scores)
-    found = summary(labels[copies], outputs[copies], scores[copies])
-    np.testing.assert_allclose(diagnosis(weight), [found[name] for name in diagnosis.names], rtol=0, atol=1e-12)
+    outputs, copies = predicted("binary", scores), np.repeat(np.arange(len(labels)), weight)
+    found = Classification(labels[copies], outputs[copies], scores[copies])()
+    np.testing.assert_allclose(Classification(labels, outputs, scores)(weight), found, rtol=0, atol=1e-12)
 
 
 # Other tasks --------------------------------------------------------------------------------------------------------------
@@ -243,7 +244,6 @@ Y, P = rows("AF", "NSR"), np.full((2, 26), 0.25)
 BAD: dict[str, tuple[Any, Any, Any, str]] = {
     "NaN": (Y, Y, np.where(Y, np.nan, P), "2 of 52 scores are NaN"),
     "a label that is 2": (Y * 2, Y, P, "labels: 2 of 52 are neither 0 nor 1"),
-    "a NaN label": (np.where(Y, np.nan, 0), Y, P, "labels: 2 of 52 are neither 0 nor 1"),
     "scores as outputs": (Y, P, P, "outputs: 52 of 52 are neither 0 nor 1"),
     "too few classes": (Y[:, :5], Y[:, :5], P[:, :5], r"labels of shape \[2, 5\]"),
     "no rows": (Y[:0], Y[:0], P[:0], r"labels of shape \[0, 26\]"),
@@ -256,7 +256,7 @@ BAD: dict[str, tuple[Any, Any, Any, str]] = {
 def test_bad_rows_are_an_error_of_one_line(case: tuple[Any, Any, Any, str]) -> None:
     *arrays, message = case
     with pytest.raises(MetricError, match=message) as raised:
-        summary(*arrays)
+        Classification(*arrays)
     assert "\n" not in str(raised.value)
 
 
@@ -347,7 +347,7 @@ def test_the_interval_of_every_score() -> None:
     rng = np.random.default_rng(0)
     labels = rng.random((200, 26)) < 0.1
     scores = np.clip(labels * 0.5 + rng.random((200, 26)) * 0.6, 0, 1)
-    diagnosis = Classification(labels, outputs_of(scores), scores)
+    diagnosis = Classification(labels, predicted("binary", scores), scores)
     low, high = bootstrap(diagnosis, rng.integers(0, 90, 200), n=200)
     assert (low <= diagnosis()).all() and (diagnosis() <= high).all() and (low < high).sum() == 6  # sensitivity is 1
     assert np.isnan(bootstrap(diagnosis, np.zeros(200), n=3)).all()  # one patient

@@ -302,7 +302,7 @@ def test_models_of_fewer_leads(saved_model: Saved) -> None:
         ({"signal": ecg() * 1e3}, "is the unit smaller"),
         ({"unit": "uV"}, "is the unit larger"),
         ({"unit": "V"}, "is the unit smaller"),
-        ({"unit": "mmHg"}, "unit='mmHg': use"),
+        ({"unit": "mmHg"}, "unknown unit: .mmHg.: give .* V, mV or uV"),
         ({"fs_hz": float("nan")}, "fs_hz=nan"),
         ({"fs_hz": "fast"}, "fs_hz='fast'"),
         ({"leads": [*LEADS[:11], "V7"]}, "'V7'"),
