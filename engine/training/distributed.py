@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch._C._distributed_c10d import HashStore
 
 from engine.common import ConfigError, cores_per_rank
@@ -83,7 +84,7 @@ def share_work() -> int:
 def process_restored() -> Iterator[None]:
     """Around a training: what it changes in this process for good, such as a notebook's, is put back."""
     environment, threads, hook = dict(os.environ), torch.get_num_threads(), sys.excepthook  # torch.distributed replaces it
-    deterministic = torch.are_deterministic_algorithms_enabled()
+    deterministic, linear = torch.are_deterministic_algorithms_enabled(), F.linear
     with warnings.catch_warnings():
         try:
             yield
@@ -95,6 +96,7 @@ def process_restored() -> Iterator[None]:
             os.environ.update(environment)
             torch.set_num_threads(threads)
             torch.use_deterministic_algorithms(deterministic)
+            F.linear = linear  # ZeRO 3 replaces it, and gradients would differ by rounding ever after
             sys.excepthook = hook
 
 
