@@ -28,9 +28,9 @@ from engine.model.encoder import Encoder
 from engine.model.init_weights import initialise
 from engine.objectives.arcface import arcface_logits
 from engine.tasks.config import TaskConfig, TaskKind
-from engine.tasks.labels import read_task
+from engine.tasks.labels import TaskLabels, read_task
 from engine.training import checkpoint
-from engine.training.finetuning import FinetuneTask, identity_classes, read_start, select_leads
+from engine.training.finetuning import FinetuneTask, identity_classes, read_start, select_leads, split_remark
 from engine.training.recipe import finetuning
 from engine.training.task import best_metric
 
@@ -54,6 +54,7 @@ def test_what_a_run_leaves_is_what_evaluate_finds(
 ) -> None:
     ended = finetune(tmp_path, dataset.root.url, base, task, world=world, train__zero_stage=stage)
     assert ended.ok, ended.output
+    assert ("no positive examples in validation, threshold 0.5: " in ended.output) == (task == "diagnosis")
     run = tmp_path / "run"
     assert all(np.isfinite(value) for row in rows(run) for value in row.values())
     valid = rows(run, "validation.jsonl")
@@ -341,6 +342,11 @@ def test_labels_from_which_nothing_can_be_learnt(dataset: Dataset, base: Path, t
         how = {"task__kind": kind, "task__labels": str(path), "data__datasets": [dataset.root.url]}
         ended = finetune(tmp_path, dataset.root.url, base, "diagnosis", "bad", **how)
         assert says in ended.one_line()
+
+
+def test_a_split_without_tests_is_told() -> None:
+    labels = TaskLabels(TaskConfig("x", "binary"), ("v",), [np.zeros((3, 1))], [np.array([1, 1, 2])])
+    assert split_remark(labels) == "x: binary of v; crops: 2 train, 1 valid, 0 test: nothing to evaluate on"
 
 
 def test_settings_that_suit_the_labels(table: Path, dataset: Dataset, base: Path) -> None:
