@@ -24,7 +24,7 @@ from data_tools.cli import Parser, drop_output, interactive, is_memory, say
 from data_tools.errors import DataError, printable
 
 RESUME = {"shard": ": run the same command again to continue", "synth": ": delete {out} and run it again"}
-KINDS = "auto, physionet2021, ptbxl, mimic-iv-ecg, code15, wfdb, muse-xml, or your own module:Class (auto)"
+KINDS = "auto, physionet2021, ptbxl, mimic-iv-ecg, code15, wfdb, muse-xml, or your own file.py:Class (auto)"
 Option = dict[str, Any]
 
 
@@ -89,12 +89,12 @@ def _parser() -> argparse.ArgumentParser:
         "--out": {"metavar": "DATASET", "required": True, "help": "where to write"},
         "--source": SOURCE,
         "--patients": PATIENTS,
-        "--format": {"choices": ("tar", "zarr", "both"), "default": "tar", "help": "of the samples (tar)"},
+        "--format": {"choices": ("tar", "zarr", "both"), "default": "tar", "help": "how samples are stored (tar)"},
         "--plan": {"choices": ("paper", "all", "paper-split"), "default": "paper", "help": "how roles are assigned (paper)"},
         "--dx-sources": NAMES | {"help": "sources whose records get diagnosis roles (cpsc_2018 georgia)"},
         "--id-sources": NAMES | {"help": "sources whose patients get gallery and probe (ptb-xl)"},
         "--pretrain-sources": NAMES | {"help": "sources for pre-training, or `all` (all but ptb and st_petersburg_incart)"},
-        "--id-share": {"type": _number(float, 0, 1), "metavar": "X", "help": "test at most this share of the patients (0.15)"},
+        "--id-share": {"type": _number(float, 0, 1), "metavar": "X", "help": "largest share of patients to test (0.15)"},
         "--seed": SEED | {"help": "of the order and of the roles (0)"},
         "--workers": WORKERS,
         "--cluster": {"metavar": "tcp://HOST:8786", "help": "a Dask scheduler instead of processes"},
@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         "what": {"metavar": "DATASET|RECORD", "help": "a dataset, or a WFDB header file"},
         "--crop": {"metavar": "ROW", "type": _number(int, 0), "help": "one crop of the dataset instead of the summary"},
         "--anonymous": ANONYMOUS,
-        "--png": {"metavar": "FILE", "help": "draw it"},
+        "--png": {"metavar": "FILE", "help": "draw it, as .png, .svg or .pdf"},
     }
     table = (
         ("synth", _synth, synth, "make a synthetic archive", "archive --patients 1000"),

@@ -90,16 +90,10 @@ class ShardFacts(BaseModel, strict=True):
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-class RecordCounts(BaseModel, strict=True):
-    seen: int
-    used: int
-    refused: int
-
-
 class SourceFacts(BaseModel, strict=True):
     name: str
     licence: str
-    records: RecordCounts
+    records: Annotated[dict[Literal["seen", "used", "refused"], int], Field(min_length=3)]
     crops: int
     dropped_s: float
 

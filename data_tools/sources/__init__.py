@@ -34,7 +34,7 @@ def open_sources(url: str, kind: str = "auto", anonymous: bool = False) -> list[
             raise DataError(f"--source {kind}: {error}") from None
     if kind != "auto":
         if kind not in ARCHIVES:
-            raise DataError(f"--source {kind}: not auto, {', '.join(ARCHIVES)} or your own module:Class")
+            raise DataError(f"--source {kind}: not auto, {', '.join(ARCHIVES)} or your own file.py:Class")
         return [ARCHIVES[kind](root)]
     found: list[Source] = [source(root) for source in ARCHIVES.values() if source.detect(names)]
     for name in sorted(names - {"training"}):

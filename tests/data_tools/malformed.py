@@ -51,8 +51,9 @@ Change = Callable[[Made], object]
 def edit(old: str, new: str, count: int = -1) -> Change:
     def change(made: Made) -> None:
         assert isinstance(made.hea, str)
-        assert old in made.hea
-        made.hea = made.hea.replace(old, new.replace("NAME", made.name), count)
+        words = old.replace("NAME", made.name)
+        assert words in made.hea
+        made.hea = made.hea.replace(words, new.replace("NAME", made.name), count)
 
     return change
 
@@ -117,8 +118,11 @@ def leads(new: dict[str, str]) -> Change:
     return change
 
 
+def one_more(made: Made) -> None:
+    made.redo(made.x, np.vstack([made.x, made.x[:1]]), leads=(*LEADS, "breath"))
+
+
 GAIN = "1000.0(0)/mV"
-WHOLE_LINE = "16x1+24 1000.0(0)/mV 16 0"
 # name: (what is done to a good record, reason of the refusal[, the reason as a plain WFDB folder, or the leads it then lacks])
 REFUSED: dict[str, tuple[Change, str] | tuple[Change, str, str | tuple[str, ...]]] = {
     "negative gain": (edit(GAIN, "-1000(0)/mV", 1), "gain"),
@@ -148,21 +152,13 @@ REFUSED: dict[str, tuple[Change, str] | tuple[Change, str, str | tuple[str, ...]
     "unknown lead": (leads({"V6": "V7"}), "not twelve leads", ("V6",)),
     "only unknown leads": (leads({lead: f"ch{i}" for i, lead in enumerate(LEADS)}), "not twelve leads", "no known lead"),
     "eleven signals": (lambda made: made.redo(made.x[:11], leads=LEADS[:11]), "not twelve leads", ("V6",)),
-    "thirteen signals": (
-        lambda made: made.redo(made.x, np.vstack([made.x, made.x[:1]]), leads=(*LEADS, "breath")),
-        "not twelve leads",
-        (),
-    ),
+    "thirteen signals": (one_more, "not twelve leads", ()),
     "a huge token": (put(hea=lambda made: made.hea + "x" * 100_000), "file too large"),
     "empty header": (put(hea=""), "empty header"),
     "another name inside": (record_line("NAMEx 12 500 5000"), "record name differs from file name"),
-    "a path upwards": (lambda made: edit(f"{made.name}.mat", f"../g1/{made.name}.mat")(made), "signal file name"),
-    "another file": (lambda made: edit(f"{made.name}.mat", "elsewhere.mat")(made), "signal file name", "missing file"),
-    "two files": (
-        lambda made: edit(f"{made.name}.mat", f"{made.name}b.mat", 1)(made),
-        "signal file name",
-        "not the expected MATLAB file",
-    ),
+    "a path upwards": (edit("NAME.mat", "../g1/NAME.mat"), "signal file name"),
+    "another file": (edit("NAME.mat", "elsewhere.mat"), "signal file name", "missing file"),
+    "two files": (edit("NAME.mat", "NAMEb.mat", 1), "signal file name", "not the expected MATLAB file"),
     "no mat": (put(mat=None), "missing file"),
     "mat links inside": (link("mat", "../../../linked/inside.mat"), "not a regular file"),
     "mat links outside": (link("mat", "../../../../outside/secret.mat"), "not a regular file"),
@@ -173,10 +169,7 @@ REFUSED: dict[str, tuple[Change, str] | tuple[Change, str, str | tuple[str, ...]
     "under 5 s": (lambda made: made.redo(ecg(2499)), "too short"),
     "all invalid": (lambda made: made.redo(np.full_like(made.x, -32768)), "no valid lead"),
     **{f"all {uv}": (lambda made, uv=uv: made.redo(np.full_like(made.x, uv)), "no valid lead") for uv in (0, 7)},
-    "half flat, half invalid": (
-        lambda made: made.redo(np.where(np.arange(12)[:, None] < 6, 3, -32768) + 0 * made.x),
-        "no valid lead",
-    ),
+    "half flat, half invalid": (lambda made: made.redo(np.repeat([3, -32768], 6)[:, None] + 0 * made.x), "no valid lead"),
 }
 # Files that are no record at all: nothing a folder of WFDB headers would even look at.
 ORPHANS: dict[str, tuple[Change, str]] = {
