@@ -62,7 +62,7 @@ def _number(kind: type[int] | type[float], low: float, high: float = math.inf) -
 WORKERS: Option = {"type": _number(int, 1), "default": os.cpu_count() or 1, "help": "processes (all cores)"}
 SEED: Option = {"type": _number(int, 0), "default": 0}
 ANONYMOUS: Option = {"action": "store_true", "help": "read public buckets without credentials"}
-LAYOUT: Option = {"choices": ("physionet2021", "ptbxl"), "default": "physionet2021", "help": "of files (physionet2021)"}
+PLAN: Option = {"choices": ("paper", "all", "paper-split"), "default": "paper"}
 NAMES: Option = {"metavar": "NAME", "nargs": "+"}
 SOURCE: Option = {"default": "auto", "metavar": "KIND", "help": f"how to read SRC: {KINDS}"}
 PATIENTS: Option = {"metavar": "CSV", "help": "ptbxl_database.csv, if it is not in the Challenge's archive"}
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         "--patients": {"type": _number(int, 1), "default": 100, "help": "PTB-XL patients, and as many further records (100)"},
         "--sessions": {"type": _number(int, 1), "default": 2, "help": "recordings of each PTB-XL patient (2)"},
         "--seed": SEED | {"help": "same seed, same bytes (0)"},
-        "--layout": LAYOUT,
+        "--layout": {"choices": ("physionet2021", "ptbxl"), "default": "physionet2021", "help": "of files (physionet2021)"},
         "--workers": WORKERS | {"default": 1, "help": "processes (1)"},
     }
     shard: dict[str, Option] = {
@@ -90,11 +90,11 @@ def _parser() -> argparse.ArgumentParser:
         "--source": SOURCE,
         "--patients": PATIENTS,
         "--format": {"choices": ("tar", "zarr", "both"), "default": "tar", "help": "how samples are stored (tar)"},
-        "--plan": {"choices": ("paper", "all", "paper-split"), "default": "paper", "help": "how roles are assigned (paper)"},
+        "--plan": PLAN | {"help": "roles drawn by patient, everything for pre-training, or roles drawn by crop: leaks (paper)"},
         "--dx-sources": NAMES | {"help": "sources whose records get diagnosis roles (cpsc_2018 georgia)"},
         "--id-sources": NAMES | {"help": "sources whose patients get gallery and probe (ptb-xl)"},
         "--pretrain-sources": NAMES | {"help": "sources for pre-training, or `all` (all but ptb and st_petersburg_incart)"},
-        "--id-share": {"type": _number(float, 0, 1), "metavar": "X", "help": "largest share of patients to test (0.15)"},
+        "--id-share": {"type": _number(float, 0, 1), "metavar": "X", "help": "gallery and probe: at most this share (0.15)"},
         "--seed": SEED | {"help": "of the order and of the roles (0)"},
         "--workers": WORKERS,
         "--cluster": {"metavar": "tcp://HOST:8786", "help": "a Dask scheduler instead of processes"},

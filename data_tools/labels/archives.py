@@ -75,10 +75,8 @@ def code15(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     """The columns of exams.csv (Ribeiro et al. 2021, doi:10.5281/zenodo.4916206). No folds are published: split by patient."""
     rows = list(read_table(root, TABLE, MAX_TABLE, ("exam_id", *CODE15, "age", "timey")))
     records = [row["exam_id"] for row in rows]
-    labels = {
-        name: (means, np.array([_TRUTH.get(row[name].lower(), UNKNOWN) for row in rows], np.int8))
-        for name, means in CODE15.items()
-    }
+    truth = {name: np.array([_TRUTH.get(row[name].lower(), UNKNOWN) for row in rows], np.int8) for name in CODE15}
+    labels = {name: (means, truth[name]) for name, means in CODE15.items()}
     labels["age"] = "age in years, 90 for all over 89", np.array([clean_age(row["age"]) for row in rows], np.float32)
     labels["timey"] = "years to death or to the last contact", np.array([_number(row["timey"]) for row in rows], np.float32)
     yield PublishedLabels("code15", "CODE-15 %, labels of exams.csv", (TABLE,), "code15", records, labels)

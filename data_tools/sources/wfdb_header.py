@@ -76,19 +76,9 @@ def parse_header(data: bytes) -> WfdbHeader:
     if len(lines) - 1 != n_signals:
         raise ReadError("signal count", f"{n_signals} announced, {len(lines) - 1} described")
     files, formats, gains, zeros, initials, checksums, leads = _signal_lines(lines[1:])
-    return WfdbHeader(
-        name,
-        fs_hz,
-        samples,
-        files,
-        *_parse_columns(formats, gains, zeros, leads),
-        initials=tuple(map(int, initials)),
-        checksums=tuple(map(int, checksums)),
-        leads=leads,
-        age=clean_age(comments.get("age")),
-        sex=clean_sex(comments.get("sex")),
-        dx=comments.get("dx", ""),
-    )
+    columns = *_parse_columns(formats, gains, zeros, leads), tuple(map(int, initials)), tuple(map(int, checksums))
+    age, sex = clean_age(comments.get("age")), clean_sex(comments.get("sex"))
+    return WfdbHeader(name, fs_hz, samples, files, *columns, leads, age, sex, comments.get("dx", ""))
 
 
 def _record_line(line: str) -> tuple[str, int, float, int]:
@@ -131,13 +121,9 @@ def _parse_columns(
     lead_gains = {gain for gain, lead in zip(gains, leads, strict=True) if lead.upper() in LEAD_INDEX}
     gain_of = {text: _gain(text) if text in lead_gains else _any_gain(text) for text in set(gains)}
     codes, offsets = zip(*map(_format, formats), strict=True)
-    baselines = ((gain_of[gain][1], int(zero)) for gain, zero in zip(gains, zeros, strict=True))
-    return (
-        codes,
-        offsets,
-        tuple(gain_of[text][0] for text in gains),
-        tuple(zero if baseline is None else baseline for baseline, zero in baselines),
-    )
+    stated = ((gain_of[gain][1], int(zero)) for gain, zero in zip(gains, zeros, strict=True))
+    baselines = tuple(zero if baseline is None else baseline for baseline, zero in stated)
+    return codes, offsets, tuple(gain_of[text][0] for text in gains), baselines
 
 
 @lru_cache(maxsize=1024)

@@ -50,7 +50,6 @@ SAME = ("--workers", "1", "--pretrain-sources", "all", "--id-share", "1")  # as 
         (("shard", "SRC", "--out", "x", "--workers", "0"), "--workers: '0'"),
         (("shard", "SRC", "--out", "x", "--seed", "-1"), "--seed"),
         (("shard", "SRC", "--out", "x", "--plan", "mine"), "paper-split"),
-        (("shard", "SRC", "--out", "x", "--source", "foo"), "mimic-iv-ecg"),
         (("shard", "SRC", "--out", "x", "--source", "no_such_module:Thing"), "no_such_module"),
         (("shard", "SRC", "--out", "x", "--source", "json:loads"), "not a subclass"),
         (("shard", "SRC", "--out", "x", "--source", "json:Csv"), "has no attribute 'Csv'"),
