@@ -2,14 +2,14 @@
 
     omnilead evaluate --model RUN --data DATASET                        # a fine-tuned model, on the test split
     omnilead evaluate --model RUN --data DATASET --leads I,II,V2        # a 12-lead model that is shown three leads
-    omnilead evaluate --model RUN --data DATASET --labels my.csv        # labels from a table, with the columns of its task
+    omnilead evaluate --model RUN --data DATASET --labels my.csv        # a table that has the columns of the model's task
     omnilead evaluate --model RUN --data DATASET --json F.json --report F.html
     torchrun --nproc-per-node 8 -m engine.evaluate --model RUN --data DATASET       # a GPU each; also under deepspeed
 
-Classes: AUROC, AUPRC, accuracy, F measure, sensitivity and specificity at the model's thresholds; of diagnosis also the CinC
-2021 Challenge score. Values: mean absolute error, RMSE, R2, Pearson r. All for halves of 5 s as in the paper and for whole
-records. Identification: whether the gallery crop most similar to a probe (cosine) is of the same patient; this also works for
-a model that was only pre-trained. Scores have 95 % intervals: a bootstrap over patients.
+Classes: AUROC, AUPRC, accuracy, F measure, sensitivity and specificity at the model's thresholds; for diagnosis also the CinC
+2021 Challenge score. Values: mean absolute error, RMSE, R2, Pearson r. Each is given for halves of 5 s, as in the paper, and
+for whole records. Identification: the share of probes whose most similar gallery crop (cosine) is of the same patient; this
+works for a model that was only pre-trained, too. All have 95 % intervals, by bootstrap over patients.
 """
 
 import argparse
@@ -62,11 +62,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", required=True, metavar="RUN", help="a run, or a folder with model.safetensors")
     add("--code", **RUN_CODE)
-    add("--data", required=True, metavar="DATASET", help="a dataset made by data_tools; s3:// works too")
+    add("--data", required=True, metavar="DATASET", help="a dataset of omnilead shard; s3:// works too")
     add("--leads", default="", metavar="L", help='12, 6, 3, 2, 1 or names such as "I,II,V2"; others are zeros (default: all)')
-    add("--task", default="auto", metavar="NAME", help="a task of configs/tasks or a YAML file (what the model was tuned for)")
-    add("--labels", default="", metavar="CSV", help="label table, CSV or parquet, with the columns of the model's task")
-    add("--role", choices=("test", "valid"), default="test", help="which held-out crops (test)")
+    add("--task", default="auto", metavar="NAME", help="a shipped task such as age, or a YAML file (the model's own)")
+    add("--labels", default="", metavar="CSV", help="a table of labels, CSV or parquet, with the columns of the task")
+    add("--role", choices=("test", "valid"), default="test", help="the split to score (test)")
     add("--json", type=Path, metavar="F", help="write the scores as JSON")
     add("--report", type=Path, metavar="F.html", help="write an HTML page with curves and tables")
     add("--batch", type=int, default=32, metavar="N", help="crops of 10 s encoded at a time (32)")

@@ -92,10 +92,11 @@ def probe(dataset: Dataset, halves: pa.Table, labels: TaskLabels | None = None) 
 def fitted(parts: Sequence[tuple[Array, Array]], of: TaskLabels) -> dict[str, dict[str, float]]:
     """Metrics on test of each probe, and what was chosen on valid."""
     (train, y), (valid, valid_y), (test, test_y) = parts
-    center, scale = (np.nanmean(y, 0), np.nanstd(y, 0)) if of.task.kind == "regression" else (0.0, 1.0)
-    scale, found = np.where(np.asarray(scale) > 0, scale, 1.0), {}
+    center, scale = (np.nanmean(y, 0), np.nanstd(y, 0)) if of.task.kind == "regression" else (0.0, np.ones(1))
+    scale, found = np.where(scale > 0, scale, 1.0), {}
+    data = ProbeData(train, (y - center) / scale, valid, (valid_y - center) / scale, test, of.task.kind)
     for name, fit in PROBES.items():
-        one = fit(ProbeData(train, (y - center) / scale, valid, (valid_y - center) / scale, test, of.task.kind))
+        one = fit(data)
         numbers = measure(of.task.kind, test_y, one.scores_NK * scale + center, classes=of.classes)
         found[name] = numbers | {"chosen": one.chosen}
     return found
@@ -136,13 +137,13 @@ def report(scores: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def linear(data: ProbeData, strengths: Sequence[float] = STRENGTHS) -> ProbeFit:
+def linear(data: ProbeData) -> ProbeFit:
     """The classes are solved together, by L-BFGS."""
     train, valid, test = standardised(data.train_ND, data.valid_ND, data.test_ND)
     link: Callable[[Array], Array] = {"regression": np.asarray, "multiclass": lambda z: softmax(z, 1)}.get(data.kind, expit)
     fits: list[ProbeFit] = []
     weights = np.zeros((train.shape[1] + 1, data.labels_NK.shape[1]))
-    for strength in strengths:
+    for strength in STRENGTHS:
         if data.kind == "regression":
             weights = ridge(train, data.labels_NK, strength)
         else:
@@ -182,14 +183,12 @@ def logistic(x_ND: Array, y_NK: Array, strength: float, start: Array | None = No
     return np.asarray(done.x.reshape(shape))
 
 
-def nearest(data: ProbeData, neighbours: Sequence[int] = NEIGHBOURS) -> ProbeFit:
+def nearest(data: ProbeData) -> ProbeFit:
     """The share of positives, or the mean value, among the k training rows of greatest cosine."""
     train, valid, test = (unit_vectors(x) for x in standardised(data.train_ND, data.valid_ND, data.test_ND))
-    possible = [k for k in neighbours if k <= len(train)] or [len(train)]
-    shares = votes(train, data.labels_NK, valid, possible)
-    errors = {k: _error(share_NK, data.valid_labels_NK) for k, share_NK in shares.items()}
-    k = min(errors, key=errors.__getitem__)
-    return ProbeFit(votes(train, data.labels_NK, test, [k])[k], k, errors[k])
+    shares = votes(train, data.labels_NK, valid, [k for k in NEIGHBOURS if k <= len(train)])
+    error, k = min((_error(share_NK, data.valid_labels_NK), k) for k, share_NK in shares.items())
+    return ProbeFit(votes(train, data.labels_NK, test, [k])[k], k, error)
 
 
 def votes(train_ND: Array, labels_NK: Array, query_ND: Array, neighbours: Sequence[int]) -> dict[int, Array]:

@@ -1,7 +1,6 @@
 """The report of an evaluation: it stands alone, shows what was measured, and draws any numbers."""
 
 import json
-import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,7 @@ from pages import check
 
 from data_tools.dataset import CLASSES, Dataset
 from engine.evaluation import evaluation_report, score_plots
-from engine.evaluation.metrics import MetricError, challenge_score, measure, predicted
+from engine.evaluation.metrics import challenge_score, measure, predicted
 from engine.evaluation.results import IdentificationResult, TaskResult, by_record, calibration
 from engine.model.inference import HeadInfo
 
@@ -174,10 +173,3 @@ def test_curves_end_where_they_must() -> None:
     roc, pr = (node.get("d", "") for node in chart.iter("path") if node.get("class") in ("curve s0", "curve s1"))
     assert roc.startswith("M24.0 166.0L") and roc.endswith("L144.0 46.0") and pr.split("L")[-1].startswith("296.0 ")
     assert len(roc.split("L")) <= 160
-
-
-def test_nan_scores_are_an_error() -> None:
-    scores = usual().scores_NK.copy()
-    scores[[3, 8], 1] = math.nan
-    with pytest.raises(MetricError, match="NaN for 2 of 200"):
-        diagnosis(usual().labels_NK, scores).document()
