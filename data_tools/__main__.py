@@ -182,7 +182,7 @@ def _shard(options: argparse.Namespace) -> int:
     dataset = shard(sources, ShardOptions(**same, role_sources=roles, pseudonym_key=key, quiet=quiet))
     print(describe(dataset))
     refused = sum(source["records"]["refused"] for source in dataset.meta["sources"])
-    print(f"\n{refused} records refused; {time.monotonic() - started:.1f} s")
+    print(f"\n{refused} record{'s' * (refused != 1)} refused; {time.monotonic() - started:.1f} s")
     for note in notes(dataset):
         print(f"note: {note}", file=sys.stderr)
     if options.strict and refused:

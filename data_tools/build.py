@@ -192,11 +192,11 @@ def build_shard(out: Folder, sources: tuple[Source, ...], key: bytes | None, tas
 def _part(index: int, rows: list[dict[str, Any]], facts: dict[str, Any]) -> bytes:
     absent = {"shard": index, "pretrain": False}  # roles are assigned when all records are known
     columns = [pa.array([absent.get(field.name, row.get(field.name)) for row in rows], field.type) for field in COLUMNS]
-    data = _parquet(pa.table(columns, schema=COLUMNS.with_metadata({"omnilead": json.dumps(facts)})))
+    data = as_parquet(pa.table(columns, schema=COLUMNS.with_metadata({"omnilead": json.dumps(facts)})))
     return data + hashlib.sha256(data).digest()
 
 
-def _parquet(table: pa.Table) -> bytes:
+def as_parquet(table: pa.Table) -> bytes:
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", row_group_size=ROW_GROUP)
     return bytes(sink.getvalue())
@@ -257,7 +257,7 @@ def _finish(plan: ShardPlan, parts: list[pa.Table], out: Folder, recipe: dict[st
             out.remove(name)
     if options.format == "tar" and out.exists(f"{STORE}/zarr.json"):
         out.remove(STORE)
-    samples, refused = _parquet(table), as_csv([("source", "record", "reason", "detail"), *sorted(set(rejects))]).encode()
+    samples, refused = as_parquet(table), as_csv([("source", "record", "reason", "detail"), *sorted(set(rejects))]).encode()
     meta: dict[str, Any] = {
         "format_version": dataset.FORMAT_VERSION,
         **{name: SPEC[name] for name in ("fs_hz", "leads", "uv_per_lsb", "crop_samples")},

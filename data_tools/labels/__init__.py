@@ -7,7 +7,6 @@ Only codes, numbers and record ids are copied: no free text, dates or patients.
 
 import hashlib
 import importlib
-import io
 import json
 import os
 import re
@@ -18,9 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from data_tools.build import pseudonym
+from data_tools.build import as_parquet, pseudonym
 from data_tools.errors import DataError, printable
 from data_tools.storage import dataset_folder, folder, write_errors, write_whole
 
@@ -57,9 +55,7 @@ def write_labels(archive: str, url: str, out: str, key: bytes | None, anonymous:
         read = {name: hashlib.sha256(root.read(name, MAX_TABLE)).hexdigest() for name in one.read}
         facts = {"archive": archive, "about": one.about, "sha256": read, "records": len(table), "labels": labels}
         write(f"{one.name}.json", (json.dumps(facts, indent=1) + "\n").encode())
-        buffer = io.BytesIO()
-        pq.write_table(table, buffer, compression="zstd")
-        write(f"{one.name}.parquet", buffer.getvalue())
+        write(f"{one.name}.parquet", as_parquet(table))
         yield f"{place.path(one.name)}.parquet: {len(table):,} records, {len(labels)} labels"
 
 

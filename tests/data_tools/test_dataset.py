@@ -31,9 +31,8 @@ def test_a_dataset_is_a_sequence_of_ecgs(dataset: Dataset, monkeypatch: pytest.M
         ecg, facts = dataset[row], rows[row]
         assert np.array_equal(ecg.signal_uv, dataset.read(row)) and ecg.signal_mv.dtype == np.float32
         np.testing.assert_allclose(ecg.signal_mv, ecg.signal_uv / 1000, rtol=1e-6)
-        assert {name: getattr(ecg, name) for name in ("record", "patient", "age", "sex", "dx", "halves", "missing_leads")} == {
-            name: facts[name] for name in ("record", "patient", "age", "sex", "dx", "halves", "missing_leads")
-        }
+        names = ("record", "patient", "age", "sex", "dx", "halves", "missing_leads")
+        assert [getattr(ecg, name) for name in names] == [facts[name] for name in names]
         assert ecg.labels == [name for name, has in zip(CLASSES, facts["labels"], strict=True) if has]
     assert dataset[-1].row == last == dataset[np.int64(last)].row and [ecg.row for ecg in islice(dataset, 3)] == [0, 1, 2]
     for row in (last + 1, -last - 2):

@@ -298,7 +298,7 @@ def test_the_custom_source_of_the_readme(tmp_path: Path, capsys: pytest.CaptureF
     assert Path(made.root.url, REJECTS).read_text().splitlines()[1:] == [
         "clinic,broken,unreadable record,broken.csv: ValueError"
     ]
-    assert "1 records refused" in capsys.readouterr().out
+    assert "\n1 record refused; " in capsys.readouterr().out
 
 
 class Named(Source):
