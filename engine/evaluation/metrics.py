@@ -15,7 +15,6 @@ physionetchallenges/evaluation-2021). Its weights are multiples of 1/80, so the 
 Axes: N rows, K classes, P gallery entries, Q probes, D width of an embedding.
 """
 
-import csv
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -54,9 +53,8 @@ class MetricError(OutputError):
 @cache
 def weights() -> Array:
     """int64 [26, 26], in eightieths: what a class is worth when another was meant."""
-    rows = list(csv.reader((files("engine.evaluation") / WEIGHTS).read_text().splitlines()))
-    figures = np.array([row[1:] for row in rows[1:]], float)
-    return np.asarray(np.rint(figures * UNIT), np.int64)
+    lines = (files("engine.evaluation") / WEIGHTS).read_text().splitlines()
+    return np.asarray(np.rint(np.genfromtxt(lines, delimiter=",", skip_header=1)[:, 1:] * UNIT), np.int64)
 
 
 def predicted(kind: str, scores: Array, thresholds: Floats = None) -> Array:

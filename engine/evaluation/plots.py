@@ -137,14 +137,14 @@ def svg(kind: str, title: str, width: float, height: float, parts: Sequence[str]
     return tag("svg", inside, class_=f"chart {kind}", viewBox=f"0 0 {width:g} {height:g}", role="img", aria_label=title, **data)
 
 
-def legend(entries: Sequence[tuple[str, int, bool]]) -> str:
-    """Labels, colours, and which are dashed; under the title."""
-    parts, x = [], 0.0
-    for label, colour, dashed in entries:
-        parts.append(rule(f"curve s{colour}{' dashed' * dashed}", x, 26, x + 16, 26))
-        parts.append(text(x + 21, 30, label, kind="key"))
-        x += 37 + 6.1 * len(label)
-    return "".join(parts)
+def legend(lines: Sequence[Line]) -> str:
+    """Under the title."""
+    parts, x = "", 0.0
+    for line in lines:
+        parts += rule(f"curve s{line.colour}{' dashed' * line.dashed}", x, 26, x + 16, 26)
+        parts += text(x + 21, 30, line.label, kind="key")
+        x += 37 + 6.1 * len(line.label)
+    return parts
 
 
 def line_chart(
@@ -164,7 +164,7 @@ def line_chart(
     only, (low, high) = low == high, (low, high) if high > low else (low - 1, high + 1)
     area = PlotArea(low, high, *_y_range(numbers, style.floor, log), right - LEFT, log=log)
     x_ticks = [tick for tick in ticks(low, high, round(style.width / 80)) if style.outline or tick == int(tick)]
-    parts = [legend([(line.label, line.colour, line.dashed) for line in lines]) if len(lines) > 1 or style.outline else ""]
+    parts = [legend(lines) if len(lines) > 1 or style.outline else ""]
     parts += [*area.y_axis(style.percent), *map(area.x_tick, [high - 1] if only else x_ticks)]
     parts += [text(LEFT - 7, HEIGHT - 8, style.x_label, "end"), text(right, 13, style.unit, "end")]
     for x, reading, label in marks:

@@ -211,13 +211,14 @@ def score_task(model: TrainedModel, dataset: Dataset, task: TaskConfig, options:
         kind = f"fine-tuned for {head.task}" if head else "only pre-trained"
         raise ConfigError(f"--task {task.name}: the model has no head, it is {kind}: fine-tune it with omnilead finetune")
     if task.kind != head.kind:
-        raise ConfigError(f"--task {task.name}: is {task.kind}, the model is fine-tuned for {head.task}, which is {head.kind}")
+        own = f"the model is fine-tuned for {head.task}, which is {head.kind}"
+        raise ConfigError(f"--task {task.name}: is {task.kind}, {own}: leave --task out, or choose another model")
     model_input, notes = _input(model, dataset, options)
     labels = read_task(task, [dataset])
     unknown = [name for name in labels.classes if name not in model.classes]
     if unknown or (head.kind == "multiclass" and len(labels.classes) < len(model.classes)):
         differ = f"not {', '.join(unknown[:5])}" if unknown else f"of which the labels have {', '.join(labels.classes)}"
-        raise ConfigError(f"the model knows {len(model.classes)} classes, {differ}: it cannot be scored")
+        raise ConfigError(f"the model knows {len(model.classes)} classes, {differ}: use other --labels, or another model")
     rows, y_NK = labels_of(labels, dataset, options.role)
     scores_RK, crop_R = _predict(model.scores, model, dataset, rows, model_input, options.batch)
     columns = [model.classes.index(name) for name in labels.classes]

@@ -304,7 +304,7 @@ def test_labels_and_models_that_do_not_fit(tables: Path, saved_model: Saved, ref
     other.write_text(folds.read_text().replace("other", "strange"))
     refused("'strange' is not one of its classes AF, none, other", rhythm, "--labels", other)
     two = saved_model("c", head=RHYTHM | {"classes": ["AF", "none"]})
-    refused("the model knows 2 classes, not other: it cannot be scored", two, "--labels", folds)
+    refused("the model knows 2 classes, not other: use other --labels", two, "--labels", folds)
     four = saved_model("d", head=RHYTHM | {"classes": ["AF", "none", "other", "paced"]})
     refused("the model knows 4 classes, of which the labels have AF, none, other", four, "--labels", folds)
     lines = (tables / "beats.csv").read_text().splitlines()
