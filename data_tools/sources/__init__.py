@@ -3,6 +3,8 @@
 `open_sources("ROOT")` looks at the names in ROOT and in the folders just below it; a folder may hold several archives.
 """
 
+from contextlib import suppress
+
 from data_tools.dataset import META
 from data_tools.errors import DataError, ReadError, StorageError
 from data_tools.plugins import blame, plugin
@@ -36,16 +38,13 @@ def open_sources(url: str, kind: str = "auto", anonymous: bool = False) -> list[
         if kind not in ARCHIVES:
             raise DataError(f"--source {kind}: not auto, {', '.join(ARCHIVES)} or your own file.py:Class")
         return [ARCHIVES[kind](root)]
-    found: list[Source] = [source(root) for source in ARCHIVES.values() if source.detect(names)]
+    places = [(root, names)]
     for name in sorted(names - {"training"}):
-        if root.remote and "." in name:  # probably a file: not worth a request for its listing
-            continue
-        below = folder(f"{root.url}/{name}", anonymous)
-        try:
-            inside = set(below.children())
-        except StorageError:  # a file
-            continue
-        found += [source(below) for source in ARCHIVES.values() if source.detect(inside)]
+        if not (root.remote and "." in name):  # probably a file: not worth a request for its listing
+            below = folder(f"{root.url}/{name}", anonymous)
+            with suppress(StorageError):  # a file
+                places.append((below, set(below.children())))
+    found: list[Source] = [source(place) for place, inside in places for source in ARCHIVES.values() if source.detect(inside)]
     if not found and root.url.rsplit("/", 1)[-1] in DATABASES:
         found = [PhysioNet2021(root)]
     for source, ending in ((WfdbFolder, ".hea"), (MuseXml, ".xml")):

@@ -218,9 +218,8 @@ def headers(draw: st.DrawFn) -> bytes:
     signals = []
     for _ in range(draw(st.integers(1, 12))):
         unit = draw(st.sampled_from(sorted(MV)))
-        gain = (
-            f"{draw(st.floats(1e-2, 1e8)) * MV[unit]!r}{draw(st.sampled_from(['', '(0)', '(-512)']))}{'/' * bool(unit)}{unit}"
-        )
+        number, baseline = draw(st.floats(1e-2, 1e8)) * MV[unit], draw(st.sampled_from(["", "(0)", "(-512)"]))
+        gain = f"{number!r}{baseline}{'/' * bool(unit)}{unit}"
         form = draw(st.sampled_from(["16x1+24", "16", "212", "80+5", "999x1"]))
         zero, first, checksum = (str(draw(st.integers(-32768, 32767))) for _ in range(3))
         lead = draw(st.sampled_from([*LEADS, "resp", "ECG lead  V1", "0 aVL"]))
