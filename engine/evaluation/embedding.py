@@ -34,7 +34,7 @@ from pyarrow import csv
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from data_tools.cli import interactive, keep_freed_memory
+from data_tools.cli import interactive, keep_freed_memory, show
 from data_tools.dataset import DataError
 from engine.common import ConfigError, OutputError, cores_per_rank, environment, sync, write_whole, writing
 from engine.data.augmenter import FS_HZ, HALF
@@ -249,8 +249,7 @@ def command(name: str, args: argparse.Namespace, output_of: Callable[[TrainedMod
     """engine.embed and engine.predict, when their arguments are read. -> the exit code."""
     resumable = RESUMABLE if args.out else ""
     try:
-        run(args, output_of)
-        return 0
+        return run(args, output_of)
     except (ConfigError, DataError) as error:
         message, code = str(error), 2
     except OutputError as error:
@@ -269,7 +268,7 @@ def command(name: str, args: argparse.Namespace, output_of: Callable[[TrainedMod
     return code
 
 
-def run(args: argparse.Namespace, output_of: Callable[[TrainedModel], Output]) -> None:
+def run(args: argparse.Namespace, output_of: Callable[[TrainedModel], Output]) -> int:
     (rank, world, _), cores = environment(), cores_per_rank()
     args.device = str(chosen_device(args.device))
     on_gpu = args.device.startswith("cuda")
@@ -280,8 +279,7 @@ def run(args: argparse.Namespace, output_of: Callable[[TrainedModel], Output]) -
     if args.out is None:
         if world > 1:
             raise ConfigError(f"WORLD_SIZE={world}: probes are computed by one process: start it without deepspeed or torchrun")
-        score(args, output, model_input)
-        return
+        return score(args, output, model_input)
     job = {"model": model.digest, "leads": args.leads, "per": args.per, "batch": args.batch, "precision": args.precision}
     job |= {"device": torch.device(args.device).type, "on_corrupt": args.on_corrupt}
     identity, opened = open_data(args, model_input)
@@ -291,9 +289,8 @@ def run(args: argparse.Namespace, output_of: Callable[[TrainedModel], Output]) -
         raise OutputError(f"{args.out}: part {left[0]} cannot be read again{RESUMABLE}")
     if left:
         numbers = ", ".join(map(str, left[:SHOWN])) + ", ..." * (len(left) > SHOWN)
-        print(f"rank {rank} of {world}: done; other ranks still make parts {numbers} (none runs? start the same command again)")
-    elif parts.rows is not None:
-        print(f"{args.out}: {parts.rows:,} {output.what}, computed in {args.precision}")
+        return show(f"rank {rank} of {world}: done; others make parts {numbers} (none runs? start the same command again)\n")
+    return 0 if parts.rows is None else show(f"{args.out}: {parts.rows:,} {output.what}, computed in {args.precision}\n")
 
 
 def make(args: argparse.Namespace, source: CropSource, output: Output, model_input: Input, parts: ParquetParts) -> list[int]:
@@ -311,7 +308,7 @@ def progress_bar(total: int, unit: str, done: int = 0, rank: int = 0) -> "tqdm[N
     return tqdm(total=total, initial=done, unit=unit, disable=rank > 0 or not interactive())
 
 
-def score(args: argparse.Namespace, output: Output, model_input: Input) -> None:
+def score(args: argparse.Namespace, output: Output, model_input: Input) -> int:
     if (dataset := dataset_of(args)) is None:
         raise ConfigError(f"--data {args.data[0]}: a probe needs a dataset with splits: make one with `omnilead shard`")
     labels = labels_to_probe(dataset, args.task, args.labels)
@@ -320,10 +317,10 @@ def score(args: argparse.Namespace, output: Output, model_input: Input) -> None:
     with progress_bar(source.count(parts), source.unit) as bar:
         halves = pa.concat_tables(table for _, table in tables(source, output, model_input, parts, args.per, bar.update))
     scores = probe(dataset, halves, labels) | {"precision": args.precision}
-    print(report(scores))
     if args.json:
         with writing(args.json, "--json"):
             write_whole(args.json, json.dumps(nullable(scores), indent=1) + "\n")
+    return show(report(scores) + "\n")
 
 
 def prepare_model(args: argparse.Namespace) -> tuple[TrainedModel, Input]:
