@@ -51,7 +51,7 @@ def test_python_runs(
     (tmp_path / "dataset").symlink_to(dataset.root.url)
     saved_model("RUN/model", head={"task": "diagnosis", "classes": ["AF", "NSR"]})
     monkeypatch.chdir(tmp_path)
-    if "engine.pretrain(" in block:  # hours: tests/engine/training/test_run.py trains from Python
+    if "engine.pretrain(" in block:  # hours: tests/engine/training/test_trainings_from_python.py trains from Python
         assert load("w2v_cmsc_rlm", {"train.steps": 1000}).train.steps == 1000
         return
     block = block.replace("batch_crops=512", "batch_crops=16")

@@ -130,9 +130,10 @@ def ended(pid: int) -> bool:
 def test_a_process_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "kill", lambda _: None)
     monkeypatch.setattr(measure, "EXIT_S", 0.01)
+    before = {*multiprocessing.active_children()}  # of other tests
     with pytest.raises(CaseError, match=measure.OUT_OF_TIME):
         call_fresh(time.sleep, 10**6, seconds=0.01)
-    (process,) = multiprocessing.active_children()
+    (process,) = {*multiprocessing.active_children()} - before
     process.kill()
     process.join()
 
