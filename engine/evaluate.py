@@ -24,7 +24,7 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from data_tools.cli import show
-from engine.common import RUN_CODE, ConfigError, OutputError, Parser, interruptible, writable, write_whole, writing
+from engine.common import RUN_CODE, ConfigError, OutputError, Parser, interruptible, read_yaml, writable, write_whole, writing
 
 CLASSES_SHOWN = 12  # on the terminal
 COLUMNS = ("positives", "threshold", "auroc", "auprc", "f_measure", "mae", "r2", "n")
@@ -94,7 +94,7 @@ def evaluate(args: argparse.Namespace) -> int:
     dataset = Dataset.open(args.data, args.anonymous)
     rank = share_work()
     model = engine.load(args.model, args.code).to(chosen_device(args.device))
-    task = chosen_task(model, args.task, args.labels)
+    task = chosen_task(model, args.task, args.labels or (labels_of_run(args.model) if args.task == "auto" else ""))
     options = EvalOptions(args.role, args.leads, args.batch, args.model)
     result = identify(model, dataset, options) if task.kind == "identity" else score_task(model, dataset, task, options)
     if rank:
@@ -109,6 +109,14 @@ def evaluate(args: argparse.Namespace) -> int:
             write_whole(args.report, evaluation_report.build(result, dataset))
         text += f"{args.report}\n"
     return show(text)
+
+
+def labels_of_run(model: str) -> str:
+    """The label table that RUN was trained with, if it is still where it was: a model folder alone holds only its name."""
+    config = Path(model, "config.yaml")
+    task = read_yaml(config).get("task") if config.is_file() else None
+    labels = str(task.get("labels", "")) if isinstance(task, dict) else ""
+    return labels if labels and Path(labels).is_file() else ""
 
 
 def lines(document: dict[str, Any]) -> Iterator[str]:

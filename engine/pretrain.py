@@ -44,7 +44,7 @@ def classes() -> tuple[Any, Any, Any]:
 
 
 def pretrain(
-    config: str | Path = "quickstart",
+    config: str | Path | None = None,
     *,
     data: "Data | Sequence[Data]",
     out: str | os.PathLike[str],
@@ -63,7 +63,7 @@ def pretrain(
 
 
 callable_as(__name__, pretrain)
-main = partial(command, "pretrain", __doc__, classes, "quickstart", SHORTCUTS)
+main = partial(command, "pretrain", __doc__, classes, "quickstart, or what --start was trained with", SHORTCUTS)
 
 if __name__ == "__main__":
     interruptible("omnilead pretrain")

@@ -106,6 +106,11 @@ def _challenge(credit_3N: Array, norm_3N: Array, weight_N: Array) -> float:
     return float((observed - inactive) / (correct - inactive))
 
 
+def summary(labels: Array, outputs: Array, scores: Array) -> dict[str, Any]:
+    """Of the Challenge's 26 classes: METRICS; `classes`: figures of each; `without_positives`, `without_negatives`."""
+    return Classification(*checked(labels, outputs), scores).summary()
+
+
 def checked(labels: Array, outputs: Array, classes: int = len(CLASSES)) -> tuple[Array, Array]:
     """Both as bool arrays of one shape [n, classes]."""
     arrays = []

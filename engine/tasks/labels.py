@@ -145,9 +145,10 @@ def read_table(url: str) -> pa.Table:
         cells = _as_text(cells.rename_columns([_name(column) for column in cells.column_names]))
     except pa.ArrowMemoryError:
         raise
-    except Exception as error:  # of many kinds: of files, stores, pyarrow, a missing package
-        why = "no such file" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())[:200]
-        raise ConfigError(f"{url}: cannot be read as CSV or parquet: {why}") from None
+    except FileNotFoundError:
+        raise ConfigError(f"{url}: no such file: name a CSV or parquet file of labels") from None
+    except Exception as error:  # of many kinds: of stores, pyarrow, a missing package
+        raise ConfigError(f"{url}: cannot be read as CSV or parquet: {' '.join(str(error).split())[:200]}") from None
     names = cells.column_names
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"{url}: two columns are called {twice[0]!r}: rename one")

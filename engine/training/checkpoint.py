@@ -35,7 +35,7 @@ from engine.common import sync, write_whole
 from engine.training.distributed import Ranks, lost_a_rank, on_first_rank, quiet_deepspeed
 
 LATEST, BEST, MANIFEST, STATE, UNIVERSAL, LOCK = "latest", "best", "manifest.json", "state.json", "universal", ".lock"
-RESTORE = "restore the file, or begin a new run with --set run=NEW"
+RESTORE = "restore the file, or begin a new run with --out NEW"
 CHUNK_BYTES = 16 * 2**20
 CLASSES = (  # besides tensors and plain containers, all that DeepSpeed's checkpoints hold; they keep values and do nothing
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -67,10 +67,10 @@ def _lock(run: Path, held: ExitStack) -> None:
     try:
         fcntl.flock(held.enter_context(open(run / LOCK, "w")), fcntl.LOCK_EX | fcntl.LOCK_NB)  # noqa: SIM115
     except BlockingIOError:
-        raise CheckpointError(f"{run}: another process trains here: wait for it, or use run=NEW") from None
+        raise CheckpointError(f"{run}: another process trains here: wait for it, or use --out NEW") from None
     except OSError as error:
         if not (run / LOCK).exists():  # else this file system has no locks
-            raise CheckpointError(f"{run}: {error.strerror}: choose another with --set run=RUN") from None
+            raise CheckpointError(f"{run}: {error.strerror}: choose another with --out RUN") from None
     _LOCKS[run] = os.stat(run / LOCK)
     held.callback(_LOCKS.pop, run)
 

@@ -38,7 +38,7 @@ def command(
     parser = Parser(f"omnilead {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     which = f" (default: {default})" if default else ""
-    add("--config", metavar="NAME|F", default=default, help=f"a shipped config by its name, or a YAML file{which}")
+    add("--config", metavar="NAME|F", help=f"a shipped config by its name, or a YAML file{which}")
     for option, (setting, how) in shortcuts.items():
         add(option, **how | {"help": f"{how['help']}; --set {setting}=..."})
     add("--set", action="append", default=[], metavar="a.b=c", help="one setting; may be given many times")

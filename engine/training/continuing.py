@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from engine.common import ConfigError, describe_leads, overridden
+from engine.common import ConfigError, describe_leads, overridden, read_yaml
 from engine.config import Config, build, load
 from engine.data.preprocess import Input
 from engine.model.config import ModelConfig
@@ -54,14 +54,19 @@ class StartingWeights:
         return f"start={self.start}: {taken} came from it; begun anew: {', '.join(anew)}{scale}"
 
 
-def read_config(config: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
-    """As engine.config.load. If no config is named, `start` also gives the model's settings and the objective."""
+def read_config(config: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
+    """As engine.config.load. If no config is named: the settings of the run `start`; of a model folder, which has no others,
+    those of model and objective; without `start` the quick start's."""
     start = overridden({}, overrides).get("start")
-    if not start or config != QUICKSTART:
-        return load(config, overrides)
-    with model_folder(start) as (folder, _):
-        document = document_of(folder / CONFIG)
-    return build(overridden({key: document[key] for key in ("model", "objective") if key in document}, overrides))
+    if config or not start:
+        return load(config or QUICKSTART, overrides)
+    if (before := Path(start, "config.yaml")).is_file():
+        tree = {name: section for name, section in read_yaml(before).items() if name not in ("run", "start", "data")}
+    else:
+        with model_folder(start) as (folder, _):
+            document = document_of(folder / CONFIG)
+        tree = {name: document[name] for name in ("model", "objective") if name in document}
+    return build(overridden(tree, overrides))
 
 
 def read_weights(config: Config) -> StartingWeights:

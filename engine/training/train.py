@@ -69,7 +69,7 @@ def explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, OSError):
         name = f"{error.filename or 'RUN'}: {error.strerror}"
         wrong = error.errno in NOT_WRITABLE
-        return (f"{name}: choose another with --set run=RUN", 2) if wrong else (f"{name}: the last checkpoint is good", 1)
+        return (f"{name}: choose another with --out RUN", 2) if wrong else (f"{name}: the last checkpoint is good", 1)
     if isinstance(error, RuntimeError) and distributed.lost_a_rank(error):
         return f"another rank died or hung ({str(error).splitlines()[0][:150]}): start again to resume", 1
     raise error
@@ -81,11 +81,11 @@ def train(config: RunConfig, task: type[TrainingTask], profile: int = 0) -> bool
     require_installed(config)
     datasets, run = open_datasets(config), Path(config.run)
     if (run / META).exists():
-        raise ConfigError(f"{config.run}: is a dataset: choose another with --set run=RUN")
+        raise ConfigError(f"{config.run}: is a dataset: choose another with --out RUN")
     try:
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{config.run}: {error.strerror}: choose another with --set run=RUN") from None
+        raise ConfigError(f"{config.run}: {error.strerror}: choose another with --out RUN") from None
     with distributed.process_restored():
         ranks = distributed.start(config.train.timeout_s, config.train.deterministic)
         failed = True
@@ -139,7 +139,7 @@ def _train(
             steps = f"state.json is of step {saved['step']}, the loader's state of step {loader.step}"
             raise CheckpointError(f"{path}: {steps}: {checkpoint.RESTORE}")
         if saved["step"] > total:
-            raise ConfigError(f"{run}: has done {saved['step']} steps, more than {total}: raise train.steps, or use run=NEW")
+            raise ConfigError(f"{run}: has done {saved['step']} steps, more than {total}: raise train.steps, or use --out NEW")
         progress = Progress(**{name: saved.get(name, value) for name, value in vars(progress).items()})
         universal = bool(saved["zero_stage"]) and saved["world"] != ranks.world
         if universal:
@@ -194,7 +194,7 @@ def refuse_changes(
     ]
     if changes:
         run = path.parent.parent
-        raise ConfigError(f"{run}: cannot resume: {'; '.join(changes)}: change it back, or use run=NEW")
+        raise ConfigError(f"{run}: cannot resume: {'; '.join(changes)}: change it back, or use --out NEW")
     return saved
 
 

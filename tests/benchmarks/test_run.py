@@ -1,5 +1,6 @@
 """The command: what is refused before any work, where a record goes, and a suite that goes on where it stopped."""
 
+import contextlib
 import json
 import os
 import shlex
@@ -130,12 +131,18 @@ sys.exit(run.main(["start"]))
 """
 
 
+def words_of(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):  # it has just ended
+        return " ".join(process.cmdline())
+    return ""
+
+
 def test_ctrl_c_is_one_line() -> None:
     """Nothing is left of the case's process, which the terminal interrupts, too."""
     pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
     command = [sys.executable, "-c", INTERRUPTED]
     process = subprocess.Popen(command, cwd=ROOT, text=True, start_new_session=True, **pipes)  # type: ignore[call-overload]
-    sleeping = until(lambda: [one for one in psutil.Process(process.pid).children() if "spawn_main" in " ".join(one.cmdline())])
+    sleeping = until(lambda: [one for one in psutil.Process(process.pid).children() if "spawn_main" in words_of(one)])
     os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate()
     assert (process.returncode, error) == (130, "benchmarks.run: interrupted: run it again\n")

@@ -22,7 +22,7 @@ from data_tools.splits import RoleSources
 from data_tools.synth import synthesise
 from engine.common import LEADS
 from engine.data.leakage import patient_ids, split_of
-from engine.evaluate import main
+from engine.evaluate import labels_of_run, main
 from engine.evaluation import metrics, results
 from engine.evaluation.metrics import challenge_score
 from engine.model.folder import seal
@@ -296,6 +296,13 @@ def test_thresholds_of_a_diagnosis_are_not_the_challenge_s(data: Dataset, saved_
 def test_labels_and_models_that_do_not_fit(tables: Path, saved_model: Saved, refused: Refused, tmp_path: Path) -> None:
     rhythm, beats, folds = saved_model("a", head=RHYTHM), saved_model("b", head=BEATS), tables / "rhythm.csv"
     refused("labels of the task rhythm were in rhythm.csv: .*--labels", rhythm)
+    run = tmp_path / "run"  # of a run the table is found where it was in training
+    run.mkdir()
+    (run / "model").symlink_to(rhythm)
+    (run / "config.yaml").write_text(json.dumps({"task": {"labels": str(tables / "rhythm.csv")}}))
+    assert labels_of_run(str(run)) == str(tables / "rhythm.csv") and labels_of_run(str(rhythm)) == ""
+    (run / "config.yaml").write_text(json.dumps({"task": {"labels": str(tables / "moved.csv")}}))
+    refused("labels of the task rhythm were in rhythm.csv: .*--labels", run)
     refused("no column 'rhythm': its label columns are SB, never", rhythm, "--labels", tables / "beats.csv")
     refused("no column 'SB'", beats, "--labels", folds)
     refused("--task age: is regression, the model is fine-tuned for rhythm, which is multiclass", rhythm, "--task", "age")

@@ -167,7 +167,7 @@ BAD: list[tuple[str, list[str], Callable[[list[str]], list[Any]], dict[str, Any]
     ("two columns are called 'v'", ["record", "v", "v"], lambda r: [(r[0], 1, 1)], {}),
     ("has neither `fold` nor `split`", ["record", "v"], lambda r: [(r[0], 1)], {"split": "column"}),
     ("cannot be read as CSV or parquet", ["record", "v"], lambda r: [(r[0], 1), (r[1], 1, 2, 3)], {}),
-    ("cannot be read as CSV or parquet: no such file", ["record", "v"], lambda r: [], {"labels": "/nowhere.csv"}),
+    ("no such file: name a CSV", ["record", "v"], lambda r: [], {"labels": "/nowhere.csv"}),
 ]  # fmt: skip
 
 

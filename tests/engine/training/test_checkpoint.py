@@ -184,7 +184,7 @@ def test_two_processes_do_not_share_a_run(dataset: Dataset, tmp_path: Path) -> N
             ended = pretrain(tmp_path, dataset.root.url, world=world)
             assert ended.codes == [2] * world and "another process trains here" in ended.output
             assert "Traceback" not in ended.output
-    with pytest.raises(CheckpointError, match=r"missing: .*--set run=RUN"), checkpoint.locked(tmp_path / "missing", ALONE):
+    with pytest.raises(CheckpointError, match=r"missing: .*--out RUN"), checkpoint.locked(tmp_path / "missing", ALONE):
         raise AssertionError
 
 

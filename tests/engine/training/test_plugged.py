@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from ranks import curve, finetune, pretrain, rows
 from safetensors.torch import load_file
 from torch import nn
@@ -184,8 +185,12 @@ def test_pretraining_goes_on_from_weights(own: Path, base: Path, dataset: Datase
     assert "another architecture: model.encoder is 'own.py:Net' there, '' here" in other.one_line()
     fewer = pretrain(tmp_path, url, "fewer", start=start, **how, model__leads=2, augment__leads="2", augment__padded=False)
     assert "model.leads is 12 there, 2 here" in fewer.one_line()
-    named = read_config("quickstart", {"start": start, "model.encoder": f"{own}:Net", "run": "x"})
-    assert named.model.options == {"kernel": 25} and named.objective.local == 1 and named.train.lr == TrainConfig().lr
+    kept = read_config(None, {"start": start, "model.encoder": f"{own}:Net", "run": "x"})
+    assert kept.model.options == {"kernel": 25} and kept.objective.local == 1 and kept.run == "x" and not kept.data.datasets
+    assert kept.train.batch_crops == yaml.safe_load(Path(start, "config.yaml").read_text())["train"]["batch_crops"]
+    folder = read_config(None, {"start": f"{start}/model", "model.encoder": f"{own}:Net"})
+    assert folder.model == kept.model and folder.objective == kept.objective and folder.train == TrainConfig()
+    assert read_config("quickstart", {"start": start}).train == read_config(None).train != TrainConfig()
     # One without the local objective, for one with it
     assert pretrain(tmp_path, url, "cmsc", train__steps=1, objective__local=0).ok
     both = pretrain(tmp_path, url, "both", start=str(tmp_path / "cmsc"), train__steps=1)
