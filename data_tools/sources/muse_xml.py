@@ -17,7 +17,7 @@ from data_tools.errors import ReadError
 from data_tools.record import EcgRecord, clean_age, clean_sex
 from data_tools.sources.base import Source, path_name, record_stem
 
-MAX_BYTES, MAX_DEPTH, MAX_LEADS = 32 * 2**20, 32, 64
+MAX_BYTES, MAX_DEPTH, MAX_LEADS = 6 * 2**20, 32, 64  # a 10 s ECG has 0.2 MB
 YEARS = {"YEARS": 1.0, "MONTHS": 1 / 12, "WEEKS": 7 / 365.25, "DAYS": 1 / 365.25, "HOURS": 1 / 8766}
 # Fields that would shift or scale the samples, and their only value that is read
 _WAVEFORM = {"SampleType": "CONTINUOUS_SAMPLES", "SampleExponent": "0"}

@@ -97,7 +97,7 @@ def predictions(model: TrainedModel) -> Output:
             return scores
         if head.kind == "multiclass":
             return [pa.array(head.classes).take(pa.array(y_NK.argmax(1))), *scores]
-        decisions = (y_NK > np.array(head.thresholds, np.float32)).T
+        decisions = (y_NK > np.array(head.thresholds)).T
         return [one for pair in zip(scores, map(pa.array, decisions), strict=True) for one in pair]
 
     meaning = {"task": head.task, "kind": head.kind, "classes": head.classes, "thresholds": head.thresholds, "unit": head.unit}

@@ -56,7 +56,8 @@ def labels_to_probe(dataset: Dataset, name: str, url: str) -> TaskLabels | None:
     """Of a task of this name, or the kind that a label table suggests; None where neither is given."""
     if not (name or url):
         return None
-    task = replace(load_task(name), labels=url) if name else guess(TaskConfig(Path(url).stem[:64], labels=url))
+    task = load_task(name) if name else guess(TaskConfig(Path(url).stem[:64], labels=url))
+    task = replace(task, labels=url or task.labels)
     if task.kind == "identity":
         raise ConfigError(f"--task {name}: leave it out: patient identification is probed then")
     labels = read_task(task, [dataset])

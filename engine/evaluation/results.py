@@ -229,6 +229,8 @@ def score_task(model: TrainedModel, dataset: Dataset, task: TaskConfig, options:
     trained = validated(TaskConfig, head.definition, "task") if head.definition else labels.task
     if (trained.split, trained.folds) != (labels.task.split, labels.task.folds):
         notes.append("Possible leakage: the model was fine-tuned with other folds or another split than are scored here.")
+    elif model.history.get("datasets") == [dataset.fingerprint] and head.definition and labels.facts["sha256"] != head.sha256:
+        notes.append("Possible leakage: the model was fine-tuned on this dataset with other labels, or split otherwise.")
     head = replace(head, task=task.name, classes=labels.classes, thresholds=tuple(thresholds))
     facts = _facts(dataset, options, model_input) | ({"labels": task.labels} if task.labels else {})
     table = dataset.table(["source", "record", "age", "sex"]).take(rows)
@@ -291,6 +293,10 @@ def chosen_task(model: TrainedModel, name: str = "auto", labels: str = "") -> Ta
     task = validated(TaskConfig, known, "task") if known else load_task(name)
     if task.labels and not labels and not Path(task.labels).exists():
         raise ConfigError(f"the labels of the task {task.name} were in {task.labels}: say where they are with --labels")
+    if task.kind == "identity" and labels:
+        raise ConfigError(
+            f"--labels {labels}: the model was not fine-tuned for labels: use omnilead finetune, or omnilead probe"
+        )
     return replace(task, labels=labels) if labels else task
 
 

@@ -50,9 +50,9 @@ def portable(spec: str) -> str:
     return f"{file.name}:{spec.rpartition(':')[2]}" if (file := file_of(spec)) else spec
 
 
-def code_of(settings: Mapping[str, str], run: str) -> dict[str, bytes]:
-    """The files that these settings name, by name and content. `run` may have copies of them."""
-    files: dict[str, bytes] = {}
+def code_of(settings: Mapping[str, str], run: str, others: Mapping[str, bytes] | None = None) -> dict[str, bytes]:
+    """The files that these settings name, and others, by name and content. `run` may have copies of them."""
+    files = dict(others or {})
     for setting, spec in settings.items():
         if file := file_of(spec):
             kept = Path(run, CODE, file.name)
@@ -60,7 +60,7 @@ def code_of(settings: Mapping[str, str], run: str) -> dict[str, bytes]:
                 hint = f": the run's copy is {kept}" if kept.is_file() else ""
                 raise ConfigError(f"{setting}={spec}: no such file {file}{hint}")
             if files.setdefault(file.name, content := file.read_bytes()) != content:
-                raise ConfigError(f"{setting}={spec}: another setting names another file {file.name}: rename one of them")
+                raise ConfigError(f"{setting}={spec}: the run has another file {file.name} already: rename one of them")
     return files
 
 
@@ -174,6 +174,7 @@ def cost_per_crop(encoder: nn.Module | None, config: ModelConfig, local: bool) -
         sdpa_kernel(SDPBackend.MATH),
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
         FlopCounterMode(display=False) as counter,
+        blaming(f"model.encoder={config.encoder}, in training"),
     ):
         c_RND = own(torch.randn(rows, config.leads, HALF))
     weights = {p.untyped_storage().data_ptr() for p in own.parameters()}

@@ -34,7 +34,7 @@ ANSWERS = {  # to the errors of huggingface_hub
 }
 FILE_NAME = re.compile(r"\w[\w.-]{0,99}")
 # An absolute path or an address of a bucket; not https:// or hf://
-PLACE = re.compile(r"(?<![\w/:.])(?:(?:s3|gs|file)://|~?/|[A-Za-z]:\\)[\w.+-]+(?:[/\\][\w.+-]+)+")
+PLACE = re.compile(r"(?<![\w/:.])(?:(?!https?:|hf:)[a-z][a-z0-9]*://|~?//?|[A-Za-z]:[/\\])[\w.+-]+(?:[/\\][\w.+-]+)+")
 
 
 def push(model: str | Path, repo: str, private: bool = False, licence: str | None = None) -> str:

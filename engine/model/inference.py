@@ -60,6 +60,7 @@ class HeadInfo:
     center: tuple[float, ...] = ()  # [K] of regression: logits * scale + center
     scale: tuple[float, ...] = ()
     definition: dict[str, Any] = field(default_factory=dict)  # the task's settings: labels, split, ...
+    sha256: str = ""  # of the labels and splits it was trained with, if they are not the dataset's own
 
     def __post_init__(self) -> None:
         figures = {"regression": ("center", "scale"), "binary": ("thresholds",), "multilabel": ("thresholds",)}

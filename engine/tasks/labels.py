@@ -12,6 +12,7 @@ or `split`. An empty cell is unknown. A record is named as in the dataset, or by
 import csv
 import io
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
@@ -34,6 +35,7 @@ SPLIT_OF = {"train": 1, "valid": 2, "val": 2, "validation": 2, "dev": 2, "test":
 RESERVED = ("record", "source", "patient", "fold", "split")
 OWN_COLUMNS = ("age", "sex")  # of a dataset
 BOOLEANS = {"0": 0, "0.0": 0, "false": 0, "no": 0, "1": 1, "1.0": 1, "true": 1, "yes": 1}
+INDEX = re.compile(r"|Unnamed: \d+")  # pandas' row numbers
 FEW = 10  # numbers with at most so many values are classes
 SHOWN = 3  # names in a message
 MAX_VALUES = 100  # classes of multiclass, and folds
@@ -179,7 +181,7 @@ def _as_text(cells: pa.Table) -> pa.Table:
 
 
 def _columns(task: TaskConfig, name: str, cells: pa.Table) -> tuple[str, ...]:
-    every = tuple(column for column in cells.column_names if column not in RESERVED)
+    every = tuple(column for column in cells.column_names if column not in RESERVED and not INDEX.fullmatch(column))
     if absent := [column for column in task.columns if column not in every] or ["of labels"] * (not every):
         raise ConfigError(f"{name}: no column {absent[0]!r}: its label columns are {', '.join(every) or 'none'}")
     return task.columns or every
@@ -268,7 +270,7 @@ def _parsed(task: TaskConfig, table: LabelTable, name: str, column: pa.Array) ->
         try:
             numbers = pc.cast(column, pa.float32()).to_numpy(zero_copy_only=False)
         except pa.ArrowInvalid:
-            numbers = np.array([np.inf if text and not _numbers([text]) else 0 for text in column.to_pylist()])
+            numbers = np.array([_number(text) for text in column.to_pylist()], np.float32)
         wrong, mend = np.isinf(numbers), "a number"
     else:
         coded = column.dictionary_encode()
@@ -279,6 +281,10 @@ def _parsed(task: TaskConfig, table: LabelTable, name: str, column: pa.Array) ->
     if wrong.any():
         raise ConfigError(f"{_cell(table, name, int(wrong.argmax()))} is not {mend}; empty is unknown")
     return np.asarray(numbers)
+
+
+def _number(text: str | None) -> float:
+    return np.nan if text is None else float(text) if _numbers([text]) else np.inf
 
 
 def _cell(table: LabelTable, column: str, row: int) -> str:
@@ -313,8 +319,16 @@ def _splits(
     waveform, before = np.concatenate([dataset.column("waveform") for dataset in datasets]), split.copy()
     for side in (3, 2):  # a copy of a tested ECG is neither trained nor validated on
         split[(split > 0) & (split < side) & known & np.isin(waveform, waveform[known & (split == side)])] = 0
-    left_out = int((split != before).sum())
-    return task, split, [f"{left_out:,} crops are left out: copies of ECGs in valid or test"] if left_out else []
+    remarks = []
+    if left_out := int((split != before).sum()):
+        remarks.append(f"{left_out:,} crops are left out: copies of ECGs in valid or test")
+    if nowhere := int((known & (before == 0)).sum()):
+        remarks.append(f"{nowhere:,} crops are left out: their {columns[0]} is not for train, valid or test")
+    if "patient" in table.cells.column_names and any(
+        part.null_count for d in datasets for part in d.table(["patient"]).columns
+    ):
+        remarks.append(f"{table.name}: its column `patient` is not read: ECGs without a patient in the dataset are apart")
+    return task, split, remarks
 
 
 def _by_role(datasets: Sequence[Dataset], role: str) -> list[np.ndarray]:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from engine.common import ConfigError, describe_leads, overridden, read_yaml
-from engine.config import Config, build, load
+from engine.config import Config, build, flatten, load
 from engine.data.preprocess import Input
 from engine.model.config import ModelConfig
 from engine.model.encoders import portable
@@ -27,6 +27,7 @@ from engine.model.inference import config_of
 QUICKSTART = "quickstart"  # if none is named
 SHARED = ("encoder", "options", "leads")  # settings on which the weights of every encoder depend
 AUTHORS = ("conv", "conv_norm", "width", "layers", "heads", "ffn", "position_kernel", "position_groups")
+PLUGGED = ("model.encoder", "augment.extra")  # may name code of one's own
 MASK = "encoder.mask_embedding"  # only the local objective has it
 
 
@@ -57,8 +58,9 @@ class StartingWeights:
 def read_config(config: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
     """As engine.config.load. If no config is named: the settings of the run `start`; of a model folder, which has no others,
     those of model and objective; without `start` the quick start's."""
-    start = overridden({}, overrides).get("start")
-    if config or not start:
+    given = overridden({}, overrides)
+    start = given.get("start")
+    if config or not start or not isinstance(start, str):
         return load(config or QUICKSTART, overrides)
     if (before := Path(start, "config.yaml")).is_file():
         tree = {name: section for name, section in read_yaml(before).items() if name not in ("run", "start", "data")}
@@ -66,6 +68,10 @@ def read_config(config: str | Path | None, overrides: Sequence[str] | Mapping[st
         with model_folder(start) as (folder, _):
             document = document_of(folder / CONFIG)
         tree = {name: document[name] for name in ("model", "objective") if name in document}
+    named = flatten(given)
+    for key, value in flatten(tree).items():
+        if key in PLUGGED and ":" in str(value) and key not in named:  # it may come from anyone
+            raise ConfigError(f"start={start}: {key}={value} is code: to run it, name the file: --set {key}={value}")
     return build(overridden(tree, overrides))
 
 

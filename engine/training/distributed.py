@@ -85,7 +85,8 @@ def process_restored() -> Iterator[None]:
     """Around a training: what it changes in this process for good, such as a notebook's, is put back."""
     environment, threads, hook = dict(os.environ), torch.get_num_threads(), sys.excepthook  # torch.distributed replaces it
     deterministic, linear = torch.are_deterministic_algorithms_enabled(), F.linear
-    with warnings.catch_warnings():
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with warnings.catch_warnings(), torch.random.fork_rng(devices):
         try:
             yield
         finally:

@@ -86,9 +86,8 @@ class FinetuneTask(TrainingTask):
         elif self.kind in kinds.WITH_THRESHOLDS:
             absent = named(labels, ~(self.held_out_y > 0).any(0))
             self.remarks += [f"no positive examples in validation, threshold 0.5: {absent}"] if absent else []
-        self.code = self.start.code | encoders.code_of(
-            {"augment.extra": config.augment.extra, "task.head": config.task.head}, config.run
-        )
+        plugged = {"augment.extra": config.augment.extra, "task.head": config.task.head}
+        self.code = encoders.code_of(plugged, config.run, self.start.code)
         self.encoder, _ = encoders.prepared(self.architecture, False, dtype_of(config), config.train.seed, self.start.kind)
         self.flops_per_crop, self.kept_per_crop = encoders.cost_per_crop(self.encoder, self.architecture, local=False)
 
@@ -222,7 +221,7 @@ class FinetuneTask(TrainingTask):
     def described(config: FinetuneConfig, state: dict[str, Any]) -> dict[str, Any]:
         task, best = config.task, state.get("best") or {}
         own = {"classes": list(CLASSES) if task.kind == "multilabel" else [], "definition": asdict(task)}  # an older checkpoint
-        labels = {name: value for name, value in (state.get("labels") or own).items() if name != "sha256"}
+        labels = state.get("labels") or own
         head: dict[str, Any] = {"task": task.name, "kind": task.kind, "unit": task.unit, **labels}
         head["definition"] = head["definition"] | {"head": encoders.portable(task.head)}
         if task.kind in kinds.WITH_THRESHOLDS:

@@ -202,7 +202,7 @@ class Loop:
             self.progress.best = {"step": self.progress.step, name: value} | self.task.chosen()
             self.progress.stale = 0
             self._save()
-        elif self.progress.step > 0 and row:
+        elif self.progress.step > 0 and (np.isfinite(value) or self.progress.best):  # a metric may be undefined on these crops
             self.progress.stale += 1
             if self._is_stale() and self.ranks.first:
                 say(

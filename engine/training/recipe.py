@@ -52,6 +52,9 @@ def finetuning(config: str | Path | None, overrides: Sequence[str] | Mapping[str
     chosen |= {"steps": min(EPOCHS * epoch, STEPS)} if length else {}
     model = read_start(wanted.start, wanted.code).model
     chosen |= {"lr": LR if model.encoder else min(LR, LR_WIDTH / model.width), "schedule": "warmup_cosine", "precision": "auto"}
+    if (before := Path(wanted.run, "config.yaml")).is_file():  # a run that is resumed, perhaps by another number of ranks
+        saved = read_yaml(before).get("train") or {}
+        chosen |= {name: saved[name] for name in chosen if name in saved}
     settled = build(merge({"train": chosen, "task": {"kind": learnt.kind}}, tree), FinetuneConfig)
     if os.environ.get("RANK", "0") == "0":
         t, kind = settled.train, learnt.kind + " (--kind if it is not)" * (learnt is not wanted.task)

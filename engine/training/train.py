@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 
 from data_tools.cli import is_memory, say
 from data_tools.dataset import META, DataError, Dataset
-from engine.common import ConfigError, describe_leads, write_whole
+from engine.common import ConfigError, OutputError, describe_leads, write_whole
 from engine.config import RunConfig, build, check, deepspeed_json, flatten, micro_batch, zero_stage
 from engine.data.loader import Loader
 from engine.data.preprocess import SCALES
@@ -58,7 +58,7 @@ def explain(error: BaseException) -> tuple[str, int]:
     """One line and an exit code: 2, settings or files are wrong; 1, the run failed. Anything else is a bug: its traceback."""
     if isinstance(error, BAD_INPUT):
         return str(error), 2
-    if isinstance(error, TrainError | WriteError):
+    if isinstance(error, TrainError | WriteError | OutputError):
         return str(error), 1
     if isinstance(error, KeyboardInterrupt):
         return "interrupted before training: the same command continues", 1

@@ -329,6 +329,19 @@ def test_other_folds_than_those_of_training_are_a_warning(tables: Path, saved_mo
     assert any("other folds" in of for of in evaluated(folder, "--task", tables / "task.yaml")["remarks"])
 
 
+def test_another_split_of_the_training_data_is_a_warning(
+    data: Dataset, tables: Path, saved_model: Saved, evaluated: Evaluated
+) -> None:
+    """As where another table of labels has no column for the split."""
+    table = tables / "rhythm.csv"
+    trained = read_task(TaskConfig("rhythm", "multiclass", labels=str(table)), [data]).facts["sha256"]
+    for digest, leaks in ((trained, False), ("another", True)):
+        folder = saved_model(f"{digest[:7]}/model", head=RHYTHM | {"definition": FOLDS, "sha256": digest})
+        config = json.loads((folder / "config.json").read_text())
+        seal(folder, config | {"trained": {"datasets": [data.fingerprint]}})
+        assert any("split otherwise" in of for of in evaluated(folder, "--labels", table)["remarks"]) == leaks
+
+
 # Warnings -----------------------------------------------------------------------------------------------------------------
 
 

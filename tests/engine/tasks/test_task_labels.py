@@ -215,3 +215,23 @@ def test_what_a_task_needs(dataset: Dataset) -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             read_task(task, [dataset])
+
+
+def test_row_numbers_odd_numbers_and_rows_without_a_fold(
+    dataset: Dataset, records: list[str], fold_of: dict[str, int], write: Write
+) -> None:
+    """What spreadsheets and pandas leave in a table."""
+    numbers = ["1_000", "", *("12.5" for _ in records[2:])]
+    table = write(
+        ["", "record", "ef", "Unnamed: 0"], [[i, *pair, i] for i, pair in enumerate(zip(records, numbers, strict=True))]
+    )
+    assert guess(TaskConfig(labels=table)).columns == ("ef",)
+    labels = read_task(TaskConfig(kind="regression", labels=table), [dataset])
+    of = dict(zip(dataset.table(["record"])["record"].to_pylist(), labels.y[0][:, 0].tolist(), strict=True))
+    assert (of[records[0]], of[records[2]]) == (1000, 12.5) and np.isnan(of[records[1]])
+    splits = {0: "", 8: "valid", 9: "test"}
+    some = write(
+        ["record", "af", "split"], [(name, i % 2, splits.get(fold_of[name], "train")) for i, name in enumerate(records)]
+    )
+    remarks = " ".join(read_task(TaskConfig(kind="binary", labels=some), [dataset]).remarks)
+    assert "crops are left out: their split is not for train, valid or test" in remarks

@@ -185,10 +185,13 @@ def test_pretraining_goes_on_from_weights(own: Path, base: Path, dataset: Datase
     assert "another architecture: model.encoder is 'own.py:Net' there, '' here" in other.one_line()
     fewer = pretrain(tmp_path, url, "fewer", start=start, **how, model__leads=2, augment__leads="2", augment__padded=False)
     assert "model.leads is 12 there, 2 here" in fewer.one_line()
-    kept = read_config(None, {"start": start, "model.encoder": f"{own}:Net", "run": "x"})
+    with pytest.raises(ConfigError, match=r"augment\.extra=.*:noise is code: .*name the file: --set augment"):
+        read_config(None, {"start": start})
+    code = {"model.encoder": f"{own}:Net", "augment.extra": f"{own}:noise"}
+    kept = read_config(None, {"start": start, "run": "x"} | code)
     assert kept.model.options == {"kernel": 25} and kept.objective.local == 1 and kept.run == "x" and not kept.data.datasets
     assert kept.train.batch_crops == yaml.safe_load(Path(start, "config.yaml").read_text())["train"]["batch_crops"]
-    folder = read_config(None, {"start": f"{start}/model", "model.encoder": f"{own}:Net"})
+    folder = read_config(None, {"start": f"{start}/model", "model.encoder": code["model.encoder"]})
     assert folder.model == kept.model and folder.objective == kept.objective and folder.train == TrainConfig()
     assert read_config("quickstart", {"start": start}).train == read_config(None).train != TrainConfig()
     # One without the local objective, for one with it

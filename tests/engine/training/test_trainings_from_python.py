@@ -30,7 +30,14 @@ def left() -> tuple[Any, ...]:
     """What a training must leave as it was, or clean up."""
     gc.collect()
     models = sum(type(thing) is Pretrainer for thing in gc.get_objects())
-    return dict(os.environ), sys.excepthook, models, threading.active_count(), torch.are_deterministic_algorithms_enabled()
+    return (
+        dict(os.environ),
+        sys.excepthook,
+        torch.get_rng_state().tolist(),
+        models,
+        threading.active_count(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 def notebook(tmp: Path, url: str) -> None:
