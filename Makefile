@@ -9,7 +9,7 @@ help:
 	@echo "make test   install into .venv and run every test"
 	@echo "make demo   install into .venv; archive -> dataset -> pre-trained -> fine-tuned, against random weights"
 	@echo "make lint   ruff and mypy"
-	@echo "make bench  measure this machine, 15 minutes; a record in benchmarks/results, tables in benchmarks/RESULTS.md"
+	@echo "make bench  measure this machine, 15 minutes; again: what is still missing; tables in benchmarks/RESULTS.md"
 	@echo "make bench-gpu   the same on a GPU, after checks and tests, 15 minutes; again: what is still missing"
 	@echo "make clean  remove .venv, .bench and demo/"
 

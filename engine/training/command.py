@@ -34,7 +34,7 @@ def command(
     shortcuts: Mapping[str, Shortcut],
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """`default`: the config if none is given. An error is one line and an exit code."""
+    """`default`: what --help says is used if no config is named. An error is one line and an exit code."""
     parser = Parser(f"omnilead {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     which = f" (default: {default})" if default else ""
