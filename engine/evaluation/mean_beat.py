@@ -1,0 +1,62 @@
+"""What an ECG says without any training: the median beat of its leads, and the intervals between beats.
+
+A baseline for frozen embeddings. R peaks are found where the leads together change fastest, so a blank lead does no harm.
+
+    x_RLT [R, 12, T] at 500 Hz, uV or mV  ->  mean_beats(x_RLT) [R, 12 * BEAT + 8] float32
+
+The beat runs from 0.25 s before R to 0.45 s after it, 0.5 to 40 Hz, at 100 Hz, as shape (unit length over all leads): two ECGs are
+compared by the cosine of their first 12 * BEAT numbers. The rest: log size of the beat, log mean and variation of the RR intervals,
+and what is left of each group of leads (I to III, aV, V1 to V3, V4 to V6) when the median beat is taken away.
+"""
+
+import numpy as np
+from scipy.signal import butter, find_peaks, sosfiltfilt
+
+from data_tools.prepare import FS_HZ
+
+STEP = FS_HZ // 100
+BEFORE, AFTER = 25, 45  # samples at 100 Hz
+BEAT = BEFORE + AFTER
+SHIFT = 4  # samples at 100 Hz by which a beat may be moved onto the others
+_BAND = butter(2, (0.5, 40.0), "bandpass", fs=FS_HZ, output="sos")
+_QRS = butter(2, (5.0, 25.0), "bandpass", fs=FS_HZ, output="sos")
+
+Array = np.ndarray
+
+
+def mean_beats(x_RLT: Array) -> Array:
+    return np.stack([_mean_beat(x_LT) for x_LT in x_RLT]) if len(x_RLT) else np.zeros((0, 12 * BEAT + 8), np.float32)
+
+
+def r_peaks(x_LT: Array) -> Array:
+    """Samples, at least 0.3 s apart."""
+    speed = np.abs(np.diff(sosfiltfilt(_QRS, x_LT, axis=-1), axis=-1)).sum(0)
+    speed = np.convolve(speed, np.ones(FS_HZ // 12) / (FS_HZ // 12), "same")
+    seconds = [speed[at : at + FS_HZ].max() for at in range(0, len(speed), FS_HZ)]  # the tallest may be a spike
+    return find_peaks(speed, height=0.45 * np.median(seconds), distance=int(0.3 * FS_HZ))[0]
+
+
+def _mean_beat(x_LT: Array) -> Array:
+    x_LT = np.asarray(x_LT, np.float64)
+    peaks, band = r_peaks(x_LT), sosfiltfilt(_BAND, x_LT, axis=-1)[:, ::STEP]
+    within = np.round(peaks / STEP).astype(int)
+    within = within[(within >= BEFORE + SHIFT) & (within < band.shape[1] - AFTER - SHIFT)]
+    if not len(within):
+        within = np.array([band.shape[1] // 2])
+    beats_BLT = _aligned(band, within)
+    beat_LT = np.median(beats_BLT, 0)
+    beat_LT -= beat_LT.mean(1, keepdims=True)
+    size, rest = np.linalg.norm(beat_LT), (beats_BLT - beat_LT).std((0, 2)).reshape(4, 3).mean(1)
+    rr_s = np.diff(peaks) / FS_HZ if len(peaks) > 2 else np.ones(2)
+    numbers = [size, rr_s.mean(), 0.02 + rr_s.std() / rr_s.mean(), 0.02 + np.abs(np.diff(rr_s)).mean(), *(rest + 1e-3 * size)]
+    return np.concatenate([(beat_LT / max(size, 1e-12)).ravel(), np.log(np.maximum(numbers, 1e-6))]).astype(np.float32)
+
+
+def _aligned(band_LT: Array, peaks: Array) -> Array:
+    """Beats [B, L, BEAT], each moved by up to SHIFT onto the median beat."""
+    offset = np.arange(-BEFORE, AFTER)
+    beats_BLT = band_LT[:, peaks[:, None] + offset].transpose(1, 0, 2)
+    template = np.median(beats_BLT, 0)
+    moves = np.arange(-SHIFT, SHIFT + 1)
+    likeness = np.stack([(band_LT[:, (peaks + move)[:, None] + offset] * template[:, None]).sum((0, 2)) for move in moves])
+    return band_LT[:, (peaks + moves[likeness.argmax(0)])[:, None] + offset].transpose(1, 0, 2)
