@@ -24,7 +24,8 @@ from data_tools.cli import Parser, drop_output, interactive, is_memory, say
 from data_tools.errors import DataError, printable
 
 RESUME = {"shard": ": run the same command again to continue", "synth": ": delete {out} and run it again"}
-KINDS = "auto, physionet2021, ptbxl, mimic-iv-ecg, code15, wfdb, muse-xml, or your own file.py:Class (auto)"
+KINDS = "auto, physionet2021, ptbxl, mimic-iv-ecg, code15, wfdb, hospital (any of the following), muse-xml, "
+KINDS += "or your own file.py:Class (auto)"
 Option = dict[str, Any]
 
 
@@ -175,7 +176,7 @@ def _shard(options: argparse.Namespace) -> int:
         raise DataError(f"--plan all: everything is for pre-training, nothing for {given}: use --plan paper")
     key = read_key(options.pseudonymize) if options.pseudonymize else None
     sources = _open_sources(options.sources, options.source, options)
-    for note in (note for source in sources for note in source.notes()):
+    for note in (before := [note for source in sources for note in source.notes()]):
         print(f"note: {printable(note)}", file=sys.stderr)
     same = {name: getattr(options, name) for name in ("out", "plan", "seed", "format", "workers", "cluster")}
     roles, quiet = RoleSources(**chosen), not interactive()
@@ -183,8 +184,8 @@ def _shard(options: argparse.Namespace) -> int:
     print(describe(dataset))
     refused = sum(source["records"]["refused"] for source in dataset.meta["sources"])
     print(f"\n{refused} record{'s' * (refused != 1)} refused; {time.monotonic() - started:.1f} s")
-    for note in notes(dataset):
-        print(f"note: {note}", file=sys.stderr)
+    for note in [*notes(dataset), *(note for source in sources for note in source.notes() if note not in before)]:
+        print(f"note: {printable(note)}", file=sys.stderr)
     if options.strict and refused:
         print(f"omnilead shard: --strict: {refused} records were refused, see {options.out}/rejects.csv", file=sys.stderr)
         return 2

@@ -132,9 +132,9 @@ def _scan(task: tuple[int, int, Source, list[str]]) -> tuple[int, pa.Table, list
     refused: list[tuple[str, Reject]] = []
     read = partial(read_safely, source.header)
     for key, header in zip(keys, prefetch(read, keys) if source.root.remote else map(read, keys), strict=True):
-        name, filed = source.name_for(key), source.source_of(key)
         try:
             if isinstance(header, ReadError):
+                name, filed = source.name_for(key), source.source_of(key)
                 raise header
             name, filed = header.name, header.source
             if not (_NAME.fullmatch(name) and _NAME.fullmatch(filed)):

@@ -10,21 +10,21 @@ from data_tools.errors import DataError, ReadError, StorageError
 from data_tools.plugins import blame, plugin
 from data_tools.sources.base import Prepared, Source, prepared
 from data_tools.sources.code15 import Code15
+from data_tools.sources.hospital import FORMATS, HospitalFiles
 from data_tools.sources.mimic_iv_ecg import MimicIvEcg
-from data_tools.sources.muse_xml import MuseXml
 from data_tools.sources.physionet2021 import DATABASES, PhysioNet2021
 from data_tools.sources.ptbxl import PtbXl
 from data_tools.sources.wfdb_folder import WfdbFolder
 from data_tools.storage import folder, links_in
 
 ARCHIVES: dict[str, type[Source]] = {"physionet2021": PhysioNet2021, "ptbxl": PtbXl, "mimic-iv-ecg": MimicIvEcg}
-ARCHIVES |= {"code15": Code15, "wfdb": WfdbFolder, "muse-xml": MuseXml}
+ARCHIVES |= {"code15": Code15, "wfdb": WfdbFolder, "hospital": HospitalFiles}
 
 __all__ = ["ARCHIVES", "DataError", "PhysioNet2021", "Prepared", "ReadError", "Source", "open_sources", "prepared"]
 
 
 def open_sources(url: str, kind: str = "auto", anonymous: bool = False) -> list[Source]:
-    """The sources in one place. `kind` is auto, a name in ARCHIVES, or your own `module:Class` or `file.py:Class`."""
+    """Sources in one place. `kind` is auto, a name in ARCHIVES or FORMATS, or your own `file.py:Class` or `module:Class`."""
     root = folder(url, anonymous)
     names = set(root.children())
     if not names:
@@ -35,9 +35,9 @@ def open_sources(url: str, kind: str = "auto", anonymous: bool = False) -> list[
         except TypeError as error:  # an abstract method
             raise DataError(f"--source {kind}: {error}") from None
     if kind != "auto":
-        if kind not in ARCHIVES:
-            raise DataError(f"--source {kind}: not auto, {', '.join(ARCHIVES)} or your own file.py:Class")
-        return [ARCHIVES[kind](root)]
+        if kind not in ARCHIVES | FORMATS:
+            raise DataError(f"--source {kind}: not auto, {', '.join(ARCHIVES | FORMATS)} or your own file.py:Class")
+        return [HospitalFiles(root, kind) if kind in FORMATS else ARCHIVES[kind](root)]
     places = [(root, names)]
     for name in sorted(names - {"training"}):
         if not (root.remote and "." in name):  # probably a file: not worth a request for its listing
@@ -47,9 +47,9 @@ def open_sources(url: str, kind: str = "auto", anonymous: bool = False) -> list[
     found: list[Source] = [source(place) for place, inside in places for source in ARCHIVES.values() if source.detect(inside)]
     if not found and root.url.rsplit("/", 1)[-1] in DATABASES:
         found = [PhysioNet2021(root)]
-    for source, ending in ((WfdbFolder, ".hea"), (MuseXml, ".xml")):
-        if not found and any(name.lower().endswith(ending) for name in root.names()):
-            found = [source(root)]
+    for general in (WfdbFolder(root), HospitalFiles(root)):
+        if not found and next(general.keys(), None):
+            found = [general]
     if not found and META in names:
         raise StorageError(f"{root.url}: a dataset, not an archive: name the archives that it was made from")
     if not found:

@@ -81,6 +81,25 @@ class Source(ABC):
         return (self.read(key) for key in self.keys())
 
 
+class Decoded(NamedTuple):
+    """An ECG as a vendor's file holds it."""
+
+    signals: dict[str, np.ndarray]  # by the lead's name, microvolts; NaN: not measured
+    fs_hz: float
+    patient: str | None = None
+    age: float | None = None  # years
+    sex: str | None = None
+    warnings: tuple[tuple[str, str], ...] = ()
+
+
+class Format(NamedTuple):
+    """A format of files with one ECG each, as sources/hospital.py reads them."""
+
+    looks_like: Callable[[bytes, str], bool]  # of the file's first 4 KiB and its name: cheap, without exceptions
+    decode: Callable[[bytes], Decoded]  # of the whole file; a ReadError refuses it
+    max_bytes: int
+
+
 class WfdbSource(Source):
     """An archive of WFDB records; subclasses know where they are stored and who the patient is."""
 

@@ -16,7 +16,8 @@ from data_tools.__main__ import main
 from data_tools.errors import ReadError
 from data_tools.record import LEADS
 from data_tools.sources.base import prepared, read_safely
-from data_tools.sources.muse_xml import _COUNTS, MuseXml
+from data_tools.sources.hospital import HospitalFiles
+from data_tools.sources.muse_xml import _COUNTS
 from data_tools.storage import folder
 
 SHARED = Path(__file__).parents[3] / "shared" / "formats"
@@ -51,7 +52,7 @@ def muse(leads: str = "", rhythm: str = "", person: str = "<PatientID>4711</Pati
 
 def read(place: Path, text: str | bytes) -> Any:
     (place / "one.xml").write_bytes(text if isinstance(text, bytes) else text.encode("latin-1"))
-    return read_safely(MuseXml(folder(place)).read, "one.xml")
+    return read_safely(HospitalFiles(folder(place)).read, "one.xml")
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the shared files")
@@ -59,7 +60,7 @@ def test_real_files(tmp_path: Path) -> None:
     for name in ("muse_example1", "muse_example2", "muse_example4"):
         shutil.copy(SHARED / f"{name}.xml", tmp_path)
         right = np.load(SHARED / f"{name}.xml.npz")
-        record = MuseXml(folder(tmp_path)).read(f"{name}.xml")
+        record = HospitalFiles(folder(tmp_path)).read(f"{name}.xml")
         assert (record.fs_hz, record.patient, record.unit) == (500.0, None, "uV")
         order = [record.leads.index(str(lead)) for lead in right["leads"]]
         np.testing.assert_allclose(record.signal[order], right["signal_uv"], atol=1e-3)
@@ -71,7 +72,7 @@ def test_a_folder_becomes_a_dataset(tmp_path: Path) -> None:
         (tmp_path / "src" / name).write_text(muse())
     (tmp_path / "src" / "other.xml").write_text("<AnnotatedECG/>")
     made = build(tmp_path / "src", tmp_path / "out", plan="all")
-    assert rejected(made) == [("other", "not MUSE XML")]
+    assert rejected(made) == [("other", "unknown format")]
     assert sorted(made.column("record")) == ["a_one", "b_one"]
     row = made.table().slice(0, 1).to_pylist()[0]
     assert (row["source"], row["patient"], row["age"], row["sex"]) == ("muse-xml", "4711", 61.0, "F")
@@ -106,7 +107,7 @@ def test_leads_that_were_off_are_missing(tmp_path: Path) -> None:
     leads = [lead_xml(name, one, LeadOff="TRUE" if name == "II" else "FALSE") for name, one in steps().items()]
     leads[-1] = lead_xml("V6", np.where(np.arange(5000) == 7, -32768, 5))
     assert set(read(tmp_path, muse("".join(leads))).leads) == {"I", "V1", "V2", "V3", "V4", "V5"}
-    ready = prepared(MuseXml(folder(tmp_path)), "one.xml")
+    ready = prepared(HospitalFiles(folder(tmp_path)), "one.xml")
     assert not isinstance(ready, ReadError) and not ready.crops_uv[0, 1:6].any() and ready.crops_uv[0, 0].any()
 
 
@@ -121,15 +122,15 @@ EXTERNAL = '<!DOCTYPE RestingECG SYSTEM "restecg.dtd"><RestingECG><PatientDemogr
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "malformed XML"),
+        ("", "unknown format"),
         (muse()[:-500], "malformed XML"),
         ('<?xml version="1.0" encoding="no-such"?><RestingECG/>', "malformed XML"),
-        ("<sapphire/>", "not MUSE XML"),
+        ("<sapphire/>", "unknown format"),
         (ENTITY, "XML entity"),
         (EXTERNAL, "XML entity"),
         ("<RestingECG>" + "<a>" * 40, "XML too deep"),
-        ("<RestingECG>" + "<Waveform/>" * 99, "signal count"),
-        ("<RestingECG><Waveform>" + "<LeadData/>" * 99, "signal count"),
+        ("<RestingECG>" + "<a/>" * 100_000, "XML too large"),
+        (muse("<LeadData/>" * 99), "signal count"),
         ("<RestingECG/>", "rhythm waveform"),
         (muse(rhythm="<Waveform/>"), "rhythm waveform"),
         (muse(rhythm=2 * waveform_xml("Rhythm", lead_xml("I", np.arange(5000)))), "rhythm waveform"),
@@ -155,7 +156,7 @@ def test_refused(tmp_path: Path, text: str, reason: str) -> None:
 
 def test_a_rate_of_nothing_is_refused(tmp_path: Path) -> None:
     read(tmp_path, muse(rhythm=waveform_xml("Rhythm", lead_xml("I", np.arange(5000)), rate="")))
-    found = prepared(MuseXml(folder(tmp_path)), "one.xml")
+    found = prepared(HospitalFiles(folder(tmp_path)), "one.xml")
     assert isinstance(found, ReadError) and found.reason == "sampling rate"
 
 

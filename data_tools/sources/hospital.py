@@ -1,0 +1,109 @@
+"""Files as hospitals export them: one ECG a file, in any mixture of the FORMATS below and in any folders.
+
+A file's content decides which format it has. Of a file only the signals of the twelve leads, the patient's id, age and sex are
+read: no names, dates, statements or comments. III, aVR, aVL and aVF are computed where a file has only I and II.
+"""
+
+import posixpath
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from hashlib import blake2b
+
+import numpy as np
+
+from data_tools.errors import ReadError
+from data_tools.record import EcgRecord, clean_age, clean_sex
+from data_tools.sources import muse_xml
+from data_tools.sources.base import Format, Source, path_name, record_stem
+from data_tools.storage import Folder, prefetch
+
+FORMATS: dict[str, Format] = {"muse-xml": muse_xml.FORMAT}
+HEAD_BYTES = 4096  # that tell a file's format
+MAX_BYTES = max(one.max_bytes for one in FORMATS.values())
+ENDINGS = (".xml", ".dcm", ".scp", ".ecg", ".edf")  # a file with one of them has to be readable; others are looked into
+NOBODY = {"anonymous", "anonymized", "anonymised", "anon", "unknown", "none", "n/a", "na"}  # in place of a patient's id
+
+
+class HospitalFiles(Source):
+    name = "hospital"
+
+    def __init__(self, root: Folder, only: str = "") -> None:
+        """`only`: a name in FORMATS; files of other formats are then no records."""
+        super().__init__(root)
+        self.only, self.name = only, only or self.name
+        self.skipped: Counter[str] = Counter()  # files that are no records, by their ending
+
+    def keys(self) -> Iterator[str]:
+        names = self.root.names()
+        for key, is_record in prefetch(self._look, names) if self.root.remote else map(self._look, names):
+            if is_record:
+                yield key
+            else:
+                self.skipped[posixpath.splitext(key)[1].lower()[:8] or "none"] += 1
+
+    def _look(self, key: str) -> tuple[str, bool]:
+        """Whether a file is a record, or has to be refused as one."""
+        return key, (not self.only and key.lower().endswith(ENDINGS)) or bool(self._format_of_file(key))
+
+    def _format_of_file(self, key: str) -> str:
+        try:
+            whole = not self.root.remote  # only `read` refuses links and pipes
+            head = self.root.read(key, MAX_BYTES) if whole else self.root.read_range(key, 0, HEAD_BYTES)
+        except ReadError:
+            return ""
+        return self._format(head, key)
+
+    def _format(self, data: bytes, key: str) -> str:
+        head, name = data[:HEAD_BYTES], key.rpartition("/")[2]
+        known = (kind for kind in ([self.only] if self.only else FORMATS) if FORMATS[kind].looks_like(head, name))
+        return next(known, "")
+
+    def source_of(self, key: str) -> str:
+        return self._format_of_file(key) or self.name
+
+    def notes(self) -> list[str]:
+        hold = "a dataset of it holds the files' names and the hospital's patient ids"
+        notes = [f"{self.root.url}: {hold}: --pseudonymize KEYFILE replaces both"]
+        if self.skipped:
+            endings = ", ".join(f"{count:,} {ending}" for ending, count in self.skipped.most_common(5))
+            what = self.only or "known"
+            notes.append(f"{self.root.url}: {self.skipped.total():,} files of no {what} format were left out ({endings})")
+        return notes
+
+    def read(self, key: str) -> EcgRecord:
+        data = self.root.read(key, MAX_BYTES)
+        if not (kind := self._format(data, key)):
+            raise ReadError("unknown format", f"none of {self.only or ', '.join(FORMATS)}")
+        if len(data) > FORMATS[kind].max_bytes:
+            raise ReadError("file too large", f"{len(data)} bytes of {kind}, {FORMATS[kind].max_bytes} at most")
+        found = FORMATS[kind].decode(data)
+        signals = _with_limb_leads(found.signals)
+        if len({len(uv) for uv in signals.values()}) != 1:
+            raise ReadError("sample count", "the leads have different lengths" if signals else "no lead was measured")
+        patient, age, sex = _patient(found.patient), clean_age(found.age), clean_sex(found.sex)
+        record = EcgRecord(_record_name(key), np.array(list(signals.values())), found.fs_hz, tuple(signals), "uV", source=kind)
+        return replace(record, patient=patient, age=age, sex=sex, warnings=found.warnings)
+
+
+def _record_name(key: str) -> str:
+    """From the file's path; a DICOM's name is often a UID without an ending, below folders of UIDs."""
+    stem = record_stem(key if key.lower().endswith(ENDINGS) else f"{key}.")
+    try:
+        return path_name(key, stem)
+    except ReadError:  # too long
+        return f"{stem[:43]}_{blake2b(key.encode(), digest_size=10).hexdigest()}"
+
+
+def _patient(text: str | None) -> str | None:
+    """A patient's id. What anonymised files have in its place would make all of them one patient."""
+    text = (text or "").strip()
+    return None if text.lower() in NOBODY or len(set(text)) < 2 <= len(text) else text or None
+
+
+def _with_limb_leads(signals: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Einthoven's and Goldberger's equations."""
+    if not {"I", "II"} <= set(signals) or len(signals["I"]) != len(signals["II"]):
+        return signals
+    i, ii = signals["I"], signals["II"]
+    return {"III": ii - i, "aVR": -(i + ii) / 2, "aVL": i - ii / 2, "aVF": ii - i / 2} | signals
