@@ -20,8 +20,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import torch
+import torch.nn.functional as F
 from scipy.optimize import minimize
-from scipy.special import expit, logsumexp, softmax
+from scipy.special import expit, softmax
 
 from data_tools.dataset import Dataset
 from engine.common import ConfigError
@@ -93,14 +95,22 @@ def probe(dataset: Dataset, halves: pa.Table, labels: TaskLabels | None = None) 
 def fitted(parts: Sequence[tuple[Array, Array]], of: TaskLabels) -> dict[str, dict[str, float]]:
     """Metrics on test of each probe, and what was chosen on valid."""
     (train, y), (valid, valid_y), (test, test_y) = parts
-    center, scale = (np.nanmean(y, 0), np.nanstd(y, 0)) if of.task.kind == "regression" else (0.0, np.ones(1))
-    scale, found = np.where(scale > 0, scale, 1.0), {}
-    data = ProbeData(train, (y - center) / scale, valid, (valid_y - center) / scale, test, of.task.kind)
+    data, found = ProbeData(train, y, valid, valid_y, test, of.task.kind), {}
     for name, fit in PROBES.items():
-        one = fit(data)
-        numbers = measure(of.task.kind, test_y, one.scores_NK * scale + center, classes=of.classes)
-        found[name] = numbers | {"chosen": one.chosen}
+        one = fit_scaled(fit, data)
+        found[name] = measure(of.task.kind, test_y, one.scores_NK, classes=of.classes) | {"chosen": one.chosen}
     return found
+
+
+def fit_scaled(fit: "Callable[[ProbeData], ProbeFit]", data: ProbeData) -> ProbeFit:
+    """Values are standardised by the training rows for the probe, and its scores are in their unit again."""
+    if data.kind != "regression":
+        return fit(data)
+    center, scale = np.nanmean(data.labels_NK, 0), np.nanstd(data.labels_NK, 0)
+    scale = np.where(scale > 0, scale, 1.0)
+    labels, valid_labels = ((y_NK - center) / scale for y_NK in (data.labels_NK, data.valid_labels_NK))
+    one = fit(data._replace(labels_NK=labels, valid_labels_NK=valid_labels))
+    return one._replace(scores_NK=one.scores_NK * scale + center)
 
 
 def identified(dataset: Dataset, row_H: Array, c_HD: Array) -> dict[str, Any]:
@@ -139,8 +149,10 @@ def report(scores: dict[str, Any]) -> str:
 
 
 def linear(data: ProbeData) -> ProbeFit:
-    """The classes are solved together, by L-BFGS."""
-    train, valid, test = standardised(data.train_ND, data.valid_ND, data.test_ND)
+    """The classes are solved together, by L-BFGS, in the basis of the principal components, which changes no solution."""
+    parts = standardised(data.train_ND, data.valid_ND, data.test_ND)
+    basis_DD = np.linalg.eigh(parts[0].T @ parts[0])[1]
+    train, valid, test = (x_ND @ basis_DD for x_ND in parts)
     link: Callable[[Array], Array] = {"regression": np.asarray, "multiclass": lambda z: softmax(z, 1)}.get(data.kind, expit)
     fits: list[ProbeFit] = []
     weights = np.zeros((train.shape[1] + 1, data.labels_NK.shape[1]))
@@ -164,24 +176,32 @@ def ridge(x_ND: Array, y_NK: Array, strength: float) -> Array:
 
 
 def logistic(x_ND: Array, y_NK: Array, strength: float, start: Array | None = None, exclusive: bool = False) -> Array:
-    """[1 + D, K], intercepts first: least mean log loss + strength / 2 * squared weights (not intercepts)."""
-    known_NK, shape = ~np.isnan(y_NK.astype(np.float64)), (x_ND.shape[1] + 1, y_NK.shape[1])
-    y = np.where(known_NK, y_NK, 0).astype(np.float64)
+    """[1 + D, K], intercepts first: least mean log loss + strength / 2 * squared weights (not intercepts).
+
+    Each weight is scaled by the curvature of the loss along it, which makes few steps suffice where features are uncorrelated.
+    """
+    y = torch.from_numpy(y_NK.astype(np.float64))
+    known_NK, y, x = (~y.isnan()).double(), y.nan_to_num(), torch.from_numpy(np.insert(x_ND, 0, 1.0, axis=1))
+    share_K = ((y.sum(0) + 1) / (known_NK.sum(0) + 2)).clamp(0.5 / len(y), 1 - 0.5 / len(y))
+    penalty_D1 = torch.full((x.shape[1], 1), strength, dtype=torch.float64)
+    penalty_D1[0] = 0
+    curvature_DK = x.square().mean(0)[:, None] * (share_K * (1 - share_K) * known_NK.mean(0))
+    scale_DK = (curvature_DK + penalty_D1).clamp_min(1e-12).rsqrt()
 
     def loss(flat: Array) -> tuple[float, Array]:
-        w = flat.reshape(shape)
-        z_NK = x_ND @ w[1:] + w[0]
+        w_DK = torch.from_numpy(flat).view_as(scale_DK) * scale_DK
+        z_NK = x @ w_DK
         if exclusive:
-            value, p_NK = (logsumexp(z_NK, 1) - (y * z_NK).sum(1)).sum(), softmax(z_NK, 1)
+            value, p_NK = z_NK.logsumexp(1).sum() - (y * z_NK).sum(), z_NK.softmax(1)
         else:
-            value, p_NK = ((np.logaddexp(0, z_NK) - y * z_NK) * known_NK).sum(), expit(z_NK)
-        residual_NK = (p_NK - y) * known_NK / len(y)
-        gradient = np.concatenate([residual_NK.sum(0)[None], x_ND.T @ residual_NK + strength * w[1:]])
-        return float(value / len(y) + strength / 2 * np.square(w[1:]).sum()), gradient.ravel()
+            value, p_NK = ((F.softplus(z_NK) - y * z_NK) * known_NK).sum(), z_NK.sigmoid()
+        gradient_DK = x.T @ ((p_NK - y) * known_NK / len(y)) + penalty_D1 * w_DK
+        value = value / len(y) + (penalty_D1 / 2 * w_DK.square()).sum()
+        return float(value), (gradient_DK * scale_DK).ravel().numpy()
 
-    first = np.zeros(shape) if start is None else start
+    first = np.zeros(tuple(scale_DK.shape)) if start is None else start / scale_DK.numpy()
     done = minimize(loss, first.ravel(), jac=True, method="L-BFGS-B", options={"maxiter": 1000, "ftol": 1e-10, "gtol": 1e-6})
-    return np.asarray(done.x.reshape(shape))
+    return np.asarray(done.x.reshape(first.shape) * scale_DK.numpy())
 
 
 def nearest(data: ProbeData) -> ProbeFit:
