@@ -7,6 +7,7 @@ are there. An unfinished run has a report too: what was not logged is left out, 
 """
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +27,8 @@ from engine.evaluation import plots
 from engine.evaluation.plots import Line, LineStyle
 from engine.evaluation.run_files import LOWER_IS_BETTER, METRICS, VALID, ReportError, RunFiles, StepLog, number
 
-REPORT = "report.html"
+REPORT, RESULT = "report.html", "result.json"
+PATIENCE = 10  # validations without a better one that show convergence, if train.patience is 0
 SAMPLES_SHOWN, FS_HZ = 4, 500.0
 
 
@@ -181,6 +183,8 @@ def warnings(files: RunFiles, best: float | None) -> Iterator[str]:
     before, after = files.held_out.at(name, 0), files.held_out.at(name, best)
     if best is not None and sign * (before - after) >= 0:
         yield f"No step is better than step 0, before training: {name} {before:.3f}, and {after:.3f} at step {best:,.0f}."
+    if (ended := result(files)) and not ended["converged"]:
+        yield f"N{ended['text'][1:]}: raise train.steps or train.epochs."
 
 
 def validation_note(files: RunFiles) -> str:
@@ -206,6 +210,8 @@ def summary(files: RunFiles, best: float | None) -> Iterator[tuple[str, str, str
         if math.isfinite(value):
             guess = number(files.fact("chance", prefix + key))
             yield name, f"{value:{form}}", where + (f", chance {guess:{form}}" if math.isfinite(guess) else "")
+    if ended := result(files):
+        yield "Converged", "yes" if ended["converged"] else "no", f"{ended['validations_since']} validations since the best"
     if math.isfinite(used := metrics.last("code_perplexity")):
         codes = number(files.fact("config", "model", "codebooks")) * number(files.fact("config", "model", "codes"))
         yield "Codes in use", f"{used:,.0f}", f"of {codes:,.0f}" if math.isfinite(codes) else "perplexity"
@@ -229,6 +235,29 @@ def best_step(files: RunFiles) -> float | None:
     steps, values = files.held_out.curve(name)
     good = np.isfinite(values) & (steps > 0)
     return float(steps[good][(sign * values[good]).argmax()]) if good.any() else None
+
+
+def result(files: RunFiles) -> dict[str, Any]:
+    """How a fine-tuning ended: its best validation, whether validation has stopped improving, and the curve. Empty before the
+    end, and where nothing was validated."""
+    (name, sign), best = chosen_by(files), best_step(files)
+    if best is None or kind_of(files) == "Pre-training":
+        return {}
+    value, since = files.held_out.at(name, best), int((files.held_out.steps > best).sum())
+    patience = number(files.fact("config", "train", "patience"))
+    converged = since >= (patience if patience > 0 else PATIENCE)
+    if not converged and files.metrics.steps[-1] < number(files.fact("steps")):
+        return {}
+    after = f"and {since} validations since without a better one" if since else "the last validation"
+    curve = [[int(step), value] for step, value in zip(*files.held_out.curve(name), strict=True) if math.isfinite(value)]
+    return {
+        **{"metric": name, "higher_is_better": sign > 0, "best": value, "step": int(best), "validations_since": since},
+        **{
+            "converged": converged,
+            "text": f"{'not ' * (not converged)}converged: best {name} {value:.4f} at step {best:,.0f}, {after}",
+        },
+        "curve": curve,
+    }
 
 
 def draw(chart: Chart, files: RunFiles, best: float | None, absent: list[str]) -> str:
@@ -278,6 +307,13 @@ def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 def write_report(run: Path) -> Path:
     write_whole(run / REPORT, build(run))
     return run / REPORT
+
+
+def write_result(run: Path) -> str:
+    """RUN/result.json, and what it says in words; "" if there is no result."""
+    if ended := result(RunFiles(run)):
+        write_whole(run / RESULT, json.dumps(ended, indent=1) + "\n")
+    return str(ended.get("text", ""))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

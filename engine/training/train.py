@@ -25,7 +25,7 @@ from engine.common import ConfigError, OutputError, describe_leads, write_whole
 from engine.config import RunConfig, build, check, deepspeed_json, flatten, micro_batch, zero_stage
 from engine.data.loader import Loader
 from engine.data.preprocess import SCALES
-from engine.evaluation.run_report import write_report
+from engine.evaluation.run_report import write_report, write_result
 from engine.model import folder
 from engine.model.encoder import Encoder
 from engine.model.encoders import CODE
@@ -94,6 +94,8 @@ def train(config: RunConfig, task: type[TrainingTask], profile: int = 0) -> bool
                 with ExitStack() as held:
                     finished = _train(config, task(config, datasets, ranks), datasets, run, ranks, profile, held)
                 if ranks.first and finished:
+                    if text := write_result(run):
+                        say(text)
                     say(f"done: {export_run(run, type(config), task)}, {write_report(run)}")
             failed = False
         finally:

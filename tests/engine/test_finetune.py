@@ -63,6 +63,7 @@ def test_what_a_run_leaves_is_what_evaluate_finds(
     assert valid[0]["step"] == 0 and json.loads((run / "run.json").read_text())["best"] == figure
     assert (run / "checkpoints" / "best").read_text() == f"step-{best['step']}"
     html, (arrays, _) = (run / "report.html").read_text(), read_diagnostics(run / DIAGNOSTICS)
+    assert json.loads((run / "result.json").read_text())["converged"] is False and "not converged: best " in ended.output
     assert f"Fine-tuning: {task}" in html and ">best</text>" in html and ">chance</text>" in html and "Not logged" not in html
     assert ("AUROC, AUPRC, F-measure" in html) == (task == "diagnosis") != ("Patients recognised" in html)
     assert arrays.keys() == {"samples_mv"} | ({"same_similarity", "other_similarity"} if task == "identification" else set())
@@ -324,6 +325,9 @@ def test_training_ends_when_validation_no_longer_improves(
         assert ("stops after step 6: 3 validations in a row without a better auroc" in ended.output) == stops
     run = tmp_path / "run"
     assert [row["step"] for row in rows(run)] == list(range(1, 7))
+    assert "converged: best auroc 0.5000 at step 2, and 3 validations since without a better one\n" in ended.output
+    result = json.loads((run / "result.json").read_text())
+    assert result["converged"] and result["curve"] == [[0, 0.9], [2, 0.5], [4, 0.4], [5, 0.3]]
     assert (run / "checkpoints" / "best").read_text() == "step-2" and engine.load(run).history["step"] == 2
 
 

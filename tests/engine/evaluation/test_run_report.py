@@ -86,7 +86,7 @@ def test_scores_are_drawn_and_the_first_of_the_best_is_marked(tmp_path: Path) ->
     figures = {"loss": 0.2, "challenge": 0.1, "auroc": 0.6, "auprc": 0.3, "accuracy": 0.4, "f_measure": 0.2}
     scores = {0: 0.9, 10: 0.25, 20: 0.75, 30: 0.75, 40: NAN}
     facts = {"config": {"head": {"task": "diagnosis"}}, "best": "auroc", "chance": {"valid/auroc": 0.5, "valid/auprc": 0.1}}
-    steps = ({"step": s, "crops_seen": s, "loss": 1 / s, "accuracy": 0.5} for s in range(1, 41))
+    steps = [{"step": s, "crops_seen": s, "loss": 1 / s, "accuracy": 0.5} for s in range(1, 41)]
     validation = [{"step": step, **figures, "auroc": score} for step, score in scores.items()]
     html = run_report.build(make(tmp_path / "dx", *steps, validation=validation, facts=facts))
     charts = check(html)
@@ -99,6 +99,16 @@ def test_scores_are_drawn_and_the_first_of_the_best_is_marked(tmp_path: Path) ->
     assert html.count("best at step 20") == len(marked) and "<b>0.750</b><small>held out, chance 0.500" in html
     assert "No step is better than step 0, before training: auroc 0.900, and 0.750 at step 20." in html
     assert levels(html) == ["chance 0.1", "chance 0.5"]
+    assert cards(html)["Converged"] == ("no", "2 validations since the best")
+    assert "Not converged: best auroc 0.7500 at step 20, and 2 validations since without a better one: raise" in html
+    facts["config"] |= {"train": {"patience": 2}}
+    html = run_report.build(make(tmp_path / "dx", *steps, validation=validation, facts=facts | {"steps": 999}))
+    assert cards(html)["Converged"][0] == "yes" and "onverged: " not in html
+    facts["config"] |= {"train": {"patience": 3}}
+    html = run_report.build(
+        make(tmp_path / "dx", *steps, validation=validation, facts=facts | {"steps": 999})
+    )  # still training
+    assert "Converged" not in cards(html)
     assert "Fine-tuning: diagnosis" in html and "Not logged" not in html
 
 
