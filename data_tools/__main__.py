@@ -25,7 +25,7 @@ from data_tools.errors import DataError, printable
 
 RESUME = {"shard": ": run the same command again to continue", "synth": ": delete {out} and run it again"}
 KINDS = "auto, physionet2021, ptbxl, mimic-iv-ecg, code15, wfdb, hospital (any of the following), muse-xml, "
-KINDS += "or your own file.py:Class (auto)"
+KINDS += "scp-ecg, edf, or your own file.py:Class (auto)"
 Option = dict[str, Any]
 
 

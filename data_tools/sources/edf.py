@@ -1,0 +1,126 @@
+"""EDF and EDF+C with the leads of an ECG among its signals, by their labels: `I`, `ECG II`, `EKG V1`, `Lead aVR`.
+
+Besides the samples, only the header's numbers, labels and units are read, and of EDF+'s patient field the code and the sex: no
+names, dates, annotations or comments; plain EDF's patient field is free text and not read at all. Refused by name: BDF, EDF+D
+(which has gaps), and files over 16 MiB (23 minutes of 12 leads at 500 Hz; cut Holter recordings into pieces first).
+The scale that a header states can be wrong; `implausible amplitude` in rejects.csv names such a record.
+"""
+
+import math
+import re
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from data_tools.errors import ReadError
+from data_tools.prepare import rate_ratio
+from data_tools.record import LEAD_INDEX, LEADS, MV_PER_UNIT, unit_name
+from data_tools.sources.base import Decoded, Format
+
+MAX_BYTES, MAX_SIGNALS = 16 * 2**20, 512
+WIDTHS = {"label": 16, "transducer": 80, "unit": 8, "low": 8, "high": 8, "digital_low": 8, "digital_high": 8}
+WIDTHS |= {"filter": 80, "samples": 8, "reserved": 32}  # of the signals' fields, each stored for all signals in turn
+NEVER_READ = {"transducer", "filter", "reserved"}
+PLAUSIBLE_UV = (100, 3000)  # the median, over leads and seconds, of the range within a second; hearts give 300 to 2,000
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(E[+-]?\d+)?", re.ASCII | re.IGNORECASE)
+_PREFIX = re.compile(r"^((ECG|EKG|LEAD)[ _.:-]*)+")
+_PATIENT = re.compile(r"(\S+) ([MFX]) (?:X|\d\d-[A-Z]{3}-\d{4}) \S", re.ASCII | re.IGNORECASE)  # code sex birthdate name
+
+
+def decode(data: bytes) -> Decoded:
+    if data[:1] == b"\xff":
+        raise ReadError("BDF", "samples of 24 bits are not read: convert the file to EDF")
+    signals, count = _header(data)
+    bounds = list(accumulate((_whole(size, "samples of a record", 1) for size in signals["samples"]), initial=0))
+    records, duration_s = _whole(_text(data[236:244]), "records", 1), _number(_text(data[244:252]), "duration of a record")
+    expected = 256 * (count + 1) + 2 * records * bounds[-1]
+    if len(data) != expected:
+        raise ReadError("truncated file" if len(data) < expected else "file length", f"{len(data)} of {expected} bytes")
+    steps = np.frombuffer(data, "<i2", offset=256 * (count + 1)).reshape(records, bounds[-1])
+    found: dict[str, np.ndarray] = {}
+    rates = set()
+    for row, (start, stop) in enumerate(pairwise(bounds)):
+        if (index := LEAD_INDEX.get(_PREFIX.sub("", signals["label"][row].upper()))) is None:
+            continue
+        if (lead := LEADS[index]) in found:
+            raise ReadError("duplicated lead", lead)
+        fields = {name: texts[row] for name, texts in signals.items()}
+        found[lead] = _microvolts(steps[:, start:stop].ravel(), fields, lead)
+        rates.add(stop - start)
+    if not found:
+        raise ReadError("no known lead", f"none of {count} signals is labelled as one of the 12 leads")
+    if len(rates) > 1 or duration_s <= 0:
+        raise ReadError("sampling rate", f"leads with {', '.join(map(str, sorted(rates)))} samples in {duration_s:g} s")
+    rate_ratio(fs_hz := rates.pop() / duration_s)  # refuses other rates than a dataset is made from
+    found = {lead: uv for lead, uv in found.items() if np.ptp(uv)}  # a lead that never changes was not connected
+    code, sex = _person(data)
+    return Decoded(found, fs_hz, code, None, sex, _doubts(list(found.values()), fs_hz))
+
+
+def _looks_like(head: bytes, name: str) -> bool:
+    return name.lower().endswith((".edf", ".bdf")) or head[:8] in (b"0       ", b"\xffBIOSEMI")
+
+
+FORMAT = Format(_looks_like, decode, MAX_BYTES)
+
+
+def _header(data: bytes) -> tuple[dict[str, list[str]], int]:
+    """The signals' fields that are read, and the number of signals."""
+    if data[:8] != b"0       ":
+        raise ReadError("unknown format", "not EDF: it does not begin with version 0")
+    if data[192:197] == b"EDF+D":
+        raise ReadError("EDF+D", "a recording with gaps is not read: cut it into EDF+C")
+    count = _whole(_text(data[252:256]), "number of signals", 1)
+    if count > MAX_SIGNALS or _whole(_text(data[184:192]), "header size", 1) != 256 * (count + 1):
+        raise ReadError("header size", f"not that of {count} signals, {MAX_SIGNALS} at most")
+    place, fields = 256, {}
+    for name, width in WIDTHS.items():
+        if name not in NEVER_READ:
+            fields[name] = [_text(data[place + row * width : place + (row + 1) * width]) for row in range(count)]
+        place += width * count
+    return fields, count
+
+
+def _text(field: bytes) -> str:
+    return field.decode("latin-1").strip(" \0")
+
+
+def _number(text: str, name: str) -> float:
+    """Of the header, which states numbers as text."""
+    if not _NUMBER.fullmatch(text) or not math.isfinite(value := float(text)):
+        raise ReadError("header", f"{name}: {text!r} is no number")
+    return value
+
+
+def _whole(text: str, name: str, least: int) -> int:
+    if (value := _number(text, name)) < least or value % 1:
+        raise ReadError("header", f"{name}: {text!r}, a whole number from {least} is read")
+    return int(value)
+
+
+def _microvolts(steps: np.ndarray, fields: dict[str, str], lead: str) -> np.ndarray:
+    low, high, first, last = (_number(fields[name], name) for name in ("low", "high", "digital_low", "digital_high"))
+    unit_uv = 1000 * MV_PER_UNIT[unit_name(fields["unit"])]
+    gain = (high - low) / (last - first) if last > first else 0.0
+    if not 0 < abs(gain * unit_uv) <= 1000:
+        raise ReadError("gain", f"lead {lead}: {low:g} to {high:g} {fields['unit']} for {first:g} to {last:g}")
+    return (steps * gain + (low - gain * first)) * unit_uv
+
+
+def _person(data: bytes) -> tuple[str | None, str | None]:
+    """The patient's code and sex, if the field is written as EDF+ demands: no name may be taken for a code."""
+    found = _PATIENT.match(_text(data[8:88])) if data[192:196] == b"EDF+" else None
+    return (None if found[1] == "X" else found[1], found[2]) if found else (None, None)
+
+
+def _doubts(leads: list[np.ndarray], fs_hz: float) -> tuple[tuple[str, str], ...]:
+    """A warning, if the amplitude is not that of an ECG."""
+    second = int(fs_hz)
+    seconds = len(leads[0]) // second if leads else 0
+    if not seconds:
+        return ()
+    cut = np.array(leads)[:, : seconds * second].reshape(-1, second)
+    typical_uv = float(np.median(np.ptp(cut, axis=1)))
+    if PLAUSIBLE_UV[0] <= typical_uv <= PLAUSIBLE_UV[1]:
+        return ()
+    return (("implausible amplitude", f"{typical_uv / 1000:.3g} mV within a second: is the scale in the header right?"),)

@@ -1,0 +1,183 @@
+"""SCP-ECG (EN 1064): the rhythm in section 6, Huffman-coded by the standard's default table or raw, as 0th to 2nd differences.
+
+Of section 1 only the patient's id, age and sex are read; the median beat in section 5 never is. Refused by name: rhythms that
+need section 5 (reference beats subtracted), bimodal compression, Huffman tables of a file's own, section 12. Every checksum
+has to hold. Leads of different times are placed on one time axis and count as not measured elsewhere.
+"""
+
+import binascii
+import struct
+
+import numpy as np
+
+from data_tools.errors import ReadError
+from data_tools.record import LEADS
+from data_tools.sources.base import Decoded, Format
+
+MAX_BYTES = 4 * 2**20  # twelve leads of 64 KiB, the most that a lead's length can state, are 0.8 MB
+MAX_SAMPLES = 2**19
+FULL = (2**16 - 2, 2**16 - 1)  # a longer lead's stated length
+LEAD_CODES = dict(zip((1, 2, 61, 62, 63, 64, 3, 4, 5, 6, 7, 8), LEADS, strict=True))
+YEARS = {1: 1.0, 2: 1 / 12, 3: 7 / 365.25, 4: 1 / 365.25, 5: 1 / 8766}
+PATIENT_ID, AGE, SEX, END = 2, 4, 8, 255  # tags of section 1
+DEFAULT_TABLE = 19999
+HOPS = 4  # the Huffman decoder steps 2**HOPS numbers at a time
+# The default table by the next ten bits: n ones, a zero and a sign are n or -n; nine ones announce a number of 8 or 16 bits
+_ONES = np.array([10 - (1023 ^ bits).bit_length() for bits in range(1024)])
+_LENGTHS = np.where(_ONES == 0, 1, np.where(_ONES < 9, _ONES + 2, np.where(_ONES == 9, 18, 26)))
+_VALUES = _ONES * (1 - 2 * (np.arange(1024) >> np.clip(8 - _ONES, 0, 9) & 1))
+_ESCAPES = ((1022, 8), (1023, 16))
+
+
+def decode(data: bytes) -> Decoded:
+    try:
+        return _decode(_sections(data))
+    except (struct.error, IndexError):
+        raise ReadError("truncated file", "a field lies beyond its section") from None
+
+
+def _looks_like(head: bytes, name: str) -> bool:
+    return name.lower().endswith(".scp") or head[16:22] == b"SCPECG"
+
+
+FORMAT = Format(_looks_like, decode, MAX_BYTES)
+
+
+def _sections(data: bytes) -> dict[int, bytes]:
+    """The sections that are read, without their headers; checksums and lengths hold."""
+    checksum, length = struct.unpack_from("<HI", data)
+    if length > len(data):
+        raise ReadError("truncated file", f"{len(data)} of {length} bytes")
+    if binascii.crc_hqx(memoryview(data)[2:length], 0xFFFF) != checksum:
+        raise ReadError("checksum", "of the whole file")
+    (pointers,) = struct.unpack_from("<I", data, 10)
+    found: dict[int, bytes] = {}
+    for place in range(22, min(6 + pointers, length) - 9, 10):
+        number, size, position = struct.unpack_from("<HII", data, place)
+        if not size or number not in (1, 2, 3, 6, 12):
+            continue
+        start = position - 1
+        if not 6 <= start <= length - size or size < 16 or number in found:
+            raise ReadError("section", f"number {number} lies outside the file or occurs twice")
+        if struct.unpack_from("<HI", data, start + 2) != (number, size):
+            raise ReadError("section", f"number {number} is not where section 0 says")
+        section = data[start : start + size]
+        if binascii.crc_hqx(memoryview(section)[2:], 0xFFFF) != int.from_bytes(section[:2], "little"):
+            raise ReadError("checksum", f"of section {number}")
+        found[number] = section[16:]
+    return found
+
+
+def _decode(sections: dict[int, bytes]) -> Decoded:
+    if not {3, 6} <= set(sections):
+        held = "only a long-term rhythm (section 12), which is not read" if 12 in sections else "no section 3 or 6"
+        raise ReadError("no rhythm", held)
+    leads, rhythm = sections[3], sections[6]
+    (table,) = struct.unpack_from("<H", sections[2]) if 2 in sections else (None,)
+    nanovolts, interval_us, order, bimodal = struct.unpack_from("<HHBB", rhythm)
+    refused = (
+        (leads[1] & 1, "reference beats", "subtracted from the rhythm"),
+        (bimodal, "bimodal compression", "fewer samples between the beats"),
+        (
+            table not in (None, DEFAULT_TABLE),
+            "Huffman table",
+            f"{table} tables of its own, only the standard's default is read",
+        ),
+        (order > 2, "differences", f"of order {order}, 0 to 2 are read"),
+        (not nanovolts, "gain", "0 nV per step"),
+        (not interval_us, "sampling rate", "0 us between samples"),
+    )
+    if reason := next(((name, detail) for wrong, name, detail in refused if wrong), None):
+        raise ReadError(*reason)
+    count, start = leads[0], 6 + 2 * leads[0]
+    sizes = struct.unpack_from(f"<{count}H", rhythm, 6)
+    found: dict[str, tuple[int, np.ndarray]] = {}
+    warnings: tuple[tuple[str, str], ...] = ()
+    for row, size in enumerate(sizes):
+        first, last, code = struct.unpack_from("<IIB", leads, 2 + 9 * row)
+        first = max(first, 1)  # some writers count from 0, but state the last sample as if from 1
+        coded, start = rhythm[start : start + size], start + size
+        if not (lead := LEAD_CODES.get(code)):
+            continue
+        if lead in found or len(coded) < size:
+            raise ReadError("duplicated lead" if lead in found else "truncated file", lead)
+        samples = last - first + 1
+        if table is None and size in FULL and size < 2 * samples <= 2 * MAX_SAMPLES:
+            warnings = (("shorter than stated", f"{size // 2} of {samples} samples, the most that a lead of SCP-ECG can hold"),)
+            samples = size // 2
+        if not 0 < samples <= MAX_SAMPLES or (table is None and size != 2 * samples):
+            raise ReadError("sample count", f"lead {lead}: {samples} stated, {size} bytes found")
+        steps = np.frombuffer(coded, "<i2").astype(np.int64) if table is None else huffman(coded, samples)
+        found[lead] = first, _sums(steps, order)
+    signals = _on_one_axis({lead: (first, steps * nanovolts / 1000) for lead, (first, steps) in found.items()})
+    return Decoded(signals, 1e6 / interval_us, *_person(sections.get(1, b"")), warnings)
+
+
+def _person(section: bytes) -> tuple[str | None, float | None, str | None]:
+    fields: dict[int, bytes] = {}
+    place = 0
+    while place < len(section) and (tag := section[place]) != END:
+        (size,) = struct.unpack_from("<H", section, place + 1)
+        if tag in (PATIENT_ID, AGE, SEX):
+            fields[tag] = section[place + 3 : place + 3 + size]
+        place += 3 + size
+    age, unit = struct.unpack("<HB", fields.get(AGE, b"").ljust(3, b"\0")[:3])
+    sex = {b"\1": "M", b"\2": "F"}.get(fields.get(SEX, b"")[:1])
+    return fields.get(PATIENT_ID, b"").split(b"\0")[0].decode("latin-1"), age * YEARS[unit] if unit in YEARS else None, sex
+
+
+def huffman(coded: bytes, count: int) -> np.ndarray:
+    """`count` numbers in the default table's code.
+
+    Where a number begins depends on all before it. So the jump from every bit to the next number is looked up as if one began
+    there, and jumps are chained into jumps over 2, 4, 8 and 16 numbers: only every 16th beginning is found in a loop."""
+    octets = np.frombuffer(coded + bytes(6), np.uint8).astype(np.int32)
+    words = octets[:-2] << 16 | octets[1:-1] << 8 | octets[2:]  # 24 bits from every byte
+    windows = (words[:, None] >> np.arange(14, 6, -1, dtype=np.int32) & 1023).ravel()  # 10 bits from every bit
+    jumps = [np.minimum(np.arange(len(windows)) + _LENGTHS.take(windows), len(windows) - 1)]
+    for _ in range(HOPS):
+        jumps.append(jumps[-1].take(jumps[-1]))
+    far, place, every = jumps.pop().data, 0, []
+    for _ in range(-(-count >> HOPS)):
+        every.append(place)
+        place = far[place]
+    starts = np.array(every)[:, None]
+    for jump in reversed(jumps):
+        starts = np.stack([starts, jump.take(starts)], axis=-1).reshape(len(every), -1)
+    starts = starts.ravel()[:count]
+    codes = windows.take(starts)
+    spare = 8 * len(coded) - int(starts[-1] + _LENGTHS[codes[-1]])
+    if not 0 <= spare < 16:  # a lead ends with an even byte
+        more = "more" if spare > 0 else "fewer"
+        raise ReadError("sample count", f"{count} stated, {len(coded)} bytes of Huffman code hold {more}")
+    values: np.ndarray = _VALUES.take(codes)
+    for code, bits in _ESCAPES:
+        where = np.flatnonzero(codes == code)
+        begin = starts[where] + 10
+        number = (words[begin >> 3] >> (24 - bits - (begin & 7))) & ((1 << bits) - 1)
+        values[where] = number - ((number >> (bits - 1)) << bits)  # two's complement
+    return values
+
+
+def _sums(steps: np.ndarray, order: int) -> np.ndarray:
+    """The samples whose differences of this order are stored, after the first samples themselves."""
+    if order == 2:
+        steps[1:2] -= steps[:1]
+        steps[1:] = np.cumsum(steps[1:])
+    steps = np.cumsum(steps) if order else steps
+    if max(steps.max(), -steps.min()) > 2**15:
+        raise ReadError("sample range", "the differences add up to more than 16 bits")
+    return steps
+
+
+def _on_one_axis(leads: dict[str, tuple[int, np.ndarray]]) -> dict[str, np.ndarray]:
+    """{lead: (first sample, signal)} -> signals of one length; leads that never change were not connected."""
+    leads = {lead: (first, uv) for lead, (first, uv) in leads.items() if np.ptp(uv)}
+    begin = min((first for first, _ in leads.values()), default=0)
+    length = max((first + len(uv) for first, uv in leads.values()), default=0) - begin
+    if length > MAX_SAMPLES:
+        raise ReadError("sample count", f"leads over {length} samples, {MAX_SAMPLES} at most")
+    signals = {lead: np.full(length, np.nan) for lead in leads}
+    for lead, (first, uv) in leads.items():
+        signals[lead][first - begin : first - begin + len(uv)] = uv
+    return signals
