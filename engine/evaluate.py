@@ -27,6 +27,7 @@ from data_tools.cli import show
 from engine.common import RUN_CODE, ConfigError, OutputError, Parser, interruptible, read_yaml, writable, write_whole, writing
 
 CLASSES_SHOWN = 12  # on the terminal
+NAMES = {"challenge": "challenge at 0.5", "challenge_chosen": "challenge, chosen"}  # thresholds
 COLUMNS = ("positives", "threshold", "auroc", "auprc", "f_measure", "mae", "r2", "n")
 
 
@@ -129,7 +130,8 @@ def lines(document: dict[str, Any]) -> Iterator[str]:
         yield f"{document['n']:,} probes against {document['gallery']:,} in the gallery"
     for name in document["metrics"]:
         columns = (_score(one, name) for one in (document, record) if one)
-        yield f"{name.replace('_', ' '):<18}{''.join(f'{column:<30}' for column in columns)}".rstrip()
+        shown = NAMES.get(name, name.replace("_", " "))
+        yield f"{shown:<18}{''.join(f'{column:<30}' for column in columns)}".rstrip()
     if 1 < len(classes := document["classes"]) <= CLASSES_SHOWN:
         names = [name for name in COLUMNS if name in next(iter(classes.values()))]
         yield f"{'class':<18}" + "".join(f"{name.replace('_', ' '):>11}" for name in names)

@@ -26,7 +26,8 @@ WORST = 12  # ECGs drawn
 OTHER_PAIRS = 200_000  # pairs of different patients in the histogram
 NAMES = {
     **{"positives": "Positives", "predicted": "Predicted", "n": "Known", "threshold": "Threshold"},
-    **{"challenge": "Challenge score", "auroc": "AUROC", "auprc": "AUPRC", "accuracy": "Accuracy", "f_measure": "F measure"},
+    **{"challenge": "Challenge score at 0.5", "challenge_chosen": "Challenge score, thresholds of validation"},
+    **{"auroc": "AUROC", "auprc": "AUPRC", "accuracy": "Accuracy", "f_measure": "F measure"},
     **{"balanced_accuracy": "Balanced accuracy", "sensitivity": "Sensitivity", "specificity": "Specificity"},
     **{"mae": "Mean absolute error", "rmse": "RMSE", "r2": "R\u00b2", "pearson": "Pearson r"},
     **{"mean_error": "Mean error", "sd_error": "SD of the error"},

@@ -17,7 +17,7 @@ Axes: N rows, K classes, P gallery entries, Q probes, D width of an embedding.
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from typing import Any
 
@@ -82,7 +82,12 @@ def statistic_of(kind: str, y_NK: Any, scores_NK: Any, thresholds: Floats = None
 def challenge_score(labels: Array, outputs: Array) -> float:
     """1: all correct; 0: as good as predicting "normal" for all, and by definition where every label is normal. It has no
     lower bound."""
-    return _challenge(*credits(*checked(labels, outputs)), np.ones(len(labels), np.int64))
+    return challenge_statistic(labels, outputs)(np.ones(len(labels), np.int64))
+
+
+def challenge_statistic(labels: Array, outputs: Array) -> Callable[[Array], float]:
+    """challenge_score of these rows for any weights."""
+    return partial(_challenge, *credits(*checked(labels, outputs)))
 
 
 def credits(labels: Array, outputs: Array) -> tuple[Array, Array]:

@@ -28,7 +28,15 @@ from engine.common import ConfigError, describe_leads, find_config, read_yaml
 from engine.data.augmenter import none_measured
 from engine.data.leakage import conflicting_splits, patient_ids
 from engine.data.preprocess import Input
-from engine.evaluation.metrics import Array, MetricError, bootstrap, identification, statistic_of
+from engine.evaluation.metrics import (
+    Array,
+    MetricError,
+    bootstrap,
+    challenge_statistic,
+    identification,
+    predicted,
+    statistic_of,
+)
 from engine.evaluation.predict import dataset_batches, predict
 from engine.model.config import validated
 from engine.model.inference import THRESHOLD, HeadInfo, TrainedModel
@@ -38,6 +46,7 @@ from engine.tasks.labels import TaskLabels, read_task
 RESAMPLES, GROUP_RESAMPLES = 1000, 200
 BINS = 10  # of probabilities, equally wide
 AGES, AGE_BANDS = (18, 40, 60, 80), np.array(["0-17", "18-39", "40-59", "60-79", "80+", "unknown"])  # years
+CHOSEN = "challenge_chosen"
 DIAGNOSIS = HeadInfo("diagnosis", "multilabel", CLASSES, (THRESHOLD,) * len(CLASSES))
 
 
@@ -60,13 +69,14 @@ class TaskResult:
     facts: dict[str, Any] = field(default_factory=dict)  # model, data, role, leads
     notes: Sequence[str] = ()  # warnings about the data
     head: HeadInfo = DIAGNOSIS
+    chosen: Sequence[float] = ()  # of the Challenge's classes, which count as predicted above 0.5: thresholds from validation
     crops_N: Array | None = None  # rows of the dataset
     groups_N: Mapping[str, Array] = field(default_factory=dict)  # age, sex, source of each row
     resamples: int = RESAMPLES
 
     @cached_property
     def half(self) -> dict[str, Any]:
-        return scored(self.labels_NK, self.scores_NK, self.patients_N, self.resamples, self.head)
+        return scored(self.labels_NK, self.scores_NK, self.patients_N, self.resamples, self.head, self.chosen)
 
     @cached_property
     def record(self) -> dict[str, Any]:
@@ -85,7 +95,7 @@ class TaskResult:
     def _of_records(self, rows: Array, resamples: int) -> dict[str, Any]:
         records, patients = (np.asarray(each)[rows].tolist() for each in (self.records_N, self.patients_N))
         means = by_record(self.labels_NK[rows], self.scores_NK[rows], records, patients)
-        return scored(*means, resamples, self.head)
+        return scored(*means, resamples, self.head, self.chosen)
 
     def worst(self, count: int) -> list[int]:
         """Rows: the worst half of each of the most wrongly read records."""
@@ -118,19 +128,25 @@ class TaskResult:
         return {key: nullable(value) for key, value in {**about, **self.facts, **half, **rest}.items()}
 
 
-def scored(labels: Array, scores: Array, patients: Sequence[Any], resamples: int, head: HeadInfo) -> dict[str, Any]:
+def scored(
+    labels: Array, scores: Array, patients: Sequence[Any], resamples: int, head: HeadInfo, chosen: Sequence[float] = ()
+) -> dict[str, Any]:
     """n, patients, metrics, intervals, classes, without_positives, without_negatives. The first metric is the score."""
     if broken := int((~np.isfinite(scores)).any(1).sum()):
         raise MetricError(f"the model gave NaN for {broken:,} of {len(scores):,} samples: check its weights and the data")
     statistic = statistic_of(head.kind, labels, scores, head.thresholds, head.classes)
     summary, names = statistic.summary(), statistic.names
     low, high = bootstrap(statistic, patients, resamples).tolist()
-    metrics = {name: summary.pop(name) for name in names}
+    figures = {name: (summary.pop(name), [a, b]) for name, a, b in zip(names, low, high, strict=True)}
+    if chosen and "challenge" in names:
+        again = challenge_statistic(labels, predicted(head.kind, scores, chosen))
+        ends = bootstrap(again, patients, resamples).tolist()
+        figures = {"challenge": figures["challenge"], CHOSEN: (again(np.ones(len(labels), np.int64)), ends)} | figures
+    metrics, intervals = ({name: figure[part] for name, figure in figures.items()} for part in (0, 1))
     for name, threshold in zip(head.classes, head.thresholds, strict=False):
         summary["classes"][name]["threshold"] = threshold
     if head.kind != "regression":
         metrics["calibration_error"] = calibration(labels, scores)[-1]
-    intervals = {name: [a, b] for name, a, b in zip(names, low, high, strict=True)}
     return {"n": len(labels), "patients": len(set(patients)), "metrics": metrics, "intervals": intervals, **summary}
 
 
@@ -224,8 +240,12 @@ def score_task(model: TrainedModel, dataset: Dataset, task: TaskConfig, options:
     columns = [model.classes.index(name) for name in labels.classes]
     challenge = labels.classes == CLASSES
     thresholds = [THRESHOLD if challenge else head.thresholds[k] for k in columns] if head.thresholds else []
-    if challenge and set(head.thresholds) != {THRESHOLD}:
-        notes.append(f"A class counts as predicted above {THRESHOLD}, as in the Challenge, not above its own threshold.")
+    chosen = [head.thresholds[k] for k in columns] if challenge and set(head.thresholds) != {THRESHOLD} else []
+    if chosen:
+        notes.append(
+            f"A class counts as predicted above {THRESHOLD}, as in the Challenge; only for the Challenge score with chosen "
+            "thresholds it is above its own threshold, the one with the highest F1 in validation."
+        )
     trained = validated(TaskConfig, head.definition, "task") if head.definition else labels.task
     if (trained.split, trained.folds) != (labels.task.split, labels.task.folds):
         notes.append("Possible leakage: the model was fine-tuned with other folds or another split than are scored here.")
@@ -240,7 +260,8 @@ def score_task(model: TrainedModel, dataset: Dataset, task: TaskConfig, options:
     groups = {"age": bands, "sex": np.array([sex or "unknown" for sex in sexes]), "source": sources.astype(str)}
     patients = patient_ids([dataset])[0][rows][crop_R].tolist()
     notes += [*_blank_crops(dataset, model_input, rows), *(labels.remarks if task.labels else ())]
-    return TaskResult(y_NK[crop_R], scores_RK[:, columns], names, patients, facts, notes, head, rows[crop_R], groups)
+    outputs = y_NK[crop_R], scores_RK[:, columns]
+    return TaskResult(*outputs, names, patients, facts, notes, head, chosen, rows[crop_R], groups)
 
 
 def labels_of(labels: TaskLabels, dataset: Dataset, role: str) -> tuple[Array, Array]:

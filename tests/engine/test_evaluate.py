@@ -22,7 +22,7 @@ from data_tools.splits import RoleSources
 from data_tools.synth import synthesise
 from engine.common import LEADS
 from engine.data.leakage import patient_ids, split_of
-from engine.evaluate import labels_of_run, main
+from engine.evaluate import labels_of_run, lines, main
 from engine.evaluation import metrics, results
 from engine.evaluation.metrics import challenge_score
 from engine.model.folder import seal
@@ -287,10 +287,23 @@ def test_ages_of_the_dataset(data: Dataset, saved_model: Saved, evaluated: Evalu
     assert document["classes"]["age"]["mean_error"] == pytest.approx(error.mean(), rel=1e-3)
 
 
-def test_thresholds_of_a_diagnosis_are_not_the_challenge_s(data: Dataset, saved_model: Saved, evaluated: Evaluated) -> None:
+def test_a_diagnosis_has_the_challenge_s_score_at_half_and_at_chosen_thresholds(
+    data: Dataset, saved_model: Saved, evaluated: Evaluated
+) -> None:
     before = evaluated(saved_model("a", head=DIAGNOSIS), "--role", "valid")
-    after = evaluated(saved_model("b", head=DIAGNOSIS | {"thresholds": [0.2] * 26}), "--role", "valid")
-    assert after["metrics"] == before["metrics"] and "as in the Challenge" in " ".join(after["remarks"])
+    chosen = [0.2] * 13 + [0.6] * 13
+    model = saved_model("b", head=DIAGNOSIS | {"thresholds": chosen})
+    after = evaluated(model, "--role", "valid")
+    assert after["score"] == before["score"] and "as in the Challenge" in " ".join(after["remarks"])
+    options, task = results.EvalOptions("valid"), results.load_task("diagnosis")
+    result = results.score_task(engine.load(model), data, task, options)
+    score = after["metrics"].pop("challenge_chosen")
+    assert score == pytest.approx(challenge_score(result.labels_NK, result.scores_NK > np.array(chosen)), abs=1e-6)
+    assert score != after["score"] and after["metrics"] == before["metrics"]
+    low, high = after["intervals"]["challenge_chosen"]
+    assert low <= score <= high
+    text = [line[:18].rstrip() for line in lines(result.document())]
+    assert text.index("challenge, chosen") == text.index("challenge at 0.5") + 1
 
 
 def test_labels_and_models_that_do_not_fit(tables: Path, saved_model: Saved, refused: Refused, tmp_path: Path) -> None:
