@@ -78,6 +78,7 @@ class ModelConfig:
     tau_decay: Annotated[float, Field(gt=0, le=1)] = 0.999995  # for each update
     mask_share: Share = 0.65  # spans * span / tokens before they overlap; about half of the tokens after
     mask_span: Count = 10  # tokens
+    mask_starts: Literal["count", "bernoulli"] = "count"  # as many as that (authors); each token by its own chance (paper)
     mask_trim: bool = False  # cut every row to the smallest count of the batch (authors)
 
     def __post_init__(self) -> None:
@@ -190,10 +191,12 @@ def kept_per_crop(config: ModelConfig, samples: int = 2500, segments: int = 2) -
 
 def masked_share(config: ModelConfig, tokens: int) -> float:
     """Expected share of masked tokens. A token stays unmasked if no span starts where it would cover the token."""
-    starts = tokens - config.mask_span
+    starts, rate = tokens - config.mask_span, config.mask_share / config.mask_span
+    if config.mask_starts == "bernoulli":
+        return 1 - sum((1 - rate) ** min(n + 1, config.mask_span) for n in range(tokens)) / tokens
     if starts < 1:
         return config.mask_share
-    unmasked, spans = 0.0, min(config.mask_share * tokens / config.mask_span, float(starts))
+    unmasked, spans = 0.0, min(rate * tokens, float(starts))
     for n in range(tokens):
         covering = min(n, starts - 1) - max(0, n - config.mask_span + 1) + 1  # starts whose span covers token n
         unmasked += prod(max(0.0, 1 - spans / (starts - j)) for j in range(covering))

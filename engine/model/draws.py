@@ -13,10 +13,11 @@ M the largest possible count, and `valid` says which are used. A step takes the 
     times_RMM  float32 how often slot j was drawn as a negative for slot i, K in all for each i: uniform among the others
     noise_RMGV float32 standard Gumbel; None where codes are not sampled
 
-Source: paper, section "Experiments" (spans of 10, each token a start with p = 0.065); fairseq-signals
-data/data_utils.py:18-142 (share * tokens / span spans, rounded at random, starts without replacement, overlapping;
-`mask_trim`: every row cut at random to the batch's smallest count), models/wav2vec2/wav2vec2.py:157-213 (negatives). Theirs
-rounds once for all rows of a batch; here each row rounds for itself. Shapes: engine.model.config.
+Source: paper, section "Experiments" (spans of 10, each token a start with p = 0.065: `mask_starts: bernoulli`, where a span
+may run beyond the last token, and a row may have no masked token); fairseq-signals data/data_utils.py:18-142 (share * tokens /
+span spans, rounded at random, starts without replacement, overlapping; `mask_trim`: every row cut at random to the batch's
+smallest count), models/wav2vec2/wav2vec2.py:157-213 (negatives). Theirs rounds once for all rows of a batch; here each row
+rounds for itself. Shapes: engine.model.config.
 """
 
 import math
@@ -73,23 +74,37 @@ def max_spans(config: ModelConfig, tokens: int) -> int:
 
 def max_masked(config: ModelConfig, tokens: int) -> int:
     """M: enough slots for any draw."""
+    if config.mask_starts == "bernoulli":
+        return tokens
     if tokens - config.mask_span < max_spans(config, tokens):
         raise ConfigError(f"model.mask_span={config.mask_span}: too long for {tokens} tokens: use a smaller one")
     return min(max_spans(config, tokens) * config.mask_span, tokens - 1)
 
 
 def draw_mask(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
-    """mask_RN. Starts are the first few of a random order of all of them: drawn without replacement."""
+    """mask_RN: the tokens of all spans, which may overlap."""
+    starts = bernoulli_starts if config.mask_starts == "bernoulli" else counted_starts
+    started_RN = starts(config, keys_R, tokens).cumsum(1)
+    ended_RN = torch.nn.functional.pad(started_RN, (config.mask_span, 0))[:, :tokens]
+    mask_RN = started_RN > ended_RN
+    return trim(mask_RN, keys_R) if config.mask_trim else mask_RN
+
+
+def bernoulli_starts(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
+    """Each token with probability share / span, whatever the others."""
+    chance_RN = hashed(keys_R[:, None], ModelStream.STARTS, torch.arange(tokens, device=keys_R.device)) & 0xFFFFFF
+    return (chance_RN < config.mask_share / config.mask_span * 2**24).long()
+
+
+def counted_starts(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
+    """The first few of a random order of all of them: drawn without replacement."""
     limit, starts = max_spans(config, tokens), tokens - config.mask_span
     rounding_R = (hashed(keys_R, ModelStream.SPANS) & 0xFFFFFF).float() * 2.0**-24  # in [0, 1)
     spans_R = (config.mask_share * tokens / config.mask_span + rounding_R).floor().clamp(2, limit).long()
     order_RN = hashed(keys_R[:, None], ModelStream.STARTS, torch.arange(starts, device=keys_R.device))
     first_RS = order_RN.topk(limit, dim=1, largest=False).indices
     drawn_RS = torch.arange(limit, device=keys_R.device) < spans_R[:, None]
-    started_RN = keys_R.new_zeros(len(keys_R), tokens).scatter_(1, first_RS, drawn_RS.long()).cumsum(1)
-    ended_RN = torch.nn.functional.pad(started_RN, (config.mask_span, 0))[:, :tokens]
-    mask_RN = started_RN > ended_RN
-    return trim(mask_RN, keys_R) if config.mask_trim else mask_RN
+    return keys_R.new_zeros(len(keys_R), tokens).scatter_(1, first_RS, drawn_RS.long())
 
 
 def trim(mask_RN: Tensor, keys_R: Tensor) -> Tensor:
@@ -119,7 +134,8 @@ def draw_negatives(keys_R: Tensor, valid_RM: Tensor, negatives: int) -> Tensor:
     drawn_RMK = hashed(keys_R[:, None, None], ModelStream.NEGATIVES, counter_MK) & 0x7FFFFFFF
     other_RMK = (drawn_RMK * others_R11) >> 31
     other_RMK = other_RMK + (other_RMK >= torch.arange(count, device=keys_R.device)[:, None])
-    return count_negatives(other_RMK.clamp(max=count - 1), count)
+    times_RMM = count_negatives(other_RMK.clamp(max=count - 1), count)
+    return times_RMM.mul_(valid_RM[:, None])  # a row's only masked token has no negatives
 
 
 def count_negatives(other_RMK: Tensor, count: int) -> Tensor:

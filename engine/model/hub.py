@@ -24,6 +24,7 @@ from engine.model.folder import (
 
 HUB = "hf://"
 WRONG_TOKEN = "your token is wrong or may not write there: `hf auth login`, or HF_TOKEN"
+NO_TOKEN = "there is no token: `hf auth login`, or HF_TOKEN"
 ANSWERS = {  # to the errors of huggingface_hub
     "GatedRepoError": "is gated: ask for access on its page, then `hf auth login`",
     "RepositoryNotFoundError": "no such repository, or your token may not see it: `hf auth login`, or HF_TOKEN",
@@ -41,6 +42,8 @@ def push(model: str | Path, repo: str, private: bool = False, licence: str | Non
     """Uploads RUN/model in one commit. -> its address"""
     with model_folder(model) as (folder, _), huggingface(repo) as (hub, add):
         files = published(folder, licence)
+        if not hub.token:
+            raise LoadError(f"{HUB}{repo}: {NO_TOKEN}")
         hub.create_repo(repo, private=private or None, exist_ok=True)
         operations = [add(name, content) for name, content in files.items()]
         commit = hub.create_commit(repo, operations, commit_message="A model of omnilead")
@@ -97,11 +100,11 @@ def fetched(repo: str) -> Path:
 def huggingface(repo: str) -> Iterator[tuple[Any, Any]]:
     """The Hub, and what makes a file of a commit; what goes wrong there is an error of one line."""
     try:
-        from huggingface_hub import CommitOperationAdd, HfApi
+        from huggingface_hub import CommitOperationAdd, HfApi, get_token
     except ImportError:
         raise ConfigError(f"{HUB}{repo}: huggingface_hub is not installed: pip install 'omnilead[hub]'") from None
     try:
-        yield HfApi(library_name="omnilead"), CommitOperationAdd
+        yield HfApi(library_name="omnilead", token=get_token()), CommitOperationAdd
     except ConfigError:
         raise
     except Exception as error:  # also of the Hub's HTTP client, which changes, and of names that are not valid

@@ -85,6 +85,8 @@ def process_restored() -> Iterator[None]:
     """Around a training: what it changes in this process for good, such as a notebook's, is put back."""
     environment, threads, hook = dict(os.environ), torch.get_num_threads(), sys.excepthook  # torch.distributed replaces it
     deterministic, linear = torch.are_deterministic_algorithms_enabled(), F.linear
+    cudnn: Any = torch.backends.cudnn
+    tf32 = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with warnings.catch_warnings(), torch.random.fork_rng(devices):
         try:
@@ -97,6 +99,8 @@ def process_restored() -> Iterator[None]:
             os.environ.update(environment)
             torch.set_num_threads(threads)
             torch.use_deterministic_algorithms(deterministic)
+            cudnn.allow_tf32 = "tf32" in tf32  # sets both, and the older flag
+            cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = tf32
             F.linear = linear  # ZeRO 3 replaces it, and gradients would differ by rounding ever after
             sys.excepthook = hook
 

@@ -96,6 +96,9 @@ def test_what_goes_wrong_is_one_line(
     server.shutdown()
     server.server_close()
     assert "the Hub cannot be reached" in says("push", tmp_path / "other", "me/new")
+    monkeypatch.setenv("HF_TOKEN", "")
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+    assert "there is no token: `hf auth login`" in says("push", tmp_path / "other", "me/new")
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import shutil
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,15 +28,22 @@ def runs(mask: Tensor) -> list[int]:
     return (edges[1::2] - edges[::2]).tolist()
 
 
-@pytest.mark.parametrize(("trim", "digest"), [(False, "2626f3127b5816fc"), (True, "b0cd01b5216f8c18")])
-def test_draws_are_the_same_for_ever(trim: bool, digest: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "digest", "noise"),
+    [
+        ({}, "2626f3127b5816fc", -363.61973),
+        ({"mask_trim": True}, "b0cd01b5216f8c18", -363.61973),
+        ({"mask_starts": "bernoulli"}, "c24082b8979b33b8", 396.67395),
+    ],
+)
+def test_draws_are_the_same_for_ever(how: dict[str, Any], digest: str, noise: float) -> None:
     """A run that a later version goes on with sees the masks, negatives and noise that it would have seen."""
-    drawn = draw(dataclasses.replace(CONFIG, mask_trim=trim), keys(8), 156, 100)
+    drawn = draw(dataclasses.replace(CONFIG, **how), keys(8), 156, 100)
     whole = (drawn.mask_RN, drawn.slot_RM, drawn.valid_RM, drawn.times_RMM)
     assert hashlib.sha256(b"".join(part.numpy().astype("<i4").tobytes() for part in whole)).hexdigest()[:16] == digest
     assert drawn.noise_RMGV is not None
-    noise = drawn.noise_RMGV.double().flatten()
-    assert float(noise @ torch.arange(len(noise)).double().cos()) == pytest.approx(-363.61973, rel=1e-5)
+    drawn_noise = drawn.noise_RMGV.double().flatten()
+    assert float(drawn_noise @ torch.arange(len(drawn_noise)).double().cos()) == pytest.approx(noise, rel=1e-5)
 
 
 def test_hashes_are_those_of_the_counter() -> None:
@@ -90,6 +98,21 @@ def test_masks_are_spans_as_many_as_the_authors_draw() -> None:
     assert share[20:130].std() < 0.012  # no token is preferred
 
 
+def test_masks_to_the_letter_of_the_paper() -> None:
+    """Each token is a start with p = 0.065, whatever the others; it and the nine after it are masked."""
+    config = dataclasses.replace(CONFIG, mask_starts="bernoulli")
+    starts = draw_mask(dataclasses.replace(config, mask_share=0.065, mask_span=1), keys(4000), 156)
+    mask = draw_mask(config, keys(4000), 156)
+    direct = torch.stack([starts[:, max(0, n - 9) : n + 1].any(1) for n in range(156)], 1)
+    assert torch.equal(mask, direct)
+    assert (starts.double().mean(0) - 0.065).abs().max() < 5 * (0.065 * 0.935 / 4000) ** 0.5
+    count = starts.sum(1).double()  # binomial
+    assert count.mean() == pytest.approx(10.14, abs=0.25) and count.var() == pytest.approx(9.48, abs=1)
+    assert mask.double().mean() == pytest.approx(masked_share(config, 156), abs=0.004)
+    few = draw(config, keys(400), 20, 7, sample_codes=False)  # rows with one masked token, with none, with all
+    assert {0, 1, 20} <= set(few.valid_RM.sum(1).tolist()) and torch.equal(few.valid_RM.sum(1), few.mask_RN.sum(1))
+
+
 def test_trimmed_masks_are_as_large_as_the_smallest_and_lie_within_the_drawn() -> None:
     trimmed = draw_mask(dataclasses.replace(CONFIG, mask_trim=True), keys(128), 156)
     drawn = draw_mask(CONFIG, keys(128), 156)
@@ -118,6 +141,10 @@ def test_negatives_are_other_valid_slots_each_as_likely() -> None:
         assert (inside.sum(1) == 20_000).all()
         off = ~torch.eye(used, dtype=torch.bool)
         assert (inside[off] / 20_000 - 1 / (used - 1)).abs().max() < 0.02
+
+
+def test_the_only_masked_token_has_no_negatives() -> None:
+    assert not draw_negatives(torch.arange(1), torch.arange(12)[None] < 1, 50)[0, 0].any()
 
 
 def test_gumbel_noise_is_gumbel() -> None:

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import curve, pretrain, rows, run, settings
+from ranks import TINY, curve, pretrain, rows, run, settings
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 import engine
 from data_tools.dataset import Dataset
 from data_tools.errors import StorageError
-from engine.config import build
+from engine.config import CONFIGS, build
 from engine.model import folder
 from engine.model.pretrainer import Pretrainer
 from engine.pretrain import main
@@ -82,6 +82,22 @@ def test_resumed_equals_uninterrupted_bit_for_bit_over_an_epochs_end(
     assert curve(whole) == curve(parts)
     one, two = (load_file(path / "model" / "model.safetensors") for path in (whole, parts))
     assert one.keys() == two.keys() and all(one[name].equal(two[name]) for name in one)
+
+
+def test_the_letter_of_the_paper_trains_resumes_and_is_exported(dataset: Dataset, tmp_path: Path) -> None:
+    for name, lengths in (("whole", [4]), ("parts", [2, 4])):
+        for steps in lengths:
+            arguments = settings(tmp_path, dataset.root.url, name, train__steps=steps, train__epochs=None)
+            (tmp_path / "tiny.yaml").write_text(f"base: {CONFIGS}/pretrain/paper.yaml{TINY}")
+            ended = run(tmp_path, arguments)
+            assert ended.ok, ended.output
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert curve(whole) == curve(parts) and len(rows(parts)) == 4
+    assert all(row["loss"] == pytest.approx(row["loss_local"] + row["loss_global"], rel=1e-6) for row in rows(parts))
+    model = engine.load(parts)
+    assert [model.config["model"][name] for name in ("conv_norm", "mask_starts")] == ["layer", "bernoulli"]
+    one, other = (engine.load(path).embed(dataset.read(0), 500, "12", "uV") for path in (whole, parts))
+    assert torch.equal(one, other)
 
 
 def test_other_data_settings_or_batch_are_refused_by_name(dataset: Dataset, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ def left() -> tuple[Any, ...]:
         models,
         threading.active_count(),
         torch.are_deterministic_algorithms_enabled(),
+        (torch.backends.cudnn.conv.fp32_precision, torch.backends.cudnn.rnn.fp32_precision),
     )
 
 
@@ -55,6 +56,7 @@ def notebook(tmp: Path, url: str) -> None:
     linear = torch.nn.functional.linear
     trained("zero3", **{"train.zero_stage": 3, "train.steps": 1, "train.validate_every": 0})
     assert torch.nn.functional.linear is linear  # which DeepSpeed replaces by one whose gradients round differently
+    torch.backends.cudnn.allow_tf32 = True  # torch's default
     before = left()
     csv = tmp / "labels.csv"
     csv.write_text("record,tall\n" + "".join(f"{name},{i % 2}\n" for i, name in enumerate(sorted(set(names)))))
