@@ -59,6 +59,9 @@ class HospitalFiles(Source):
         known = (kind for kind in ([self.only] if self.only else FORMATS) if FORMATS[kind].looks_like(head, name))
         return next(known, "")
 
+    def name_for(self, key: str) -> str:
+        return _record_name(key)
+
     def source_of(self, key: str) -> str:
         return self._format_of_file(key) or self.name
 

@@ -199,7 +199,7 @@ class RecordToRead(NamedTuple):
     name: str
     stamp: bytes  # changes with the content
     read: Callable[[], Prepared | ReadError]
-    label: str = ""  # of an array, used in the table if no other array has it; else `name`
+    label: str  # its name without folders and odd characters, in the table if no other has it; else `name`
 
 
 def records_of(args: argparse.Namespace, model_input: Input) -> Iterator[RecordToRead]:
@@ -208,7 +208,8 @@ def records_of(args: argparse.Namespace, model_input: Input) -> Iterator[RecordT
             yield from arrays(args, Path(url), model_input)
         elif url.endswith(".hea"):
             source = open_sources(str(Path(url).parent), "wfdb")[0]
-            yield RecordToRead(url, source.root.stamp(Path(url).name), partial(prepared, source, Path(url).name))
+            key = Path(url).name
+            yield RecordToRead(url, source.root.stamp(key), partial(prepared, source, key), source.name_for(key))
         elif "://" in url or Path(url).is_dir():
             try:
                 sources = open_sources(url, anonymous=args.anonymous)
@@ -218,7 +219,8 @@ def records_of(args: argparse.Namespace, model_input: Input) -> Iterator[RecordT
             for source in sources:
                 for key in source.keys():  # noqa: SIM118 - no dictionary
                     stamp = b"" if source.root.remote else source.root.stamp(key)
-                    yield RecordToRead(f"{source.root.url}/{key}", stamp, partial(prepared, source, key))
+                    read = partial(prepared, source, key)
+                    yield RecordToRead(f"{source.root.url}/{key}", stamp, read, source.name_for(key))
         else:
             what = "neither a dataset or folder nor a .hea, .npy or .npz file" if Path(url).exists() else "does not exist"
             raise ConfigError(f"--data {url}: {what}")
@@ -265,7 +267,7 @@ def record_source(args: argparse.Namespace, model_input: Input, records: Sequenc
         record = records[number]
         ecg = record.read()
         if isinstance(ecg, Prepared):
-            if record.label and labels[record.label] > 1:
+            if labels[record.label] > 1:
                 ecg = ecg._replace(record=record.name)
             ecg = with_leads(ecg, model_input)
         if isinstance(ecg, Prepared):

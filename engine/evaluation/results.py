@@ -10,7 +10,7 @@ bootstraps over patients, with all halves of a patient together.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +28,7 @@ from engine.common import ConfigError, describe_leads, find_config, read_yaml
 from engine.data.augmenter import none_measured
 from engine.data.leakage import conflicting_splits, patient_ids
 from engine.data.preprocess import Input
+from engine.evaluation.inputs import no_leads
 from engine.evaluation.metrics import (
     Array,
     MetricError,
@@ -235,7 +236,9 @@ def score_task(model: TrainedModel, dataset: Dataset, task: TaskConfig, options:
     if unknown or (head.kind == "multiclass" and len(labels.classes) < len(model.classes)):
         differ = f"not {', '.join(unknown[:5])}" if unknown else f"of which the labels have {', '.join(labels.classes)}"
         raise ConfigError(f"the model knows {len(model.classes)} classes, {differ}: use other --labels, or another model")
-    rows, y_NK = labels_of(labels, dataset, options.role)
+    labelled, y_NK = labels_of(labels, dataset, options.role)
+    (rows,), left_out = _measured(dataset, model_input, labelled)
+    y_NK = y_NK[np.isin(labelled, rows)]
     scores_RK, crop_R = _predict(model.scores, model, dataset, rows, model_input, options.batch)
     columns = [model.classes.index(name) for name in labels.classes]
     challenge = labels.classes == CLASSES
@@ -259,7 +262,7 @@ def score_task(model: TrainedModel, dataset: Dataset, task: TaskConfig, options:
     bands = AGE_BANDS[np.where(np.isnan(ages.astype(float)), -1, np.digitize(ages.astype(float), AGES))]
     groups = {"age": bands, "sex": np.array([sex or "unknown" for sex in sexes]), "source": sources.astype(str)}
     patients = patient_ids([dataset])[0][rows][crop_R].tolist()
-    notes += [*_blank_crops(dataset, model_input, rows), *(labels.remarks if task.labels else ())]
+    notes += [*left_out, *(labels.remarks if task.labels else ())]
     outputs = y_NK[crop_R], scores_RK[:, columns]
     return TaskResult(*outputs, names, patients, facts, notes, head, chosen, rows[crop_R], groups)
 
@@ -283,18 +286,21 @@ def identify(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> Ide
     patients = patient_ids([dataset])[0]
     if options.role == "valid":
         rows = dataset.select(identity="valid")
-        gallery = probe = rows = rows[dataset.column("halves")[rows] == 2]
+        rows = rows[dataset.column("halves")[rows] == 2]
         require(rows, dataset, "id=valid and two halves", "records that are not kept for tests")
+        (rows,), left_out = _measured(dataset, model_input, rows)
+        gallery = probe = rows
         c_RD, _ = _predict(model.pooled, model, dataset, rows, model_input, options.batch)
         gallery_PD, probe_QD = c_RD[::2], c_RD[1::2]
     else:
         gallery, probe = (dataset.select(identity=role) for role in ("gallery", "probe"))
         for role, side in (("gallery", gallery), ("probe", probe)):
             require(side, dataset, f"id={role}", "patients of ptb-xl with two sessions: shard --id-sources names others")
+        (gallery, probe), left_out = _measured(dataset, model_input, gallery, probe)
         rows = np.union1d(gallery, probe)
         c_BD, _ = _predict(model.pooled, model, dataset, rows, model_input, options.batch, first_half=True)
         gallery_PD, probe_QD = (c_BD[np.searchsorted(rows, side)] for side in (gallery, probe))
-    notes += _blank_crops(dataset, model_input, rows)
+    notes += left_out
     ids = patients[gallery].tolist(), patients[probe].tolist()
     return IdentificationResult(gallery_PD, ids[0], probe_QD, ids[1], _facts(dataset, options, model_input), notes)
 
@@ -347,10 +353,14 @@ def _input(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> tuple
     return model_input, notes
 
 
-def _blank_crops(dataset: Dataset, model_input: Input, rows: Array) -> Iterator[str]:
-    if blank := int(none_measured(dataset, model_input.seen)[rows].sum()):
-        leads = describe_leads(model_input.seen)
-        yield f"In {blank:,} of {len(rows):,} crops none of {leads} was recorded: the model saw zeros."
+def _measured(dataset: Dataset, model_input: Input, *sides: Array) -> tuple[list[Array], list[str]]:
+    """Of these crops those in which a lead that the model is shown was recorded, and a note on the others."""
+    blank = none_measured(dataset, model_input.seen)
+    if any(blank[rows].all() for rows in sides):
+        raise ConfigError(f"{dataset.root.url}: {no_leads(model_input)}: choose other --leads")
+    without, leads = sum(int(blank[rows].sum()) for rows in sides), describe_leads(model_input.seen)
+    note = f"{without:,} of {sum(map(len, sides)):,} crops are left out: none of {leads} was recorded in them."
+    return [rows[~blank[rows]] for rows in sides], [note] * (without > 0)
 
 
 def _facts(dataset: Dataset, options: EvalOptions, model_input: Input) -> dict[str, Any]:

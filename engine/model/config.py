@@ -78,7 +78,7 @@ class ModelConfig:
     tau_decay: Annotated[float, Field(gt=0, le=1)] = 0.999995  # for each update
     mask_share: Share = 0.65  # spans * span / tokens before they overlap; about half of the tokens after
     mask_span: Count = 10  # tokens
-    mask_starts: Literal["count", "bernoulli"] = "count"  # as many as that (authors); each token by its own chance (paper)
+    mask_starts: Literal["count", "bernoulli"] = "count"  # count: a set number (authors); bernoulli: by chance (paper)
     mask_trim: bool = False  # cut every row to the smallest count of the batch (authors)
 
     def __post_init__(self) -> None:

@@ -125,6 +125,19 @@ def test_arrays_of_one_name_are_told_apart(embedded: Embedded, tmp_path: Path) -
     assert records == [str(files[0]), str(files[1]), f"{files[2]}[m]", "own", f"{files[3]}[m]", "b"]
 
 
+def test_files_of_one_name_are_told_apart(archive: Path, embedded: Embedded, tmp_path: Path) -> None:
+    """Also names of which nothing is left but the characters that a record's name may have."""
+    header = next(archive.rglob("*.hea"))
+    for place in ("\u5fc3", "\u96fb", "a b"):
+        (tmp_path / "src" / place).mkdir(parents=True)
+        for file in (header, header.with_suffix(".mat")):
+            shutil.copy(file, tmp_path / "src" / place)
+    paths = [str(tmp_path / "src" / place / header.name) for place in ("\u5fc3", "\u96fb")]
+    records = embedded(tmp_path / "src", per="record")["record"].to_pylist()
+    assert sorted(records) == sorted([*paths, f"a_b_{header.stem}"])
+    assert embedded(*paths, to="two", per="record")["record"].to_pylist() == paths
+
+
 def test_fewer_leads_and_half_precision(dataset: Dataset, embedded: Embedded, model: Any) -> None:
     few = embedded(dataset.root.url, to="a", leads="II,V1")
     np.testing.assert_allclose(vectors(few)[3], model.embed(dataset.read(3)[[1, 6]], 500, "II,V1", "uV"), atol=2e-6)

@@ -370,17 +370,22 @@ def test_the_report_and_the_remarks(copy: Any, diagnostic: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize("roles", [{"test"}, {"gallery", "probe"}])
-def test_crops_without_a_lead_that_the_model_looks_at_are_counted(
-    roles: set[str], data: Dataset, diagnostic: Path, evaluated: Evaluated, monkeypatch: Patch
+def test_crops_without_a_lead_that_the_model_looks_at_are_left_out(
+    roles: set[str], data: Dataset, diagnostic: Path, evaluated: Evaluated, refused: Refused, monkeypatch: Patch
 ) -> None:
     role = data.column("dx_role" if roles == {"test"} else "id_role")
     task = "diagnosis" if roles == {"test"} else "identification"
     rows = np.flatnonzero(np.isin(role, list(roles)))
-    blank = np.isin(np.arange(len(data)), [*rows[:2], *rows[-1:], *np.flatnonzero(role == "")])
+    lost = rows[[0, -1]]
+    blank = np.isin(np.arange(len(data)), [*lost, *np.flatnonzero(role == "")])
     monkeypatch.setattr(results, "none_measured", lambda dataset, leads: blank & (leads == (7,)))
-    for leads in (("--leads", "V2"), ()):
-        remarks = evaluated(diagnostic, "--task", task, *leads)["remarks"]
-        assert any(f"In 3 of {len(rows):,} crops none of V2" in remark for remark in remarks) == bool(leads)
+    few, whole = (evaluated(diagnostic, "--task", task, *leads) for leads in (("--leads", "V2"), ()))
+    note = f"2 of {len(rows):,} crops are left out: none of V2 was recorded in them."
+    assert note in few["remarks"] and not any("left out" in remark for remark in whole["remarks"])
+    counted = [document["n"] + document.get("gallery", 0) for document in (whole, few)]
+    assert counted[0] - counted[1] == (data.column("halves")[lost].sum() if task == "diagnosis" else 2)
+    blank[:] = True
+    refused("no valid lead: nothing was measured of V2", diagnostic, "--task", task, "--leads", "V2")
 
 
 def test_training_on_another_split_is_a_warning(data: Dataset, saved_model: Saved, evaluated: Evaluated) -> None:
