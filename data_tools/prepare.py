@@ -173,7 +173,7 @@ def _convert(record: EcgRecord, rows: Mapping[int, int], start: int, body: np.nd
         np.clip(values, -MAX_MV, MAX_MV, out=values)
     values[invalid] = 0.0
     if (ratio := rate_ratio(record.fs_hz)) != (1, 1):  # 500.001 Hz is 500 Hz
-        values = _resample(values, *ratio)[:, lead_in : lead_in + body.shape[1]]
+        values = resample(values, *ratio)[:, lead_in : lead_in + body.shape[1]]
     values *= 1000.0
     np.rint(values, out=values)
     saturated = bool(values.max() > MAX_UV or values.min() < -MAX_UV)
@@ -206,7 +206,7 @@ def _filter(up: int, down: int) -> np.ndarray:
     return taps
 
 
-def _resample(x: np.ndarray, up: int, down: int) -> np.ndarray:
+def resample(x: np.ndarray, up: int, down: int) -> np.ndarray:
     """Output k lies at source time k * down / up. Padded with the edge values, or a record would begin with a step."""
     taps = _filter(up, down)
     reach = -(-(len(taps) // 2) // up)

@@ -1,16 +1,18 @@
 """Convert weights from and to fairseq-signals (and ECG-FM, which is of the same family), exactly, and to ONNX.
 
-    omnilead convert from-fairseq CKPT.pt OUT [--input auto|millivolt|zscore]
+    omnilead convert from-fairseq CKPT.pt OUT [--classes LIST|FILE] [--fs HZ] [--input auto|millivolt|zscore|layernorm]
     omnilead convert to-fairseq   RUN OUT.pt
     omnilead convert to-onnx      RUN OUT.onnx                      for use without PyTorch
 
 OUT/ gets model.safetensors, config.json, preprocessing.json and README.md, a model card. Every number keeps its bits and its
 type; the optimiser's state is left out. Weights that are missing, unexpected or of another shape are an error that lists them.
-A checkpoint is read without running code that may be pickled in it.
+A checkpoint is read without running code that may be pickled in it. It may be of a pre-trained model or of a classifier
+(ecg_transformer_classifier), such as those of ECG-FM and DeepECG-SSL.
 
 --input: what the weights were trained on. The paper's are signals in millivolts; ECG-FM's were scaled to mean 0 and deviation
-1 in each lead of each record (fairseq-signals scripts/preprocess/ecg). auto follows the checkpoint's settings: zscore where
-they say normalize, or name ECG-FM or MIMIC-IV-ECG among their paths, else millivolt.
+1 in each lead of each record (fairseq-signals scripts/preprocess/ecg). auto follows the checkpoint's settings: layernorm (over
+all leads of 5 s) where they say normalize, zscore where they name ECG-FM or MIMIC-IV-ECG among their paths, else millivolt.
+--fs: the sampling rate it was trained at, where the settings do not say (DeepECG-SSL: 250). Signals are resampled to it.
 """
 
 import argparse
@@ -37,8 +39,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         sub.add_argument("source", type=Path, metavar=source, help="what to convert: a checkpoint, or a run or model folder")
         sub.add_argument("out", type=Path, metavar=out, help="where to write it: a new file, or for a model a new folder")
         if command == "from-fairseq":
-            scales = ("auto", "millivolt", "zscore")
+            scales = ("auto", "millivolt", "zscore", "layernorm")
             sub.add_argument("--input", choices=scales, default="auto", help="scale of the signals in training (auto)")
+            sub.add_argument("--fs", type=float, metavar="HZ", help="their sampling rate (as the settings say, or 500)")
+            sub.add_argument(
+                "--classes", default="", metavar="LIST|FILE", help="a classifier's outputs in order: A,B,C or a file"
+            )
         elif command == "to-onnx":
             sub.add_argument("--code", **RUN_CODE)
     return parser.parse_args(arguments)
@@ -54,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         if args.command == "from-fairseq":
-            from_fairseq(args.source, args.out, args.input)
+            for note in from_fairseq(args.source, args.out, args.input, args.fs, args.classes):
+                print(f"note: {args.source}: {note}", file=sys.stderr)
         elif args.command == "to-fairseq":
             to_fairseq(args.source, args.out)
         else:

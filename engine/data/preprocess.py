@@ -1,24 +1,30 @@
-"""The input of a trained model, from crops as stored (int16 microvolts, twelve leads).
+"""The input of a trained model: its leads, sampling rate and scale, as preprocessing.json says.
 
-Input.of(preprocessing, channels)(uv_NLT)       -> x_NLT, the model's leads in its scale
-model.input.halves(uv_BLT, halves_B)            -> x_RLT, segments of 5 s
+model.input.halves(uv_BLT, halves_B)            -> x_RLT, segments of 5 s of crops as stored (int16 microvolts, twelve leads)
+model.input.scaled(x_BSLT)                      -> x_BSLT, of its leads in millivolts at 500 Hz, as a loader gives them
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from data_tools.errors import ReadError
+from data_tools.prepare import RATE_RANGE_HZ, rate_ratio, resample
 from engine.common import ALL, ConfigError, describe_leads, leads_in_order, parse_leads
 from engine.data.augmenter import FS_HZ, HALF, MV_PER_UV
 
 SCALES = {
     "millivolt": "millivolts, not normalised",
     "zscore": "mean 0 and standard deviation 1 in each lead of each record of 10 s",
+    "layernorm": "mean 0 and standard deviation 1 over all leads of each 5 s",
 }
+DEFAULT_INPUT = {"fs_hz": 500, "scale": "millivolt"}
+TOGETHER = {"zscore": (1, 3), "layernorm": (2, 3)}  # axes of x_BSLT that share a mean and a deviation
 
 
 class SignalError(ConfigError):
@@ -32,12 +38,18 @@ class Input:
     leads: tuple[int, ...]  # its channels
     seen: tuple[int, ...]  # those it was trained on; the others are zeros
     scale: str = "millivolt"
+    fs_hz: float = FS_HZ  # what it is given has 500 Hz
 
     @classmethod
     def of(cls, document: Mapping[str, Any], channels: int) -> "Input":
-        for key, known in (("fs_hz", [FS_HZ]), ("segment_s", [HALF / FS_HZ]), ("scale", list(SCALES))):
+        for key, known in (("segment_s", [HALF / FS_HZ]), ("scale", list(SCALES))):
             if document.get(key) not in known:
                 raise ConfigError(f"{key}={document.get(key)!r}: this program knows {' and '.join(map(str, known))}")
+        fs_hz: Any = document.get("fs_hz")
+        try:
+            rate_ratio(fs_hz)
+        except (ReadError, TypeError):
+            raise ConfigError(f"fs_hz={fs_hz!r}: must be {' to '.join(map('{:g}'.format, RATE_RANGE_HZ))}") from None
         names = document.get("leads")
         if not isinstance(names, list) or len(names) != channels:
             raise ConfigError(f"leads={names!r}: the model has {channels} channels: name the lead of each")
@@ -45,7 +57,7 @@ class Input:
         seen = parse_leads(document.get("seen", names), "seen")
         if not set(seen) <= set(leads):
             raise ConfigError(f"seen={describe_leads(seen)}: not all of them are among leads={describe_leads(leads)}")
-        return cls(leads, seen, document["scale"])
+        return cls(leads, seen, document["scale"], float(fs_hz))
 
     @property
     def padded(self) -> bool:
@@ -69,32 +81,35 @@ class Input:
         if missing and not self.padded:
             raise SignalError(f"leads={describe_leads(given)}: the model needs {describe_leads(missing)} too")
 
-    def __call__(self, uv_NLT: Tensor) -> Tensor:
-        """uv_NLT: twelve leads in order, zeros where nothing was measured; zscore is over all of T."""
-        picked = uv_NLT if self.leads == ALL else torch.stack([uv_NLT[:, lead] for lead in self.leads], 1)
-        x: Tensor = picked.float() * MV_PER_UV
-        if self.scale == "zscore":
-            wide = x.double() - x.mean(-1, keepdim=True, dtype=torch.float64)
-            x = (wide / wide.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-6)).float()
-        for channel, lead in enumerate(self.leads):
-            if lead not in self.seen:
-                x[:, channel] = 0.0  # one by one: a GPU would wait for a list of them
-        return x
+    def scaled(self, x_BSLT: Tensor, present_BSL: Tensor | None = None) -> Tensor:
+        """Leads in millivolts at 500 Hz, at its rate and in its scale. What is absent, by default leads that are zero in all
+        of a half, is zero afterwards and counts in no mean."""
+        if self.fs_hz != FS_HZ:
+            x_BSLT = x_BSLT @ _resampling(self.fs_hz, x_BSLT.device)
+        if (axes := TOGETHER.get(self.scale)) is None:
+            return x_BSLT
+        there = ((x_BSLT != 0).any(-1) if present_BSL is None else present_BSL).double()[..., None]
+        share = there.mean(axes, keepdim=True).clamp_min(1e-6)
+        wide = x_BSLT.double()
+        wide = (wide - (wide * there).mean(axes, keepdim=True) / share) * there
+        return (wide / (wide.square().mean(axes, keepdim=True) / share).sqrt().clamp_min(1e-6)).float()
 
     def halves(self, uv_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
-        """x_RLT of crops [B, 12, 5000]: their halves of 5 s, crop by crop; some crops have only a first half."""
-        x_BLT = self(uv_BLT)
-        if (halves_B == 2).all():
-            return _halved(x_BLT)
-        short, there = (
-            torch.from_numpy(np.flatnonzero(which)).to(x_BLT.device, non_blocking=True)
-            for which in (halves_B == 1, np.arange(2) < halves_B[:, None])
-        )
-        if self.scale == "zscore":  # of the first half alone
-            x_BLT[short, :, :HALF] = self(uv_BLT[short, :, :HALF])
-        return _halved(x_BLT)[there]
+        """x_RLT of crops [B, 12, 5000], zeros where nothing was measured: their halves of 5 s, crop by crop; some have only
+        a first half."""
+        picked = uv_BLT if self.leads == ALL else torch.stack([uv_BLT[:, lead] for lead in self.leads], 1)
+        x_BSLT = (picked.float() * MV_PER_UV).unflatten(2, (2, HALF)).transpose(1, 2)
+        seen_L, there_BS = np.isin(self.leads, self.seen), np.arange(2) < halves_B[:, None]
+        for channel in np.flatnonzero(~seen_L).tolist():  # one by one: a GPU would wait for a list of them
+            x_BSLT[:, :, channel] = 0.0
+        present_BSL = torch.from_numpy(there_BS[..., None] & seen_L).to(x_BSLT.device, non_blocking=True)
+        x_RLT = self.scaled(x_BSLT, present_BSL).flatten(0, 1)
+        there_R = torch.from_numpy(np.flatnonzero(there_BS)).to(x_RLT.device, non_blocking=True)
+        return x_RLT if there_BS.all() else x_RLT[there_R]
 
 
-def _halved(x_BLT: Tensor) -> Tensor:
-    x_RLT: Tensor = x_BLT.unflatten(2, (2, HALF)).transpose(1, 2).flatten(0, 1)
-    return x_RLT
+@lru_cache(maxsize=2)
+def _resampling(fs_hz: float, device: torch.device) -> Tensor:
+    """[2500, T]: 5 s at 500 Hz times this are 5 s at another rate, by the filter that resamples records of datasets."""
+    up, down = rate_ratio(fs_hz)  # of the way to 500 Hz
+    return torch.from_numpy(resample(np.eye(HALF), down, up)).to(device, torch.float32)

@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 from data_tools.cli import interactive
 from data_tools.dataset import CLASSES, Dataset
 from engine.common import ConfigError, describe_leads, find_config, read_yaml
-from engine.data.augmenter import none_measured
+from engine.data.augmenter import FS_HZ, none_measured
 from engine.data.leakage import conflicting_splits, patient_ids
 from engine.data.preprocess import Input
 from engine.evaluation.inputs import no_leads
@@ -335,9 +335,9 @@ def require(rows: Array, dataset: Dataset, what: str, source: str) -> None:
 
 def _input(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> tuple[Input, list[str]]:
     """What the model is shown of a crop, and warnings about the data; data of another rate or unit are refused."""
-    for key, value in (("fs_hz", model.preprocessing.get("fs_hz")), ("uv_per_lsb", 1.0)):
+    for key, value in (("fs_hz", FS_HZ), ("uv_per_lsb", 1.0)):
         if (has := dataset.meta.get(key)) != value:
-            raise ConfigError(f"{dataset.root.url}: {key}={has}, the model takes {value}: make the dataset again with shard")
+            raise ConfigError(f"{dataset.root.url}: {key}={has}, the model takes {value:g}: make the dataset again with shard")
     try:
         model_input = model.input.limited_to(options.leads) if options.leads else model.input
     except ConfigError as error:

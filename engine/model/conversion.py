@@ -1,10 +1,13 @@
 """Model folders from and to checkpoints of fairseq-signals, exactly: see engine/convert.py.
 
-from_fairseq(Path("CKPT.pt"), Path("OUT"))
+notes = from_fairseq(Path("CKPT.pt"), Path("OUT"), classes="label_def.csv")
 to_fairseq(Path("RUN"), Path("OUT.pt"))
 """
 
+import ast
+import csv
 import io
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -13,16 +16,18 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from engine.common import LEADS, ConfigError, write_whole
-from engine.data.preprocess import SCALES
+from data_tools.dataset import CLASSES
+from engine.common import LEADS, ConfigError, describe_leads, leads_in_order, write_whole
+from engine.data.preprocess import SCALES, Input
 from engine.model.config import ModelConfig
-from engine.model.fairseq import from_theirs, settings, spelling, their_settings, to_theirs
+from engine.model.fairseq import from_theirs, outputs, settings, spelling, their_settings, to_theirs
 from engine.model.folder import CONFIG, PREPROCESSING, WEIGHTS, document_of, front_matter, model_folder, write
-from engine.model.inference import config_of
+from engine.model.inference import THRESHOLD, config_of
 from engine.model.safe_load import ForeignCheckpointError, as_json, float_tensors, read_checkpoint
 
 
-def from_fairseq(checkpoint: Path, out: Path, scale: str = "auto") -> None:
+def from_fairseq(checkpoint: Path, out: Path, scale: str = "auto", fs_hz: float | None = None, classes: str = "") -> list[str]:
+    """`classes`: names of a classifier's outputs, or a file of them. -> what was assumed."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out}: exists and is not an empty directory: choose another name")
     content = read_checkpoint(checkpoint)
@@ -34,20 +39,97 @@ def from_fairseq(checkpoint: Path, out: Path, scale: str = "auto") -> None:
     state = float_tensors(content.get("model"), checkpoint)
     config = settings(cfg["model"])
     weights = {name: w.clone() for name, w in from_theirs(state, config).items()}  # tied ones, once each
-    scale = _scale(cfg) if scale == "auto" else scale
     history = as_json(content.get("optimizer_history"))
     origin = {"cfg": cfg, "spelling": spelling(state), "order": list(state), "optimizer_history": history}
-    leads = list(LEADS) if config.leads == len(LEADS) else config.leads
-    preprocessing = {"fs_hz": 500, "leads": leads, "segment_s": 5.0, "scale": scale, "meaning": SCALES[scale]}
-    card = front_matter({}, _card(checkpoint.name, config, scale, sum(w.numel() for w in weights.values())))
-    write(out, weights, {"model": asdict(config), "fairseq": origin}, preprocessing, card)
+    preprocessing, notes = _preprocessing(cfg, config, scale, fs_hz)
+    document: dict[str, Any] = {"model": asdict(config), "fairseq": origin}
+    if names := class_names(classes, outputs(state)):
+        document["head"] = _head(cfg, names)
+    if names and not classes:
+        notes.append(f"its {len(names)} outputs are called {names[0]} to {names[-1]}: --classes LIST|FILE names them")
+    card = front_matter({}, _card(checkpoint.name, config, preprocessing, names, sum(w.numel() for w in weights.values())))
+    write(out, weights, document, preprocessing, card)
+    return notes
+
+
+def _preprocessing(
+    cfg: Mapping[str, Any], config: ModelConfig, scale: str, fs_hz: float | None
+) -> tuple[dict[str, Any], list[str]]:
+    """The signals that the checkpoint's settings speak of; what is given comes first."""
+    task, notes = cfg["task"] if isinstance(cfg.get("task"), dict) else {}, []
+    if not (fs_hz := fs_hz or task.get("sample_rate")):
+        fs_hz = 500
+        notes.append("its settings do not say its sampling rate: taken to be 500 Hz (--fs; DeepECG-SSL: 250)")
+    named: Any = [*LEADS[: config.leads]] if config.leads == len(LEADS) else config.leads
+    scale = _scale(cfg) if scale == "auto" else scale
+    preprocessing = {"fs_hz": fs_hz, "leads": named, "segment_s": 5.0, "scale": scale, "meaning": SCALES[scale]}
+    if loaded := task.get("leads_to_load"):
+        try:
+            wanted = ast.literal_eval(loaded[:1000]) if isinstance(loaded, str) else loaded
+            rows = leads_in_order([LEADS[lead] if isinstance(lead, int) else lead for lead in wanted])
+        except (SyntaxError, TypeError, LookupError, ValueError, RecursionError, MemoryError, ConfigError) as error:
+            wrong = f"task.leads_to_load={str(loaded)[:80]!r} in the checkpoint's settings"
+            raise ConfigError(f"{wrong}: must be [names or numbers of leads]") from error
+        key = "leads" if len(rows) == config.leads else "seen"
+        preprocessing[key] = describe_leads(rows).split(",")
+    if isinstance(preprocessing["leads"], list):
+        Input.of(preprocessing, config.leads)
+    else:
+        notes.append(f"its settings do not name its {config.leads} leads: it can be converted back, not loaded")
+    return preprocessing, notes
 
 
 def _scale(cfg: Mapping[str, Any]) -> str:
-    sections = [section for section in (cfg.get("task"), cfg.get("model")) if isinstance(section, dict)]
+    """ECG-FM's files are z-scores already, which only their paths tell."""
+    sections = [section for section in (cfg["model"], cfg.get("task")) if isinstance(section, dict)]
+    said = {key: value for section in sections for key, value in section.items()}
+    for key, wanted in (("filter", said.get("filter")), ("mean_path", said.get("normalize") and said.get("mean_path"))):
+        if wanted:
+            lost = "its signals were filtered by NeuroKit2" if key == "filter" else "its means are in a file elsewhere"
+            said_so = f"task.{key}={str(wanted)[:80]} in the checkpoint's settings: {lost}"
+            raise ConfigError(f"{said_so}: to convert it nevertheless, give --input millivolt or zscore")
+    if said.get("normalize") is True:
+        return "layernorm"
     paths = " ".join(str(section.get("data")) for section in sections).lower()
     known = any(name in paths for name in ("mimic_iv_ecg", "mimic-iv-ecg", "ecg_fm", "ecg-fm", "ecgfm"))
-    return "zscore" if known or any(section.get("normalize") is True for section in sections) else "millivolt"
+    return "zscore" if known else "millivolt"
+
+
+def class_names(given: str, outputs: int) -> list[str]:
+    """A,B,C; or a file: the column `name` of a CSV, such as ECG-FM's label_def.csv, or a name in each line."""
+    names = [name.strip() for name in given.split(",")] if given else [f"class_{i}" for i in range(outputs)]
+    try:
+        if os.path.isfile(given) or given.endswith((".csv", ".txt")):
+            text = Path(given).read_text("utf-8-sig")
+            table = list(csv.DictReader(io.StringIO(text)))
+            names = [row["name"] for row in table] if table and "name" in table[0] else text.splitlines()
+            names = [name.strip() for name in names if name and name.strip()]
+    except (OSError, ValueError, csv.Error) as error:
+        raise ConfigError(f"--classes {given}: {error}: give a CSV with a column `name`, or a name in each line") from None
+    if given and not outputs:
+        raise ConfigError(f"--classes {given[:80]}: the checkpoint is pre-trained only, without a classifier: leave it out")
+    if len(names) != outputs or len(set(names)) < len(names) or "" in names:
+        raise ConfigError(f"--classes {given[:80]}: {len(set(names))} names: must be {outputs}, in the order of the outputs")
+    return names
+
+
+def _head(cfg: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    """What the loss says of the outputs."""
+    criterion = cfg.get("criterion")
+    criterion = criterion if isinstance(criterion, dict) else {"_name": criterion}
+    loss, threshold = str(criterion.get("_name")), criterion.get("threshold")
+    sigmoid = "binary" if len(names) == 1 else "multilabel"
+    kind = "regression" if "mse" in loss else "multiclass" if loss == "cross_entropy" else sigmoid
+    head: dict[str, Any] = {"task": "classification", "kind": kind, "classes": names}
+    if kind == sigmoid:
+        threshold = threshold if isinstance(threshold, float) and 0 < threshold < 1 else THRESHOLD
+        head["thresholds"] = [threshold] * len(names)
+    if kind == "regression":
+        head |= {"center": [0.0] * len(names), "scale": [1.0] * len(names)}
+    if set(names) == set(CLASSES):
+        return head | {"task": "diagnosis"}
+    what = "classes" if kind == "multiclass" else "columns"
+    return head | {"definition": {"name": head["task"], "kind": kind, what: names}}
 
 
 def to_fairseq(run: Path, out: Path) -> None:
@@ -56,9 +138,9 @@ def to_fairseq(run: Path, out: Path) -> None:
     with model_folder(run) as (folder, _):
         document = document_of(folder / CONFIG)
         config, state = config_of(document, folder / CONFIG), load_file(folder / WEIGHTS)
-    if not any(name.startswith("local.") for name in state):
-        raise ConfigError(f"{run}: trained without the local objective, whose weights fairseq-signals needs: not converted")
     origin = document.get("fairseq") or {}  # what from_fairseq kept; nothing in a model that was trained here
+    if not any(name.startswith("local.") for name in state) and not (origin and outputs(state)):
+        raise ConfigError(f"{run}: trained without the local objective, whose weights fairseq-signals needs: not converted")
     try:
         theirs = to_theirs(state, config, origin.get("spelling", "parametrizations"))
         weights = {name: theirs.pop(name) for name in origin.get("order") or list(theirs)}
@@ -75,19 +157,20 @@ def to_fairseq(run: Path, out: Path) -> None:
     write_whole(out, content.getvalue())
 
 
-def _card(name: str, config: ModelConfig, scale: str, parameters: int) -> str:
+def _card(name: str, config: ModelConfig, preprocessing: Mapping[str, Any], classes: list[str], parameters: int) -> str:
+    predict = f'    model.predict(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")    # of {len(classes)} classes\n'
     return f"""# {name}, converted from fairseq-signals
 
 A lead-agnostic ECG encoder of the wav2vec 2.0 family (Oh et al., CHIL 2022): {parameters:,} parameters, {len(config.conv)}
-convolutions, {config.layers} transformer layers of width {config.width}, {config.codebooks} codebooks of {config.codes} codes.
+convolutions, {config.layers} transformer layers of width {config.width}.
 
-Input: {config.leads} leads at 500 Hz, 5 s at a time, {SCALES[scale]}. See {PREPROCESSING}; {CONFIG}
-holds the settings, the original ones included. Every weight is bit for bit that of the original; the optimiser's state is not
-here. The licence is that of the original.
+Input: {config.leads} leads at {preprocessing["fs_hz"]} Hz, 5 s at a time, {preprocessing["meaning"]}. See {PREPROCESSING};
+{CONFIG} holds the settings, the original ones included. Every weight is bit for bit that of the original; the optimiser's state
+is not here. The licence is that of the original.
 
     import engine
     model = engine.load("THIS_FOLDER")
     vectors = model.embed(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")    # [L, T] -> [{config.width}]
-
+{predict * bool(classes)}
     omnilead convert to-fairseq THIS_FOLDER OUT.pt      # back again
 """

@@ -4,7 +4,9 @@
 
 Only names, concatenation and the order of axes change: every number keeps its bits. Source: state dicts of fairseq-signals
 (models/wav2vec2/wav2vec2_cmsc.py and the modules below it). The weight norm of the positional convolution is spelled weight_g /
-weight_v before 2025-01-20 and parametrizations.weight.original0 / original1 since.
+weight_v before 2025-01-20 and parametrizations.weight.original0 / original1 since. A classifier
+(models/classification/ecg_transformer_classifier.py) has its encoder under `encoder.`, with or without the mask embedding, and
+a linear layer `proj` instead of the heads of pre-training.
 """
 
 import ast
@@ -27,6 +29,7 @@ NORM_KEYS = {
 CONVOLUTION = re.compile(r"encoder\.conv\.blocks\.(\d+)\.weight")
 MODES = {"default": "group", "layer_norm": "layer"}  # extractor_mode: conv_norm
 MAX_BLOCKS, MAX_TEXT = 64, 1000  # of a convolution stack that is described as text
+TASK = {"_name": "ecg_pretraining", "sample_rate": 500, "normalize": False, "filter": False}
 Value = TypeVar("Value")
 RENAMED = {  # our setting: theirs, and what they take where it is not given
     "leads": ("in_d", 12),
@@ -66,10 +69,17 @@ FIXED = {  # settings of theirs that change what is computed and have one value 
 
 
 def spelling(state: Mapping[str, Tensor]) -> str:
-    return "weight_g" if "conv_pos.pos_conv.0.weight_g" in state else "parametrizations"
+    return "weight_g" if any(name.endswith("conv_pos.pos_conv.0.weight_g") for name in state) else "parametrizations"
 
 
-def names(config: ModelConfig, spelled: str = "parametrizations") -> dict[str, list[str]]:
+def outputs(state: Mapping[str, Tensor]) -> int:
+    """Of a classifier, the authors' or ours; 0: pre-trained only."""
+    theirs = any(name.startswith("encoder.feature_extractor.") for name in state)
+    head = state.get("proj.weight" if theirs else "head.weight")
+    return len(head) if head is not None and head.ndim else int(theirs)
+
+
+def names(config: ModelConfig, spelled: str = "parametrizations", classifier: bool = False) -> dict[str, list[str]]:
     """Our name -> the authors' names, several where ours is their concatenation."""
     both = {"encoder.feature_norm": "layer_norm", "encoder.norm": "encoder.layer_norm"}  # with a weight and a bias
     both |= {"local.quantizer.logits": "quantizer.weight_proj", "local.target": "project_q", "local.context": "final_proj"}
@@ -91,20 +101,29 @@ def names(config: ModelConfig, spelled: str = "parametrizations") -> dict[str, l
         table |= {f"{name}.{kind}": [f"{their}.{kind}"] for kind in ("weight", "bias")}
     position = {"gain": NORM_KEYS[spelled][0], "direction": NORM_KEYS[spelled][1], "bias": "bias"}
     table |= {f"encoder.position.{name}": [f"conv_pos.pos_conv.0.{their}"] for name, their in position.items()}
-    return table | {"encoder.mask_embedding": ["mask_emb"], "local.quantizer.codebook": ["quantizer.vars"]}
+    table |= {"encoder.mask_embedding": ["mask_emb"], "local.quantizer.codebook": ["quantizer.vars"]}
+    if not classifier:
+        return table
+    inner = {name: [f"encoder.{part}" for part in parts] for name, parts in table.items() if name.startswith("encoder.")}
+    return inner | {f"head.{kind}": [f"proj.{kind}"] for kind in ("weight", "bias")}
 
 
-def empty_weights(config: ModelConfig) -> dict[str, Tensor]:
-    """All weights of a model, without memory."""
+def empty_weights(config: ModelConfig, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All weights of a model, without memory: of a classifier if `like` are those of one, the authors' or ours."""
     with torch.device("meta"):
-        return dict(Pretrainer(config, ObjectiveConfig()).state_dict())
+        weights = dict(Pretrainer(config, ObjectiveConfig()).state_dict())
+        if not (classes := outputs(like)):
+            return weights
+        head = {"head.weight": torch.empty(classes, config.width), "head.bias": torch.empty(classes)}
+    absent = () if any("mask_emb" in name for name in like) else ("encoder.mask_embedding",)
+    return {name: w for name, w in weights.items() if name.startswith("encoder.") and name not in absent} | head
 
 
 def from_theirs(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    spelled, ours = spelling(state), empty_weights(config)
+    spelled, ours = spelling(state), empty_weights(config, state)
     _check(state, _renamed(ours, config, spelled))
     converted = {}
-    for name, parts in names(config, spelled).items():
+    for name, parts in _table(ours, config, spelled).items():
         weights = torch.cat([state[part] for part in parts]) if len(parts) > 1 else state[parts[0]]
         if CONVOLUTION.fullmatch(name):  # [out, in, kernel] -> [out, kernel * in]
             weights = weights.transpose(1, 2)
@@ -113,13 +132,18 @@ def from_theirs(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, T
 
 
 def to_theirs(state: Mapping[str, Tensor], config: ModelConfig, spelled: str = "parametrizations") -> dict[str, Tensor]:
-    _check(state, empty_weights(config))
+    _check(state, empty_weights(config, state))
     return _renamed(state, config, spelled)
+
+
+def _table(state: Mapping[str, Tensor], config: ModelConfig, spelled: str) -> dict[str, list[str]]:
+    """Of the weights that there are."""
+    return {name: parts for name, parts in names(config, spelled, outputs(state) > 0).items() if name in state}
 
 
 def _renamed(state: Mapping[str, Tensor], config: ModelConfig, spelled: str) -> dict[str, Tensor]:
     renamed: dict[str, Tensor] = {}
-    for name, parts in names(config, spelled).items():
+    for name, parts in _table(state, config, spelled).items():
         weights = state[name]
         if block := CONVOLUTION.fullmatch(name):
             weights = weights.unflatten(1, (config.conv[int(block[1])][1], -1)).transpose(1, 2)
@@ -136,7 +160,9 @@ def _check(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
 
 
 def settings(cfg: Mapping[str, Any]) -> ModelConfig:
-    """From the section `model` of the authors' configuration."""
+    """From the section `model` of the authors' configuration; a classifier's may hold that of the pre-trained model."""
+    for key in ("args", "w2v_args"):
+        cfg = inner["model"] if isinstance(inner := cfg.get(key), dict) and isinstance(inner.get("model"), dict) else cfg
     values = {ours: cfg.get(theirs, default) for ours, (theirs, default) in RENAMED.items()}
     missing = [RENAMED[ours][0] for ours, value in values.items() if value is None]
     if missing:
@@ -184,4 +210,4 @@ def their_settings(config: ModelConfig) -> dict[str, Any]:
     model["conv_feature_layers"] = str([(width, kernel, kernel) for width, kernel in config.conv])
     model["extractor_mode"] = "layer_norm" if config.conv_norm == "layer" else "default"
     model["latent_temp"] = [config.tau_start, config.tau_end, config.tau_decay]
-    return {"_name": None, "model": model, "task": {"_name": "ecg_pretraining"}, "criterion": {"_name": "wav2vec2_with_cmsc"}}
+    return {"_name": None, "model": model, "task": TASK, "criterion": {"_name": "wav2vec2_with_cmsc"}}

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.common import describe_leads
 from engine.config import RunConfig
+from engine.data.preprocess import DEFAULT_INPUT, SCALES
 from engine.evaluation.run_files import VALIDATION, StepLog
 from engine.model.encoders import file_of, portable
 from engine.model.folder import front_matter
@@ -18,7 +19,7 @@ CARD = """# {title}
 {parameters:,} parameters.
 
 {lines}
-- Input: {leads} at 500 Hz, 5 s at a time, in millivolts, not normalised: preprocessing.json.
+- Input: {leads} at {rate:g} Hz, 5 s at a time, {meaning}: preprocessing.json.
 - Trained for {state[step]:,} steps of {t.batch_crops} crops of 10 s, {t.precision}, AdamW, lr {t.lr} ({t.schedule}).
 - Augmentation: lead masking {augment.rlm}, noise {noise}.
 - Data: {sources} (fingerprints of the datasets: {datasets}).
@@ -41,7 +42,7 @@ def model_card(
     title, lines = task.card(config, state)
     leads = config.augment.output_leads
     described = task.described(config, state)
-    head = described.get("head")
+    head, signals = described.get("head"), state.get("input", DEFAULT_INPUT)
     needed = file_of(described["model"].get("encoder", "")) or (head and file_of(head["definition"].get("head", "")))
     sources = sorted({name for split in state.get("splits", ()) for name in split["sources"]})
     measured = {name: value for name, value in _validated(run, state["step"]).items() if math.isfinite(value)}
@@ -50,6 +51,8 @@ def model_card(
         title=title,
         lines="\n".join(f"- {line}" for line in lines),
         parameters=sum(w.numel() for w in weights.values()),
+        rate=signals["fs_hz"],
+        meaning=SCALES[signals["scale"]],
         leads=f"{len(leads)} leads ({describe_leads(leads).replace(',', ', ')})",
         sources=", ".join(sources) or "unknown sources",
         datasets=", ".join(fingerprint[:16] for fingerprint in state["datasets"]),

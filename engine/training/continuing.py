@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from engine.common import ConfigError, describe_leads, overridden, read_yaml
 from engine.config import Config, build, flatten, load
+from engine.data.augmenter import FS_HZ
 from engine.data.preprocess import Input
 from engine.model.config import ModelConfig
 from engine.model.encoders import portable
@@ -85,7 +86,9 @@ def read_weights(config: Config) -> StartingWeights:
         f"model.{key} is {value!r} there, {now[key]!r} here" for key, value in before.items() if now.get(key, value) != value
     ]:
         raise ConfigError(f"start={start}: another architecture: {'; '.join(differ)}: set the same, or leave out --config")
-    had = Input.of(preprocessing, theirs.leads).leads
+    had, fs_hz = (given := Input.of(preprocessing, theirs.leads)).leads, given.fs_hz
+    if fs_hz != FS_HZ:
+        raise ConfigError(f"start={start}: was trained at {fs_hz:g} Hz, pre-training is at 500 Hz: start a fine-tuning from it")
     if had != augment.output_leads:
         raise ConfigError(f"start={start}: was trained on leads {describe_leads(had)}: augment.leads={augment.leads!r}")
     trained = document.get("trained") or {}

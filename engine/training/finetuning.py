@@ -14,7 +14,7 @@ import ast
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from data_tools.dataset import CLASSES, Dataset
 from engine.common import ConfigError, describe_leads
 from engine.config import Config, FinetuneConfig, load
+from engine.data.augmenter import FS_HZ
 from engine.data.loader import Batch
+from engine.data.preprocess import DEFAULT_INPUT, Input
 from engine.evaluation import metrics
 from engine.evaluation.run_files import VALID
 from engine.model import encoders, inference
@@ -64,6 +66,7 @@ class FinetuneTask(TrainingTask):
         self.start = read_start(config.start, config.code)
         self.architecture = config.tuned(self.start.model)
         self.weights = self.start.weights and select_leads(self.start, config)
+        self.input = replace(self.start.input, leads=config.augment.output_leads, seen=config.augment.seen)
         self.halves = [dataset.column("halves") for dataset in datasets]
         held_out = [(n, row) for n in range(len(datasets)) for row in labels.rows(n, "valid").tolist()]
         if self.kind == "identity":
@@ -89,7 +92,8 @@ class FinetuneTask(TrainingTask):
         plugged = {"augment.extra": config.augment.extra, "task.head": config.task.head}
         self.code = encoders.code_of(plugged, config.run, self.start.code)
         self.encoder, _ = encoders.prepared(self.architecture, False, dtype_of(config), config.train.seed, self.start.kind)
-        self.flops_per_crop, self.kept_per_crop = encoders.cost_per_crop(self.encoder, self.architecture, local=False)
+        cost = encoders.cost_per_crop(self.encoder, self.architecture, local=False)
+        self.flops_per_crop, self.kept_per_crop = (part * self.input.fs_hz / FS_HZ for part in cost)
 
     def _use_labels(self, labels: TaskLabels) -> None:
         """Targets and weights of labels that can be learnt; ConfigError if they cannot."""
@@ -119,6 +123,8 @@ class FinetuneTask(TrainingTask):
         scaled = {"center": self.center_K.tolist(), "scale": self.scale_K.tolist()} if self.kind == "regression" else {}
         facts["labels"] = self.labels.facts | scaled
         plain: dict[str, Any] = json.loads(json.dumps(facts))  # as it comes back from a checkpoint
+        signals = {"fs_hz": self.input.fs_hz, "scale": self.input.scale}
+        plain |= {"input": signals} if signals != DEFAULT_INPUT else {}
         return plain | ({"splits_before": self.start.splits} if self.start.splits else {})
 
     def saved_facts(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -170,7 +176,7 @@ class FinetuneTask(TrainingTask):
         y = np.stack([self.y[n][row] for n, row in crops])
         exists_BS = np.array([[self.halves[n][row] > 0, self.halves[n][row] > 1] for n, row in crops], np.float32)
         arrays = [y, exists_BS] + ([] if self.balanced_2K is None else [kinds.weights(self.kind, y, self.balanced_2K)])
-        return x_BSLT.to(dtype_of(self.config)), *(to_device(array, x_BSLT.device) for array in arrays)
+        return self.input.scaled(x_BSLT).to(dtype_of(self.config)), *(to_device(array, x_BSLT.device) for array in arrays)
 
     def validate(self, engine: Any) -> dict[str, float]:
         if not self.held_out:
@@ -214,7 +220,7 @@ class FinetuneTask(TrainingTask):
             return out_RD
 
         with eval_mode(engine):
-            out_RD = predict_on_ranks(self.config, self.ranks, self.held_out[:crops], forward)
+            out_RD = predict_on_ranks(self.config, self.ranks, self.held_out[:crops], forward, model_input=self.input)
         return out_RD.view(-1, 2, out_RD.shape[1])
 
     @staticmethod
@@ -250,7 +256,7 @@ class Start(NamedTuple):
     """The model to begin from."""
 
     model: ModelConfig
-    leads: tuple[int, ...]
+    input: Input  # rate and scale of its signals, which fine-tuning keeps
     name: str
     splits: list[Any]  # of the datasets it was trained on
     weights: dict[str, Tensor] | None  # of its encoder; None: random
@@ -267,7 +273,15 @@ def read_start(start: str, code: bool = False) -> Start:
     if Path(start).suffix in (".yaml", ".yml"):
         config = load(start, kind=Config)
         brought = encoders.code_of({"model.encoder": config.model.encoder}, start)
-        return Start(config.model, config.augment.output_leads, f"{RANDOM}{config.model}", [], None, None, brought)
+        return Start(
+            config.model,
+            Input(config.augment.output_leads, config.augment.seen),
+            f"{RANDOM}{config.model}",
+            [],
+            None,
+            None,
+            brought,
+        )
     model = inference.load(start, code)
     weights = dict(model.encoder.state_dict())
     if isinstance(model.encoder, Encoder):
@@ -275,13 +289,13 @@ def read_start(start: str, code: bool = False) -> Start:
     name = " ".join(str(model.history.get(key)) for key in ("step", "crops_seen", "datasets"))
     splits, settings = model.history.get("splits"), inference.config_of(model.config)
     splits = splits if isinstance(splits, list) else []
-    return Start(settings, model.input.leads, name, splits, weights, type(model.encoder), model.code)
+    return Start(settings, model.input, name, splits, weights, type(model.encoder), model.code)
 
 
 def select_leads(start: Start, config: FinetuneConfig) -> dict[str, Tensor]:
     """The encoder's weights for the leads of this fine-tuning: the output is the same as with zeros for the other leads."""
     assert start.weights is not None
-    had, leads, setting = list(start.leads), list(config.augment.output_leads), f"augment.leads={config.augment.leads!r}"
+    had, leads, setting = list(start.input.leads), list(config.augment.output_leads), f"augment.leads={config.augment.leads!r}"
     if not set(leads) <= set(had):
         trained = f"start={config.start} was trained on {describe_leads(had)} only"
         raise ConfigError(f"{setting}: {trained}: choose among them, with augment.padded=false")

@@ -24,7 +24,7 @@ from data_tools.dataset import META, DataError, Dataset
 from engine.common import ConfigError, OutputError, describe_leads, write_whole
 from engine.config import RunConfig, build, check, deepspeed_json, flatten, micro_batch, zero_stage
 from engine.data.loader import Loader
-from engine.data.preprocess import SCALES
+from engine.data.preprocess import DEFAULT_INPUT, SCALES
 from engine.evaluation.run_report import write_report, write_result
 from engine.model import folder
 from engine.model.encoder import Encoder
@@ -263,7 +263,8 @@ def export_run(run: Path, kind: type[RunConfig], task: type[TrainingTask]) -> Pa
     config: Any = saved_config(path, state, kind)
     weights = {name: w for name, w in checkpoint.full_weights(path).items() if task.exports(config, name)}
     leads, seen = (describe_leads(which).split(",") for which in (config.augment.output_leads, config.augment.seen))
-    signal_spec = {"fs_hz": 500, "leads": leads, "segment_s": 5.0, "scale": "millivolt", "meaning": SCALES["millivolt"]}
+    signal_spec = {**DEFAULT_INPUT, "leads": leads, "segment_s": 5.0, **state.get("input", {})}
+    signal_spec["meaning"] = SCALES[signal_spec["scale"]]
     signal_spec |= ({"seen": seen} if seen != leads else {}) | {"sha256": state["preprocessing_sha256"]}
     trained = {name: state[name] for name in ("step", "crops_seen", "datasets", "preprocessing_sha256")}
     trained["precision"] = config.train.precision

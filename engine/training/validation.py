@@ -161,6 +161,7 @@ def predict_on_ranks(
     crops: Sequence[tuple[Dataset, int]],
     forward: Callable[[Tensor], Tensor],
     halves: int = 2,
+    model_input: Input | None = None,
 ) -> Tensor:
     """forward(x_RLT) of the first `halves` halves of all crops, in order, on the CPU of every rank. Ranks share the work and
     call the model equally often."""
@@ -172,8 +173,8 @@ def predict_on_ranks(
             uv_BLT = np.stack([dataset.read(row) for dataset, row in mine[at : at + BATCH]])
             yield CropBatch(uv_BLT, np.full(len(uv_BLT), halves))
 
-    prepare, dtype = Input(config.augment.output_leads, config.augment.seen).halves, dtype_of(config)
-    outputs = predict(batches(), prepare, lambda x_RLT: forward(x_RLT.to(dtype)), ranks.device)
+    model_input, dtype = model_input or Input(config.augment.output_leads, config.augment.seen), dtype_of(config)
+    outputs = predict(batches(), model_input.halves, lambda x_RLT: forward(x_RLT.to(dtype)), ranks.device)
     y_RD = torch.from_numpy(np.concatenate([y for _, y in outputs])).to(ranks.device)
     return all_gather_no_grad(y_RD)[: halves * len(crops)].cpu()
 

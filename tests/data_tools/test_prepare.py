@@ -157,15 +157,15 @@ def test_resampling_suppresses_what_would_alias() -> None:
 
 
 @pytest.mark.parametrize("fs_hz", [257.0, 400.0, 1000.0])
-def test_a_crop_of_a_resampled_record_does_not_depend_on_the_cut(fs_hz: float) -> None:
+def test_a_crop_of_aresampled_record_does_not_depend_on_the_cut(fs_hz: float) -> None:
     """Crop 1 of 30 s equals samples 5,000 to 9,999 of the same record resampled in one piece."""
     rng = np.random.default_rng(3)
     x = rng.normal(0, 1, (12, round(30 * fs_hz)))
     _, first = prepared(record(x, fs_hz=fs_hz, gain=1.0), 0)
     _, middle = prepared(record(x, fs_hz=fs_hz, gain=1.0), 1)
-    from data_tools.prepare import _resample, rate_ratio
+    from data_tools.prepare import rate_ratio, resample
 
-    whole = np.rint(_resample(x, *rate_ratio(fs_hz)) * 1000)
+    whole = np.rint(resample(x, *rate_ratio(fs_hz)) * 1000)
     np.testing.assert_array_equal(first, whole[:, :CROP])
     np.testing.assert_array_equal(middle, whole[:, CROP : 2 * CROP])
     assert whole.shape[1] == samples_at_500(x.shape[1], fs_hz)

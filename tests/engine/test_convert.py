@@ -98,14 +98,14 @@ def test_a_run_of_ours_becomes_a_checkpoint_of_theirs(tmp_path: Path) -> None:
     "section, given, expected",
     [
         ({}, "auto", "millivolt"),
-        ({"normalize": True}, "auto", "zscore"),
+        ({"normalize": True}, "auto", "layernorm"),
         ({"data": "/x/mimic_iv_ecg/manifests"}, "auto", "zscore"),
         ({}, "zscore", "zscore"),
         ({"normalize": True}, "millivolt", "millivolt"),
     ],
 )
 def test_the_scale_of_the_input_is_recorded(section: dict[str, Any], given: str, expected: str, tmp_path: Path) -> None:
-    path = saved(tmp_path / "a.pt", cfg=their_settings(CONFIG) | {"task": section})
+    path = saved(tmp_path / "a.pt", cfg=their_settings(CONFIG) | {"task": {"sample_rate": 500} | section})
     assert convert.main(["from-fairseq", str(path), str(tmp_path / "out"), "--input", given]) == 0
     document = json.loads((tmp_path / "out" / "preprocessing.json").read_text())
     assert (document["scale"], document["fs_hz"], document["leads"][3]) == (expected, 500, "aVR")
