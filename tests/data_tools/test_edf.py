@@ -1,0 +1,149 @@
+"""EDF: the microvolts that the header states, and no file read wrongly or beyond what is needed of it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from binary_ecgs import edf, scp
+from handmade import build, ecg, everything_in, rejected
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_tools.errors import ReadError
+from data_tools.record import LEADS
+from data_tools.sources.edf import MAX_BYTES, decode
+
+SHARED = Path(__file__).parents[3] / "shared" / "formats"
+X = dict(zip(LEADS, ecg(), strict=True))
+I = {"I": X["I"]}  # noqa: E741
+GOOD = edf(X)
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="needs the shared files")
+def test_a_real_file_states_a_wrong_scale() -> None:
+    found = decode((SHARED / "edf_contec.edf").read_bytes())
+    right = np.load(SHARED / "edf_contec.edf.npz")
+    assert [reason for reason, _ in found.warnings] == ["implausible amplitude"]
+    assert (found.fs_hz, found.patient, list(found.signals)) == (800.0, None, list(LEADS[:6]))  # no chest lead was connected
+    for lead, uv in zip(right["leads"][:6], right["signal_uv"], strict=False):
+        np.testing.assert_allclose(found.signals[str(lead)], uv, atol=1e-3)
+
+
+def test_leads_are_found_by_their_labels_and_units_are_stated() -> None:
+    named = ("ECG I", "EKG II", "ECG_Lead V1", "ecg avr", "Lead V6", "V2", "SpO2", "ECG", "Event")
+    signals = dict.fromkeys(named, X["I"]) | {"V2": np.full(5000, 7), "SpO2": np.arange(10)}  # a rate of its own
+    found = decode(edf(signals, unit="mV", scale=(-3.2767, 3.2768, -32767, 32768)))
+    assert list(found.signals) == ["I", "II", "V1", "aVR", "V6"]  # V2 was not connected
+    assert (found.fs_hz, found.patient, found.sex, found.warnings) == (500.0, "MCH-0234567", "F", ())
+    for uv in found.signals.values():
+        np.testing.assert_allclose(uv, 0.1 * X["I"], atol=1e-9)
+    inverted = decode(edf(I, unit="\u00b5V", scale=(1000, -1000, -32768, 32767), records=5, duration="2.0")).signals["I"]
+    np.testing.assert_allclose(inverted, 1000 - (X["I"] + 32768.0) * 2000 / 65535)
+
+
+def test_another_reader_agrees(tmp_path: Path) -> None:
+    kit = pytest.importorskip("ecgdatakit", reason="needs ecgdatakit, of the group test")
+    (tmp_path / "one.edf").write_bytes(edf(X, records=4, duration="2.5", scale=(-900, 2100, -2048, 2047)))
+    found = decode((tmp_path / "one.edf").read_bytes())
+    for lead in kit.FileParser.parse(tmp_path / "one.edf", units="uV").leads:
+        np.testing.assert_allclose(found.signals[lead.label], lead.samples)
+        assert found.fs_hz == lead.sampling_rate
+
+
+@pytest.mark.parametrize(("factor", "plausible"), [(0.01, False), (0.2, True), (1, True), (5, False)])
+def test_amplitudes_that_no_heart_has_are_noted(factor: float, plausible: bool) -> None:
+    warnings = decode(edf(X, scale=(-32768 * factor, round(32767 * factor), -32768, 32767))).warnings
+    assert [reason for reason, _ in warnings] == ([] if plausible else ["implausible amplitude"])
+
+
+@pytest.mark.parametrize(
+    ("patient", "kind", "known"),
+    [
+        ("MCH-0234567 M 02-MAY-1951 Haagse_Harry", "EDF+C", ("MCH-0234567", "M")),
+        ("X X X X", "EDF+C", (None, "X")),
+        ("MCH-0234567 F X X other fields", "EDF+C", ("MCH-0234567", "F")),
+        ("Harry van der Haag", "EDF+C", (None, None)),  # not as EDF+ demands: no name is taken for a code
+        ("Haag F 1951 Harry", "EDF+C", (None, None)),
+        ("MCH-0234567 M 02-MAY-1951 Haagse_Harry", "", (None, None)),
+    ],
+)
+def test_only_the_code_and_the_sex_of_a_patient(patient: str, kind: str, known: tuple[str | None, str | None]) -> None:
+    found = decode(edf(I, patient=patient, kind=kind))
+    assert (found.patient, found.sex) == known and found.age is None
+
+
+BAD: dict[str, tuple[Callable[[], bytes], str]] = {
+    "empty": (lambda: b"", "unknown format"),
+    "text": (lambda: b"0,1,2,3", "unknown format"),
+    "24 bits": (lambda: b"\xffBIOSEMI" + GOOD[8:], "BDF"),
+    "gaps": (lambda: edf(I, kind="EDF+D"), "EDF+D"),
+    "cut header": (lambda: GOOD[:1000], "header"),
+    "cut samples": (lambda: GOOD[:-1], "truncated file"),
+    "more samples": (lambda: GOOD + b"\0\0", "file length"),
+    "unfinished": (lambda: GOOD[:236] + b"-1      " + GOOD[244:], "header"),
+    "999999 signals": (lambda: GOOD[:252] + b"9999" + GOOD[256:], "header size"),
+    "no signals": (lambda: GOOD[:252] + b"0   " + GOOD[256:], "header"),
+    "no duration": (lambda: edf(I, duration="0"), "sampling rate"),
+    "duration nan": (lambda: edf(I, duration="nan"), "header"),
+    "duration 1_0": (lambda: edf(I, duration="1_0"), "header"),
+    "duration 1e-320": (lambda: edf(I, duration="1e-320"), "sampling rate"),
+    "two rates": (lambda: edf({"I": X["I"], "II": X["II"][:2500]}), "sampling rate"),
+    "a lead twice": (lambda: edf({"I": X["I"], "ECG I": X["I"]}), "duplicated lead"),
+    "no lead": (lambda: edf({"EEG Fpz-Cz": X["I"], "V7": X["I"]}), "no known lead"),
+    "no unit": (lambda: edf(I, unit=""), "unknown unit"),
+    "unit mmHg": (lambda: edf(I, unit="mmHg"), "unknown unit"),
+    "one value": (lambda: edf(I, scale=(5, 5, -32768, 32767)), "gain"),
+    "digits turned round": (lambda: edf(I, scale=(-5, 5, 32767, -32768)), "gain"),
+    "100 V": (lambda: edf(I, unit="V", scale=(-100, 100, -32768, 32767)), "gain"),
+    "infinite": (lambda: edf(I, scale=("-1e999", 5, -32768, 32767)), "header"),
+    "decimal comma": (lambda: edf(I, scale=("-1,5", "1,5", -32768, 32767)), "header"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused(name: str) -> None:
+    make, reason = BAD[name]
+    with pytest.raises(ReadError) as error:
+        decode(make())
+    assert error.value.reason == reason
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 13 * 256 - 8), st.sampled_from(["", "0", "-1", "3", "1e300", "I", "\xb5V"])), max_size=3)
+)
+def test_any_header(changes: list[tuple[int, str]]) -> None:
+    data = bytearray(GOOD)
+    for place, text in changes:
+        data[place // 8 * 8 : place // 8 * 8 + 8] = f"{text:8}".encode("latin-1")
+    try:
+        signals = decode(bytes(data)).signals
+    except ReadError:
+        return
+    assert set(signals) <= set(LEADS) and {len(uv) for uv in signals.values()} <= {5000}
+    assert all(np.isfinite(uv).all() for uv in signals.values())
+
+
+def test_a_folder_of_both_becomes_a_dataset_without_names(tmp_path: Path) -> None:
+    """Names, dates and free text are planted wherever the formats hold some."""
+    place, planted = tmp_path / "src", "Planted"
+    (place / "a").mkdir(parents=True)
+    steps = {lead: X[lead] // 5 for lead in ("I", "II", *LEADS[6:])}
+    tags = {tag: planted.encode() for tag in (*range(256),)[:255] if tag not in (2, 4, 8)} | {2: b"4711"}
+    sections: Any = {number: planted.encode() for number in (4, 5, 7, 8, 9, 10, 11)}
+    (place / "a" / "one.scp").write_bytes(scp(steps, person=tags, more=sections))
+    notes = {"EDF Annotations": np.frombuffer(f"{planted:20}".encode() * 10, "<i2")}
+    (place / "two.edf").write_bytes(edf(X | notes, patient=f"4712 M 01-JAN-1950 {planted}", free=planted))
+    (place / "three.edf").write_bytes(edf(X, patient=planted, kind=planted, free=planted))
+    with (place / "holter.edf").open("wb") as large:
+        large.truncate(MAX_BYTES + 1)
+    (place / "bad.edf").write_bytes(edf({planted: X["I"]}))
+    made = build(place, tmp_path / "out", plan="all")
+    assert sorted(made.column("record")) == ["a_one", "three", "two"]
+    assert sorted(rejected(made)) == [("bad", "no known lead"), ("holter", "file too large")]
+    rows = {row["record"]: (row["source"], row["patient"], row["sex"]) for row in made.table().to_pylist()}
+    assert rows == {"a_one": ("scp-ecg", "4711", None), "two": ("edf", "4712", "M"), "three": ("edf", None, None)}
+    np.testing.assert_array_equal(made.read(made.column("record").tolist().index("two")), ecg())
+    assert planted.encode() not in everything_in(made)
