@@ -17,10 +17,10 @@ from data_tools.prepare import rate_ratio
 from data_tools.record import LEAD_INDEX, LEADS, MV_PER_UNIT, unit_name
 from data_tools.sources.base import Decoded, Format
 
-MAX_BYTES, MAX_SIGNALS = 16 * 2**20, 512
-WIDTHS = {"label": 16, "transducer": 80, "unit": 8, "low": 8, "high": 8, "digital_low": 8, "digital_high": 8}
-WIDTHS |= {"filter": 80, "samples": 8, "reserved": 32}  # of the signals' fields, each stored for all signals in turn
-NEVER_READ = {"transducer", "filter", "reserved"}
+MAX_BYTES = 16 * 2**20
+# The widths of the signals' fields, each stored for all signals in turn; those without a name are not read
+FIELDS: tuple[tuple[str, int], ...] = (("label", 16), ("", 80), ("unit", 8), ("low", 8), ("high", 8))
+FIELDS += (("digital_low", 8), ("digital_high", 8), ("", 80), ("samples", 8))
 PLAUSIBLE_UV = (100, 4000)  # the median, over leads and seconds, of the range within a second: 340 to 3,440 in 1,800 ECGs
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(E[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 _PREFIX = re.compile(r"^((ECG|EKG|LEAD)[ _.:-]*)+")
@@ -53,15 +53,11 @@ def decode(data: bytes) -> Decoded:
         raise ReadError("sampling rate", f"leads with {', '.join(map(str, sorted(rates)))} samples in {duration_s:g} s")
     rate_ratio(fs_hz := rates.pop() / duration_s)  # refuses other rates than a dataset is made from
     found = {lead: uv for lead, uv in found.items() if np.ptp(uv)}  # a lead that never changes was not connected
-    code, sex = _person(data)
-    return Decoded(found, fs_hz, code, None, sex, _doubts(list(found.values()), fs_hz))
+    return Decoded(found, fs_hz, *_person(data), _doubts(list(found.values()), fs_hz))
 
 
-def _looks_like(head: bytes, name: str) -> bool:
-    return name.lower().endswith((".edf", ".bdf")) or head[:8] in (b"0       ", b"\xffBIOSEMI")
-
-
-FORMAT = Format(_looks_like, decode, MAX_BYTES)
+MAGIC = (b"0       ", b"\xffBIOSEMI")
+FORMAT = Format(lambda head, name: head[:8] in MAGIC or name.lower().endswith((".edf", ".bdf")), decode, MAX_BYTES)
 
 
 def _header(data: bytes) -> tuple[dict[str, list[str]], int]:
@@ -71,11 +67,11 @@ def _header(data: bytes) -> tuple[dict[str, list[str]], int]:
     if data[192:197] == b"EDF+D":
         raise ReadError("EDF+D", "a recording with gaps is not read: cut it into EDF+C")
     count = _whole(_text(data[252:256]), "number of signals", 1)
-    if count > MAX_SIGNALS or _whole(_text(data[184:192]), "header size", 1) != 256 * (count + 1):
-        raise ReadError("header size", f"not that of {count} signals, {MAX_SIGNALS} at most")
+    if _whole(_text(data[184:192]), "header size", 1) != 256 * (count + 1):
+        raise ReadError("header size", f"not that of {count} signals")
     place, fields = 256, {}
-    for name, width in WIDTHS.items():
-        if name not in NEVER_READ:
+    for name, width in FIELDS:
+        if name:
             fields[name] = [_text(data[place + row * width : place + (row + 1) * width]) for row in range(count)]
         place += width * count
     return fields, count
@@ -107,20 +103,17 @@ def _microvolts(steps: np.ndarray, fields: dict[str, str], lead: str) -> np.ndar
     return (steps * gain + (low - gain * first)) * unit_uv
 
 
-def _person(data: bytes) -> tuple[str | None, str | None]:
+def _person(data: bytes) -> tuple[str | None, None, str | None]:
     """The patient's code and sex, if the field is written as EDF+ demands: no name may be taken for a code."""
     found = _PATIENT.match(_text(data[8:88])) if data[192:196] == b"EDF+" else None
-    return (None if found[1] == "X" else found[1], found[2]) if found else (None, None)
+    return (None if found[1] == "X" else found[1], None, found[2]) if found else (None, None, None)
 
 
 def _doubts(leads: list[np.ndarray], fs_hz: float) -> tuple[tuple[str, str], ...]:
     """A warning, if the amplitude is not that of an ECG."""
     second = int(fs_hz)
-    seconds = len(leads[0]) // second if leads else 0
-    if not seconds:
-        return ()
-    cut = np.array(leads)[:, : seconds * second].reshape(-1, second)
-    typical_uv = float(np.median(np.ptp(cut, axis=1)))
+    seconds = [uv[: len(uv) // second * second].reshape(-1, second) for uv in leads]
+    typical_uv = float(np.median(np.ptp(np.concatenate(seconds), axis=1))) if leads and len(seconds[0]) else PLAUSIBLE_UV[0]
     if PLAUSIBLE_UV[0] <= typical_uv <= PLAUSIBLE_UV[1]:
         return ()
     return (("implausible amplitude", f"{typical_uv / 1000:.3g} mV within a second: is the scale in the header right?"),)

@@ -36,11 +36,7 @@ def decode(data: bytes) -> Decoded:
         raise ReadError("truncated file", "a field lies beyond its section") from None
 
 
-def _looks_like(head: bytes, name: str) -> bool:
-    return name.lower().endswith(".scp") or head[16:22] == b"SCPECG"
-
-
-FORMAT = Format(_looks_like, decode, MAX_BYTES)
+FORMAT = Format(lambda head, name: head[16:22] == b"SCPECG" or name.lower().endswith(".scp"), decode, MAX_BYTES)
 
 
 def _sections(data: bytes) -> dict[int, bytes]:
@@ -57,11 +53,9 @@ def _sections(data: bytes) -> dict[int, bytes]:
         if not size or number not in (1, 2, 3, 6, 12):
             continue
         start = position - 1
-        if not 6 <= start <= length - size or size < 16 or number in found:
-            raise ReadError("section", f"number {number} lies outside the file or occurs twice")
-        if struct.unpack_from("<HI", data, start + 2) != (number, size):
-            raise ReadError("section", f"number {number} is not where section 0 says")
-        section = data[start : start + size]
+        section = data[max(start, 6) : start + size]
+        if len(section) < 16 or struct.unpack_from("<HI", section, 2) != (number, len(section)) or number in found:
+            raise ReadError("section", f"number {number} is not where section 0 says, or occurs twice")
         if binascii.crc_hqx(memoryview(section)[2:], 0xFFFF) != int.from_bytes(section[:2], "little"):
             raise ReadError("checksum", f"of section {number}")
         found[number] = section[16:]
@@ -70,19 +64,14 @@ def _sections(data: bytes) -> dict[int, bytes]:
 
 def _decode(sections: dict[int, bytes]) -> Decoded:
     if not {3, 6} <= set(sections):
-        held = "only a long-term rhythm (section 12), which is not read" if 12 in sections else "no section 3 or 6"
-        raise ReadError("no rhythm", held)
+        raise ReadError("no rhythm", "only section 12, which is not read" if 12 in sections else "no section 3 or 6")
     leads, rhythm = sections[3], sections[6]
     (table,) = struct.unpack_from("<H", sections[2]) if 2 in sections else (None,)
     nanovolts, interval_us, order, bimodal = struct.unpack_from("<HHBB", rhythm)
     refused = (
         (leads[1] & 1, "reference beats", "subtracted from the rhythm"),
         (bimodal, "bimodal compression", "fewer samples between the beats"),
-        (
-            table not in (None, DEFAULT_TABLE),
-            "Huffman table",
-            f"{table} tables of its own, only the standard's default is read",
-        ),
+        (table not in (None, DEFAULT_TABLE), "Huffman table", f"{table} of its own, the standard's default is read"),
         (order > 2, "differences", f"of order {order}, 0 to 2 are read"),
         (not nanovolts, "gain", "0 nV per step"),
         (not interval_us, "sampling rate", "0 us between samples"),
@@ -148,8 +137,7 @@ def huffman(coded: bytes, count: int) -> np.ndarray:
     codes = windows.take(starts)
     spare = 8 * len(coded) - int(starts[-1] + _LENGTHS[codes[-1]])
     if not 0 <= spare < 16:  # a lead ends with an even byte
-        more = "more" if spare > 0 else "fewer"
-        raise ReadError("sample count", f"{count} stated, {len(coded)} bytes of Huffman code hold {more}")
+        raise ReadError("sample count", f"{count} stated, the Huffman code holds {'more' if spare > 0 else 'fewer'}")
     values: np.ndarray = _VALUES.take(codes)
     for code, bits in _ESCAPES:
         where = np.flatnonzero(codes == code)

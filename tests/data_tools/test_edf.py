@@ -83,7 +83,7 @@ BAD: dict[str, tuple[Callable[[], bytes], str]] = {
     "cut samples": (lambda: GOOD[:-1], "truncated file"),
     "more samples": (lambda: GOOD + b"\0\0", "file length"),
     "unfinished": (lambda: GOOD[:236] + b"-1      " + GOOD[244:], "header"),
-    "999999 signals": (lambda: GOOD[:252] + b"9999" + GOOD[256:], "header size"),
+    "9999 signals": (lambda: GOOD[:252] + b"9999" + GOOD[256:], "header size"),
     "no signals": (lambda: GOOD[:252] + b"0   " + GOOD[256:], "header"),
     "no duration": (lambda: edf(I, duration="0"), "sampling rate"),
     "duration nan": (lambda: edf(I, duration="nan"), "header"),
