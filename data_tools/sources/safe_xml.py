@@ -13,25 +13,34 @@ MAX_BYTES, MAX_DEPTH, MAX_ELEMENTS = 6 * 2**20, 32, 100_000  # a 10 s ECG has 0.
 _UTF16 = (b"\xff\xfe", b"\xfe\xff", b"<\0", b"\0<")
 
 
-def tree(data: bytes) -> Element:
-    """The root element. A DOCTYPE may name a file, which is not read; entities are refused."""
+def tree(data: bytes, skipped: frozenset[str] = frozenset()) -> Element:
+    """The root element, without the elements named in `skipped`. A DOCTYPE may name a file, which is not read; entities are
+    refused."""
     if len(data) > MAX_BYTES:
         raise ReadError("file too large", f"{len(data)} bytes of XML, {MAX_BYTES} at most")
-    builder, depth, count = TreeBuilder(), 0, 0
+    builder, depth, count, skipping = TreeBuilder(), 0, 0, 0  # at which depth the element is that is being skipped
 
     def start(tag: str, attributes: dict[str, str]) -> None:
-        nonlocal depth, count
+        nonlocal depth, count, skipping
         depth, count = depth + 1, count + 1
         if depth > MAX_DEPTH:
             raise ReadError("XML too deep", f"over {MAX_DEPTH} levels")
         if count > MAX_ELEMENTS:
             raise ReadError("XML too large", f"over {MAX_ELEMENTS} elements")
-        builder.start(_local(tag), {_local(name): value for name, value in attributes.items()})
+        if skipping:
+            return
+        if (local := tag.rpartition(":")[2]) in skipped:
+            skipping, parser.CharacterDataHandler = depth, None
+        else:
+            builder.start(local, {_local(name): value for name, value in attributes.items()} if attributes else {})
 
     def end(tag: str) -> None:
-        nonlocal depth
+        nonlocal depth, skipping
+        if not skipping:
+            builder.end(tag.rpartition(":")[2])
+        elif skipping == depth:
+            skipping, parser.CharacterDataHandler = 0, builder.data
         depth -= 1
-        builder.end(_local(tag))
 
     def refuse(*_: object) -> NoReturn:
         raise ReadError("XML entity", "entities are not read")

@@ -1,0 +1,109 @@
+"""HL7's Annotated ECG (aECG, the FDA's format), one ECG a file: the first sequence set of its rhythm, never a derived beat.
+
+A sample is origin + digits x scale, in the units that each lead states. Of all else in a file only the subject's id, sex and
+reported age are read: no names, birth dates, comments or annotations.
+"""
+
+import warnings
+from xml.etree.ElementTree import Element
+
+import numpy as np
+
+from data_tools.errors import ReadError
+from data_tools.record import LEAD_INDEX, LEADS, MV_PER_UNIT, unit_name
+from data_tools.sources.base import Decoded, Format
+from data_tools.sources.safe_xml import MAX_BYTES, root_tag, tree
+
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+YEARS = {"a": 1.0, "mo": 1 / 12, "wk": 7 / 365.25, "d": 1 / 365.25, "h": 1 / 8766}
+AGE_CODES = ("21612-7", "30525-0")  # LOINC: reported age, age
+LEAD_CODE = "MDC_ECG_LEAD_"
+MISSING = -32768  # the digit that some devices write where nothing was measured
+_SUBJECT = "componentOf/timepointEvent/componentOf/subjectAssignment/subject/trialSubject"
+_SKIPPED = frozenset(("derivation", "subjectOf", "author", "secondaryPerformer", "definition", "location", "clinicalTrial"))
+
+
+def decode(data: bytes) -> Decoded:
+    root = tree(data, _SKIPPED)
+    if root.tag != "AnnotatedECG":
+        raise ReadError("unknown format", f"not aECG: its root is {root.tag[:40]}")
+    series = [one for one in root.iterfind("component/series") if _attribute(one, "code", "code") != "REPRESENTATIVE_BEAT"]
+    sets = [one for rhythm in series for one in rhythm.iterfind("component/sequenceSet")]
+    if not sets:
+        raise ReadError("rhythm waveform", f"{len(series)} series without a sequence set")
+    signals, rates = {}, set()
+    for sequence in sets[0].iterfind("component/sequence"):
+        code = _attribute(sequence, "code", "code").upper()
+        name = code.removeprefix(LEAD_CODE)
+        if code.startswith("TIME_"):
+            rates.add(_rate_hz(sequence))
+        elif code.startswith(LEAD_CODE) and name in LEAD_INDEX:
+            if (lead := LEADS[LEAD_INDEX[name]]) in signals:
+                raise ReadError("duplicated lead", lead)
+            signals[lead] = _microvolts(sequence, lead)
+    if len(rates) != 1:
+        raise ReadError("sampling rate", f"{len(rates)} in one sequence set")
+    more = f"the first of {len(sets)} sequence sets was read"
+    subject = root.find(_SUBJECT)
+    patient, sex = ("", "")
+    if subject is not None:
+        patient, sex = _attribute(subject, "id", "extension"), _attribute(subject, "*/administrativeGenderCode", "code")
+    found = (("further waveforms", more),) if len(sets) > 1 else ()
+    return Decoded(signals, rates.pop(), patient or None, _age(root), sex, found)
+
+
+FORMAT = Format(lambda head, name: root_tag(head) == "AnnotatedECG", decode, MAX_BYTES)
+
+
+def _attribute(element: Element, path: str, name: str) -> str:
+    found = element.find(path)
+    return "" if found is None else found.get(name, "").strip()
+
+
+def _quantity(sequence: Element, tag: str) -> tuple[float, str]:
+    """A value and its unit."""
+    try:
+        return float(_attribute(sequence, f"value/{tag}", "value")), _attribute(sequence, f"value/{tag}", "unit")
+    except ValueError:
+        return np.nan, ""
+
+
+def _rate_hz(sequence: Element) -> float:
+    step, unit = _quantity(sequence, "increment")
+    if unit not in SECONDS or not step > 0:
+        raise ReadError("sampling rate", f"increment of {step:g} {unit[:10] or 'without a unit'}")
+    return round(1 / (step * SECONDS[unit]), 6)
+
+
+def _microvolts(sequence: Element, lead: str) -> np.ndarray:
+    (origin, origin_unit), (scale, unit) = _quantity(sequence, "origin"), _quantity(sequence, "scale")
+    scale *= MV_PER_UNIT[unit_name(unit)] * 1000
+    origin = origin * MV_PER_UNIT[unit_name(origin_unit)] * 1000 if origin else 0.0
+    if not 0 < scale <= 1000 or not abs(origin) <= 1e6:
+        raise ReadError("gain", f"lead {lead}: {scale:g} uV per step from {origin:g} uV")
+    digits = _digits(sequence.findtext("value/digits", ""), lead)
+    return np.where(digits == MISSING, np.nan, origin + digits * scale)
+
+
+def _digits(text: str, lead: str) -> np.ndarray:
+    try:
+        letters = np.frombuffer(text.encode("ascii"), np.uint8) > ord(" ")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            digits = np.fromstring(text, np.int64, sep=" ")
+    except (ValueError, DeprecationWarning):
+        raise ReadError("sample data", f"lead {lead}: digits that are no whole numbers") from None
+    if len(digits) != np.count_nonzero(letters[1:] > letters[:-1]) + letters[:1].sum() or np.abs(digits).max(initial=0) > 2**31:
+        raise ReadError("sample data", f"lead {lead}: digits that are no whole numbers")
+    return digits
+
+
+def _age(root: Element) -> float | None:
+    for stated in root.iterfind("controlVariable/relatedObservation"):
+        if _attribute(stated, "code", "code") in AGE_CODES:
+            age, unit = _attribute(stated, "value", "value"), _attribute(stated, "value", "unit")
+            try:
+                return float(age) * YEARS[unit]
+            except (KeyError, ValueError):
+                continue
+    return None
