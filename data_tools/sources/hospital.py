@@ -14,11 +14,12 @@ import numpy as np
 
 from data_tools.errors import ReadError
 from data_tools.record import EcgRecord, clean_age, clean_sex
-from data_tools.sources import edf, muse_xml, scp
+from data_tools.sources import aecg, edf, muse_xml, philips_xml, scp
 from data_tools.sources.base import Format, Source, path_name, record_stem
 from data_tools.storage import Folder, prefetch
 
-FORMATS: dict[str, Format] = {"muse-xml": muse_xml.FORMAT, "scp-ecg": scp.FORMAT, "edf": edf.FORMAT}
+FORMATS: dict[str, Format] = {"muse-xml": muse_xml.FORMAT, "philips-xml": philips_xml.FORMAT, "hl7-aecg": aecg.FORMAT}
+FORMATS |= {"scp-ecg": scp.FORMAT, "edf": edf.FORMAT}
 HEAD_BYTES = 4096  # that tell a file's format
 MAX_BYTES = max(one.max_bytes for one in FORMATS.values())
 ENDINGS = (".xml", ".dcm", ".scp", ".ecg", ".edf")  # a file with one of them has to be readable; others are looked into

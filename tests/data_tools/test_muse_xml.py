@@ -70,7 +70,7 @@ def test_a_folder_becomes_a_dataset(tmp_path: Path) -> None:
     for name in ("a/one.xml", "b/one.XML"):
         (tmp_path / "src" / name).parent.mkdir(parents=True)
         (tmp_path / "src" / name).write_text(muse())
-    (tmp_path / "src" / "other.xml").write_text("<AnnotatedECG/>")
+    (tmp_path / "src" / "other.xml").write_text("<sapphire/>")
     made = build(tmp_path / "src", tmp_path / "out", plan="all")
     assert rejected(made) == [("other", "unknown format")]
     assert sorted(made.column("record")) == ["a_one", "b_one"]
