@@ -1,0 +1,281 @@
+"""The field's checkpoints: layouts of ECG-FM and DeepECG-SSL, pre-trained and classifiers, of several sizes and sampling rates.
+
+Oracle: the authors' forward pass written from their key names with plain torch, and scipy's resampling.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy.signal import resample_poly
+from torch import Tensor
+
+import engine
+from data_tools.dataset import CLASSES, Dataset
+from engine import convert, evaluate, finetune, predict
+from engine.common import LEADS, ConfigError
+from engine.config import build
+from engine.data.augment import AugmentConfig
+from engine.data.augmenter import views
+from engine.data.preprocess import Input
+from engine.training.continuing import read_weights
+
+SMALL = {"width": 24, "layers": 1, "heads": 2, "ffn": 32, "conv": 16}
+LARGE = {"width": 48, "layers": 3, "heads": 4, "ffn": 64, "conv": 32}
+TAPS, GROUPS = 8, 4
+NAMES = ["Sinus rhythm", "Q wave (inferior - II, III, aVF)", "Afib"]
+TASK = {
+    **{"_name": "ecg_classification", "data": "/data/manifest", "leads_to_load": None, "leads_bucket": None},
+    **{"bucket_selection": "uniform", "sample_rate": None, "filter": False, "normalize": False, "mean_path": None},
+    **{"std_path": None, "enable_padding": True, "enable_padding_leads": False, "max_sample_size": None, "label_file": None},
+}
+MODEL = {
+    **{"all_gather": False, "normalize": False, "filter": False, "args": None, "layer_norm_first": False, "dropout": 0.0},
+    **{"attention_dropout": 0.0, "activation_dropout": 0.1, "encoder_layerdrop": 0.0, "dropout_input": 0.0, "mask_prob": 0.0},
+    **{"dropout_features": 0.0, "apply_mask": False, "mask_length": 10, "mask_selection": "static", "mask_other": 0.0},
+    **{"no_mask_overlap": False, "mask_channel_prob": 0.0, "extractor_mode": "default", "in_d": 12, "conv_bias": False},
+    **{"feature_grad_mult": 0.0, "conv_pos": TAPS, "conv_pos_groups": GROUPS, "model_path": "base_ssl.pt"},
+    **{"no_pretrained_weights": False, "freeze_finetune_updates": 0, "final_dropout": 0.0},
+}
+
+
+def encoder_state(size: dict[str, int], leads: int = 12) -> dict[str, Tensor]:
+    """Random weights by the authors' names."""
+    d, ffn, conv = size["width"], size["ffn"], size["conv"]
+    shapes: dict[str, tuple[int, ...]] = {"post_extract_proj.weight": (d, conv), "post_extract_proj.bias": (d,)}
+    shapes |= {f"feature_extractor.conv_layers.{i}.0.weight": (conv, conv if i else leads, 2) for i in range(4)}
+    shapes |= {"conv_pos.pos_conv.0.weight_g": (1, 1, TAPS), "conv_pos.pos_conv.0.weight_v": (d, d // GROUPS, TAPS)}
+    shapes |= {"conv_pos.pos_conv.0.bias": (d,)}
+    norms = {"feature_extractor.conv_layers.0.2": conv, "layer_norm": conv, "encoder.layer_norm": d}
+    for i in range(size["layers"]):
+        layer = f"encoder.layers.{i}."
+        shapes |= {f"{layer}self_attn.{part}_proj.weight": (d, d) for part in ("q", "k", "v", "out")}
+        shapes |= {f"{layer}self_attn.{part}_proj.bias": (d,) for part in ("q", "k", "v", "out")}
+        shapes |= {f"{layer}fc1.weight": (ffn, d), f"{layer}fc1.bias": (ffn,), f"{layer}fc2.weight": (d, ffn)}
+        shapes |= {f"{layer}fc2.bias": (d,)}
+        norms |= {f"{layer}self_attn_layer_norm": d, f"{layer}final_layer_norm": d}
+    seeded = torch.Generator().manual_seed(0)
+    state = {name: 0.3 * torch.randn(shape, generator=seeded) for name, shape in shapes.items()}
+    for name, width in norms.items():
+        state |= {f"{name}.weight": 1 + 0.1 * torch.randn(width, generator=seeded), f"{name}.bias": torch.zeros(width)}
+    return state
+
+
+def saved(path: Path, size: dict[str, int], task: dict[str, Any], classes: int = 3, **changes: Any) -> dict[str, Tensor]:
+    """A classifier, or with 0 classes a pre-trained model; `changes`: of its section model. -> its weights."""
+    state = encoder_state(size, changes.get("in_d", 12))
+    model = MODEL | {"_name": "ecg_transformer_classifier", "num_labels": classes, "encoder_embed_dim": size["width"]}
+    model |= {"encoder_layers": size["layers"], "encoder_ffn_embed_dim": size["ffn"], **changes}
+    model |= {"encoder_attention_heads": size["heads"], "conv_feature_layers": f"[({size['conv']}, 2, 2)] * 4"}
+    if classes:
+        state = {f"encoder.{name}": w for name, w in state.items()}
+        state |= {"proj.weight": torch.randn(classes, size["width"]), "proj.bias": torch.randn(classes)}
+    else:
+        d = size["width"]
+        state |= {"mask_emb": torch.rand(d), "quantizer.vars": torch.rand(1, 16, 8), "project_q.bias": torch.rand(8)}
+        state |= {"quantizer.weight_proj.weight": torch.rand(16, size["conv"]), "quantizer.weight_proj.bias": torch.rand(16)}
+        state |= {
+            "project_q.weight": torch.rand(8, 16),
+            "final_proj.weight": torch.rand(8, d),
+            "final_proj.bias": torch.rand(8),
+        }
+        model |= {"_name": "wav2vec2_cmsc", "latent_vars": 8, "latent_dim": 16, "final_dim": 8, "quantize_targets": True}
+        del model["num_labels"]
+    cfg = {"task": TASK | task, "criterion": {"_name": "binary_cross_entropy_with_logits", "threshold": 0.3}, "model": model}
+    torch.save({"args": None, "cfg": cfg, "model": state, "optimizer_history": [{"num_updates": 7}]}, path)
+    return state
+
+
+def authors_forward(state: dict[str, Tensor], heads: int, x_RLT: Tensor) -> Tensor:
+    """Pooled encodings of a model of theirs, c_RD."""
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, state[f"{name}.weight"], state[f"{name}.bias"])
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], state[f"{name}.weight"], state[f"{name}.bias"])
+
+    for i in range(4):
+        x_RLT = F.conv1d(x_RLT, state[f"feature_extractor.conv_layers.{i}.0.weight"], stride=2)
+        if i == 0:
+            of = "feature_extractor.conv_layers.0.2"
+            x_RLT = F.group_norm(x_RLT, x_RLT.shape[1], state[f"{of}.weight"], state[f"{of}.bias"])
+        x_RLT = F.gelu(x_RLT)
+    x = linear(norm(x_RLT.transpose(1, 2), "layer_norm"), "post_extract_proj")
+    direction, conv = state["conv_pos.pos_conv.0.weight_v"], "conv_pos.pos_conv.0"
+    taps = state[f"{conv}.weight_g"] * direction / direction.norm(dim=(0, 1), keepdim=True)
+    position = F.conv1d(x.transpose(1, 2), taps, state[f"{conv}.bias"], padding=TAPS // 2, groups=GROUPS)[..., :-1]
+    x = norm(x + F.gelu(position).transpose(1, 2), "encoder.layer_norm")
+    for i in range(sum(name.endswith("fc1.bias") for name in state)):
+        layer = f"encoder.layers.{i}."
+        q, k, v = (linear(x, f"{layer}self_attn.{part}_proj").unflatten(-1, (heads, -1)).transpose(1, 2) for part in "qkv")
+        weights = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)
+        attended = linear((weights @ v).transpose(1, 2).flatten(2), f"{layer}self_attn.out_proj")
+        x = norm(x + attended, f"{layer}self_attn_layer_norm")
+        x = norm(x + linear(F.gelu(linear(x, f"{layer}fc1")), f"{layer}fc2"), f"{layer}final_layer_norm")
+    return x.mean(1)
+
+
+def signal_uv() -> np.ndarray:
+    """Whole microvolts, 10 s at 500 Hz, of rather different sizes."""
+    rng, t = np.random.default_rng(0), np.arange(5000) / 500
+    beats = rng.uniform(0.2, 1.5, (12, 1)) * np.cos(np.pi * (1.1 * t + 0.02 * rng.uniform(0, 1, (12, 1)))) ** 40
+    return np.rint(1e3 * (beats + 0.05 * rng.normal(size=(12, 5000)) + rng.uniform(-0.2, 0.2, (12, 1))))
+
+
+def converted(tmp_path: Path, *options: str, name: str = "a.pt") -> Path:
+    out = tmp_path / "model"
+    assert convert.main(["from-fairseq", str(tmp_path / name), str(out), *options]) == 0
+    return out
+
+
+# What an ECG becomes, from its halves of 5 s in millivolts, [2, 12, 2500]
+def half_rate(x_SLT: np.ndarray) -> np.ndarray:
+    return np.asarray(resample_poly(x_SLT, 1, 2, axis=-1, window=("kaiser", 5.0), padtype="edge"))
+
+
+def zscores(x_SLT: np.ndarray) -> np.ndarray:
+    return np.asarray((x_SLT - x_SLT.mean((0, 2), keepdims=True)) / x_SLT.std((0, 2), keepdims=True))
+
+
+def layer_norms(x_SLT: np.ndarray) -> np.ndarray:
+    return np.stack([F.layer_norm(torch.from_numpy(x_LT), x_LT.shape).numpy() for x_LT in x_SLT])
+
+
+CASES: dict[str, tuple[dict[str, int], dict[str, Any], list[str], Any]] = {
+    "millivolts": (SMALL, {"sample_rate": 500}, [], lambda x: x),
+    "as ECG-FM": (LARGE, {"data": "/x/mimic_iv_ecg/manifest"}, ["--fs", "500"], zscores),
+    "as DeepECG-SSL": (SMALL, {}, ["--fs", "250"], half_rate),
+    "250 Hz, normalised": (LARGE, {"sample_rate": 250, "normalize": True}, [], lambda x: layer_norms(half_rate(x))),
+    "250 Hz, z-scores": (SMALL, {"sample_rate": 250}, ["--input", "zscore"], lambda x: zscores(half_rate(x))),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_predictions_and_embeddings_are_the_authors(case: str, tmp_path: Path, capsys: Any) -> None:
+    size, task, options, prepared = CASES[case]
+    state = saved(tmp_path / "a.pt", size, task)
+    (tmp_path / "names.csv").write_text("\ufeffname,pos\n" + "".join(f'"{name}",5\n' for name in NAMES))
+    model = engine.load(folder := converted(tmp_path, *options, "--classes", str(tmp_path / "names.csv")))
+    assert capsys.readouterr().err == ""
+    uv = signal_uv()
+    x = torch.from_numpy(prepared((uv / 1e3).reshape(12, 2, 2500).swapaxes(0, 1)).copy()).float()
+    encoder = {name.removeprefix("encoder."): w for name, w in state.items() if name.startswith("encoder.")}
+    c_SD = authors_forward(encoder, size["heads"], x)
+    assert torch.allclose(model.embed(uv, 500, LEADS, "uV"), c_SD.mean(0), atol=2e-4)
+    y_K = (c_SD @ state["proj.weight"].T + state["proj.bias"]).sigmoid().mean(0)
+    assert model.predict(uv, 500, LEADS, "uV") == pytest.approx(dict(zip(NAMES, y_K.tolist(), strict=True)), abs=1e-4)
+    assert model.thresholds == (0.3,) * 3
+    back = tmp_path / "b.pt"
+    assert convert.main(["to-fairseq", str(folder), str(back)]) == 0
+    again = torch.load(back, weights_only=True)["model"]
+    assert list(again) == list(state) and all(torch.equal(again[name], w) for name, w in state.items())
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])
+def test_pretrained_at_250_hz(size: dict[str, int], tmp_path: Path, capsys: Any) -> None:
+    state = saved(tmp_path / "a.pt", size, {"sample_rate": 250}, classes=0)
+    model, uv = engine.load(folder := converted(tmp_path)), signal_uv()
+    x = torch.from_numpy(half_rate((uv / 1e3).reshape(12, 2, 2500).swapaxes(0, 1))).float()
+    assert torch.allclose(model.embed(uv, 500, LEADS, "uV"), authors_forward(state, size["heads"], x).mean(0), atol=2e-4)
+    both = [model.embed(half_rate(uv), 250, LEADS, "uV"), model.embed(uv, 500, LEADS, "uV")]
+    assert F.cosine_similarity(*both, dim=0) > 0.98
+    assert "at 250 Hz" in (folder / "README.md").read_text() and not model.classes and not capsys.readouterr().err
+    document = json.loads((folder / "config.json").read_text())
+    config = build({"start": str(folder), "model": document["model"], "data": {"datasets": ["x"]}})
+    with pytest.raises(ConfigError, match="trained at 250 Hz, pre-training is at 500 Hz"):
+        read_weights(config)
+
+
+@pytest.mark.parametrize("scale", ["zscore", "layernorm"])
+def test_training_sees_what_inference_sees(scale: str) -> None:
+    """A crop without augmentation; a lead that is masked in a half is zero, and changes nothing else."""
+    of = Input(tuple(range(12)), tuple(range(12)), scale, 250.0)
+    uv_BLT = torch.from_numpy(signal_uv().astype(np.int16))[None]
+    x_BSLT, whole = views(uv_BLT.numpy(), AugmentConfig()), of.halves(uv_BLT, np.array([2]))
+    assert torch.allclose(of.scaled(x_BSLT)[0], whole, atol=1e-6) and whole.shape == (2, 12, 1250)
+    first = of.halves(uv_BLT, np.array([1]))
+    x_BSLT[:, 1] = 0
+    assert torch.allclose(of.scaled(x_BSLT)[0, 0], first[0], atol=1e-6) and not of.scaled(x_BSLT)[0, 1].any()
+
+
+def test_fine_tuning_and_predicting_go_on_in_its_rate_and_scale(dataset: Dataset, tmp_path: Path) -> None:
+    saved(tmp_path / "a.pt", SMALL, {"sample_rate": 250, "data": "ecg_fm"}, classes=1)
+    start, run, found = converted(tmp_path, "--classes", "AF"), tmp_path / "run", tmp_path / "found"
+    out = tmp_path / "AF.csv"
+    assert predict.main(["--model", str(start), "--data", dataset.root.url, "--out", str(out)]) == 0
+    assert out.read_text().partition("\n")[0].endswith('"AF","AF_predicted"')
+    settings = ["train.steps=2", "train.validate_every=1", "train.batch_crops=4", "train.precision=fp32", "encoder.dropout=0.1"]
+    sets = [word for setting in settings for word in ("--set", setting)]
+    how = ["--start", str(start), "--data", dataset.root.url, "--config", "diagnosis", "--out", str(run), *sets]
+    assert finetune.main(how) == 0
+    model = engine.load(run)
+    assert (model.input.fs_hz, model.input.scale) == (250.0, "zscore") and "at 250 Hz" in (run / "model/README.md").read_text()
+    best = max(json.loads(line)["auroc"] for line in (run / "validation.jsonl").read_text().splitlines()[1:])
+    assert evaluate.main(["--model", str(run), "--data", dataset.root.url, "--role", "valid", "--json", str(found)]) == 0
+    assert json.loads(found.read_text())["metrics"]["auroc"] == pytest.approx(best, abs=1e-6)
+    assert finetune.main(how) == 0  # resumes, with the same facts
+
+
+def test_which_leads_and_what_kind(tmp_path: Path, capsys: Any) -> None:
+    saved(tmp_path / "a.pt", SMALL, {"leads_to_load": "[0, 'v2']"}, 26, in_d=2)
+    model = engine.load(converted(tmp_path, "--classes", ",".join(reversed(CLASSES))))
+    assert model.input.leads == (0, 7) and model.head_info and model.head_info.task == "diagnosis"
+    assert "taken to be 500 Hz" in capsys.readouterr().err
+    other = tmp_path / "other"
+    other.mkdir()
+    nested = {"model": json.loads(json.dumps(model.config["fairseq"]["cfg"]["model"])) | {"in_d": 12}}
+    saved(other / "a.pt", SMALL, {"leads_to_load": "['I']", "enable_padding_leads": True}, 1, args=nested)
+    model = engine.load(converted(other))
+    assert model.input.seen == (0,) and model.classes == ("class_0",) and model.head_info
+    assert model.head_info.kind == "binary" and "--classes LIST|FILE names them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("task", "classes", "options", "text"),
+    [
+        ({"filter": True}, 3, [], "task.filter=True .* filtered by NeuroKit2: to convert it nevertheless, give --input"),
+        ({"normalize": True, "mean_path": "m.txt"}, 3, [], "task.mean_path=m.txt .* its means are in a file elsewhere"),
+        ({"sample_rate": 25}, 3, [], "fs_hz=25: must be 50 to 2000"),
+        ({"sample_rate": "fast"}, 3, [], "fs_hz='fast': must be"),
+        ({"leads_to_load": "[0, 12]"}, 3, [], "task.leads_to_load=.* must be .names or numbers"),
+        ({"leads_to_load": "__import__('os')"}, 3, [], "task.leads_to_load="),
+        ({}, 3, ["--classes", "A,B"], "2 names: must be 3, in the order of the outputs"),
+        ({}, 3, ["--classes", "A,B,A"], "2 names: must be 3"),
+        ({}, 3, ["--classes", "nowhere.csv"], "nowhere.csv: .*No such file.*: give a CSV with a column `name`"),
+        ({}, 3, ["--classes", __file__.replace("test_conversion.py", "tiny.py")], "names: must be 3"),
+        ({}, 0, ["--classes", "A"], "pre-trained only, without a classifier: leave it out"),
+        ({}, 3, ["--fs", "nan"], "fs_hz=nan"),
+    ],
+)
+def test_what_cannot_be_converted_is_one_line(
+    task: dict[str, Any], classes: int, options: list[str], text: str, tmp_path: Path, capsys: Any
+) -> None:
+    saved(tmp_path / "a.pt", SMALL, task, classes)
+    assert convert.main(["from-fairseq", str(tmp_path / "a.pt"), str(tmp_path / "out"), *options]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and re.search(text, err) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"aux_proj.0.weight": torch.zeros(4, 4)}, "1 unexpected: aux_proj.0.weight"),
+        ({"proj.weight": torch.zeros(3, 30)}, r"proj.weight is \[3, 30\], not \[3, 24\]"),
+        ({"proj.weight": None, "proj.bias": None, "kernel": torch.zeros(5, 24)}, "2 missing: proj.weight, proj.bias; 1 unexp"),
+        ({"proj.weight": torch.tensor(1.0)}, "of another shape"),
+        ({"encoder.mask_emb": torch.zeros(25)}, "encoder.mask_emb"),
+    ],
+)
+def test_other_heads_are_refused_by_name(change: dict[str, Tensor | None], text: str, tmp_path: Path, capsys: Any) -> None:
+    saved(path := tmp_path / "a.pt", SMALL, {})
+    content = torch.load(path, weights_only=True)
+    content["model"] = {name: w for name, w in (content["model"] | change).items() if w is not None}
+    torch.save(content, path)
+    assert convert.main(["from-fairseq", str(path), str(tmp_path / "out")]) == 2
+    assert re.search(text, capsys.readouterr().err)
