@@ -2,7 +2,7 @@
 
 Besides the samples, only the header's numbers, labels and units are read, and of EDF+'s patient field the code and the sex: no
 names, dates, annotations or comments; plain EDF's patient field is free text and not read at all. Refused by name: BDF, EDF+D
-(which has gaps), and files over 16 MiB (23 minutes of 12 leads at 500 Hz; cut Holter recordings into pieces first).
+(which has gaps), and files over 12 MiB (17 minutes of 12 leads at 500 Hz; cut Holter recordings into pieces first).
 The scale that a header states can be wrong; `implausible amplitude` in rejects.csv names such a record.
 """
 
@@ -17,7 +17,7 @@ from data_tools.prepare import rate_ratio
 from data_tools.record import LEAD_INDEX, LEADS, MV_PER_UNIT, unit_name
 from data_tools.sources.base import Decoded, Format
 
-MAX_BYTES = 16 * 2**20
+MAX_BYTES = 12 * 2**20
 # The widths of the signals' fields, each stored for all signals in turn; those without a name are not read
 FIELDS: tuple[tuple[str, int], ...] = (("label", 16), ("", 80), ("unit", 8), ("low", 8), ("high", 8))
 FIELDS += (("digital_low", 8), ("digital_high", 8), ("", 80), ("samples", 8))

@@ -134,6 +134,7 @@ def test_damage_is_noticed(place: int, change: int) -> None:
         decode(GOOD[:place] + bytes([GOOD[place] ^ change]) + GOOD[place + 1 :])
 
 
+TWO = {lead: X[lead][:9] for lead in ("I", "II")}
 BEGINS = {1: b"\2\4\0", 2: b"\x1f\x4e", 3: b"\2\x14" + struct.pack("<IIB", 1, 9, 1), 6: RHYTHM[:10]}
 
 
@@ -141,7 +142,7 @@ BEGINS = {1: b"\2\4\0", 2: b"\x1f\x4e", 3: b"\2\x14" + struct.pack("<IIB", 1, 9,
 @given(st.dictionaries(st.sampled_from(list(BEGINS)), st.binary(max_size=60)), st.integers(0, 10))
 def test_any_content_with_right_checksums(ends: dict[int, bytes], kept: int) -> None:
     try:
-        signals = decode(scp(X, more={number: BEGINS[number][:kept] + end for number, end in ends.items()})).signals
+        signals = decode(scp(TWO, more={number: BEGINS[number][:kept] + end for number, end in ends.items()})).signals
     except ReadError:
         return
     assert set(signals) <= set(LEADS) and len({len(uv) for uv in signals.values()}) <= 1
