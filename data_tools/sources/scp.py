@@ -99,7 +99,9 @@ def _decode(sections: dict[int, bytes]) -> Decoded:
         steps = np.frombuffer(coded, "<i2").astype(np.int64) if table is None else huffman(coded, samples)
         found[lead] = first, _sums(steps, order)
     signals = _on_one_axis({lead: (first, steps * nanovolts / 1000) for lead, (first, steps) in found.items()})
-    return Decoded(signals, 1e6 / interval_us, *_person(sections.get(1, b"")), warnings)
+    nominal_hz = float(round(1e6 / interval_us))
+    fs_hz = nominal_hz if round(1e6 / nominal_hz) == interval_us else 1e6 / interval_us  # 1,667 us are 600 Hz
+    return Decoded(signals, fs_hz, *_person(sections.get(1, b"")), warnings)
 
 
 def _person(section: bytes) -> tuple[str | None, float | None, str | None]:

@@ -17,6 +17,7 @@ from data_tools.sources.scp import decode
 
 SHARED = Path(__file__).parents[3] / "shared" / "formats"
 X = dict(zip(LEADS, ecg(500), strict=True))
+TWO = {lead: X[lead][:9] for lead in ("I", "II")}
 GOOD = scp(X)
 
 
@@ -69,6 +70,11 @@ def test_leads_that_start_later_are_not_measured_before() -> None:
 def test_a_raw_lead_ends_where_its_length_does() -> None:
     found = decode(scp({"I": np.arange(32767)}, order=0, raw=True, stated=37855))
     assert found.warnings[0][0] == "shorter than stated" and len(found.signals["I"]) == 32767
+
+
+@pytest.mark.parametrize(("interval_us", "fs_hz"), [(2000, 500), (1667, 600), (2083, 480), (2100, 1e6 / 2100)])
+def test_rates_are_stated_in_whole_microseconds(interval_us: int, fs_hz: float) -> None:
+    assert decode(scp(TWO, interval_us=interval_us)).fs_hz == fs_hz
 
 
 def test_who_it_is_may_be_unknown() -> None:
@@ -134,7 +140,6 @@ def test_damage_is_noticed(place: int, change: int) -> None:
         decode(GOOD[:place] + bytes([GOOD[place] ^ change]) + GOOD[place + 1 :])
 
 
-TWO = {lead: X[lead][:9] for lead in ("I", "II")}
 BEGINS = {1: b"\2\4\0", 2: b"\x1f\x4e", 3: b"\2\x14" + struct.pack("<IIB", 1, 9, 1), 6: RHYTHM[:10]}
 
 
