@@ -8,18 +8,19 @@ import posixpath
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from hashlib import blake2b
+from hashlib import sha256
 
 import numpy as np
 
 from data_tools.errors import ReadError
-from data_tools.record import EcgRecord, clean_age, clean_sex
-from data_tools.sources import aecg, edf, muse_xml, philips_xml, scp
+from data_tools.record import EcgRecord, Header, clean_age, clean_sex
+from data_tools.sources import aecg, dicom, edf, muse_xml, philips_xml, scp
 from data_tools.sources.base import Format, Source, path_name, record_stem
+from data_tools.sources.safe_xml import root_tag
 from data_tools.storage import Folder, prefetch
 
-FORMATS: dict[str, Format] = {"muse-xml": muse_xml.FORMAT, "philips-xml": philips_xml.FORMAT, "hl7-aecg": aecg.FORMAT}
-FORMATS |= {"scp-ecg": scp.FORMAT, "edf": edf.FORMAT}
+FORMATS: dict[str, Format] = {"muse-xml": muse_xml.FORMAT, "dicom": dicom.FORMAT, "philips-xml": philips_xml.FORMAT}
+FORMATS |= {"hl7-aecg": aecg.FORMAT, "scp-ecg": scp.FORMAT, "edf": edf.FORMAT}
 HEAD_BYTES = 4096  # that tell a file's format
 MAX_BYTES = max(one.max_bytes for one in FORMATS.values())
 ENDINGS = (".xml", ".dcm", ".scp", ".ecg", ".edf")  # a file with one of them has to be readable; others are looked into
@@ -41,7 +42,7 @@ class HospitalFiles(Source):
             if is_record:
                 yield key
             else:
-                self.skipped[posixpath.splitext(key)[1].lower()[:8] or "none"] += 1
+                self.skipped[posixpath.splitext(key)[1].lower()[:8] or "no ending"] += 1
 
     def _look(self, key: str) -> tuple[str, bool]:
         """Whether a file is a record, or has to be refused as one."""
@@ -70,15 +71,24 @@ class HospitalFiles(Source):
         hold = "a dataset of it holds the files' names and the hospital's patient ids"
         notes = [f"{self.root.url}: {hold}: --pseudonymize KEYFILE replaces both"]
         if self.skipped:
-            endings = ", ".join(f"{count:,} {ending}" for ending, count in self.skipped.most_common(5))
+            most = sorted(self.skipped.items(), key=lambda pair: (-pair[1], pair[0]))[:5]
+            endings = ", ".join(f"{count:,} {ending}" for ending, count in most)
             what = self.only or "known"
             notes.append(f"{self.root.url}: {self.skipped.total():,} files of no {what} format were left out ({endings})")
         return notes
 
-    def read(self, key: str) -> EcgRecord:
+    def header(self, key: str) -> Header:
         data = self.root.read(key, MAX_BYTES)
+        record = self._decoded(key, data)
+        return Header(record.name, record.source, record.signal.shape[1], record.fs_hz, sha256(data).digest())
+
+    def read(self, key: str) -> EcgRecord:
+        return self._decoded(key, self.root.read(key, MAX_BYTES))
+
+    def _decoded(self, key: str, data: bytes) -> EcgRecord:
         if not (kind := self._format(data, key)):
-            raise ReadError("unknown format", f"none of {self.only or ', '.join(FORMATS)}")
+            root = root_tag(data[:HEAD_BYTES])
+            raise ReadError("unknown format", (f"its root is {root[:40]}: " if root else "") + f"none of {', '.join(FORMATS)}")
         if len(data) > FORMATS[kind].max_bytes:
             raise ReadError("file too large", f"{len(data)} bytes of {kind}, {FORMATS[kind].max_bytes} at most")
         found = FORMATS[kind].decode(data)
@@ -96,7 +106,7 @@ def _record_name(key: str) -> str:
     try:
         return path_name(key, stem)
     except ReadError:  # too long
-        return f"{stem[:43]}_{blake2b(key.encode(), digest_size=10).hexdigest()}"
+        return f"{stem[:43]}_{sha256(key.encode()).hexdigest()[:20]}"
 
 
 def _patient(text: str | None) -> str | None:

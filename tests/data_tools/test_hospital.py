@@ -1,0 +1,101 @@
+"""Folders of hospitals' files: formats mixed, files that are none, names, and XML of unknown origin."""
+
+import itertools
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from handmade import build, crops_of
+from hospital_cases import SHARED
+from test_dicom import BASE
+from test_dicom import file as dicom_file
+from test_muse_xml import muse
+
+from data_tools.__main__ import main
+from data_tools.dataset import Dataset
+from data_tools.errors import ReadError
+from data_tools.sources import open_sources
+from data_tools.sources.base import read_safely
+from data_tools.sources.hospital import FORMATS, HospitalFiles
+from data_tools.storage import folder
+
+UID = "1.2.840.113619.2.5.1762583153.215519.978957063.78"
+
+
+def mixed(root: Path) -> Path:
+    (root / "a" / "b").mkdir(parents=True)
+    files = {
+        "a/one.xml": muse().encode(),
+        f"a/b/{UID}": BASE,
+        f"a/b/{UID}9": dicom_file(x00100020=("LO", "12")),
+        "two.DCM": BASE,
+    }
+    files |= {
+        "a/report.pdf": b"%PDF-1.7 ...",
+        "notes.txt": b"",
+        "a/other.xml": b"<html/>",
+        "cut.dcm": BASE[:9000],
+        "a/DICOMDIR": BASE,
+    }
+    for name, content in files.items():
+        (root / name).write_bytes(content)
+    return root
+
+
+def test_a_mixed_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["shard", str(mixed(tmp_path / "src")), "--out", str(tmp_path / "out"), "--workers", "1"]
+    assert main(command) == 0
+    messages = capsys.readouterr().err
+    assert (
+        "--pseudonymize KEYFILE" in messages
+        and "3 files of no known format were left out (1 .pdf, 1 .txt, 1 no ending)" in messages
+    )
+    made = Dataset.open(str(tmp_path / "out"))
+    named = f"a_b_{UID.replace('.', '_')}"
+    assert set(crops_of(made)) == {("muse-xml", "a_one"), ("dicom", "two"), ("dicom", named), ("dicom", f"{named}9")}
+    assert sorted(made.rejects()) == [
+        ("dicom", "cut", "malformed DICOM", "cut.dcm: cut off"),
+        ("hospital", "other", "unknown format", "a/other.xml: its root is html: none of " + ", ".join(FORMATS)),
+    ]
+    assert main(["verify", str(tmp_path / "out"), "--archive", str(tmp_path / "src"), "--workers", "1"]) == 0
+
+
+def test_one_format_of_a_mixed_folder(tmp_path: Path) -> None:
+    (source,) = open_sources(str(mixed(tmp_path / "src")), "muse-xml")
+    assert [*source.keys()] == ["a/one.xml"] and source.source_of("a/one.xml") == "muse-xml"
+
+
+def test_long_names_are_shortened_and_stay_different(tmp_path: Path) -> None:
+    for name in (f"{UID}/{UID}.1", f"{UID}/{UID}.2"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(BASE)
+    names = {record.name for record in HospitalFiles(folder(tmp_path))}
+    assert len(names) == 2 and {len(name) for name in names} == {64}
+
+
+@pytest.mark.parametrize("text", ["", " ", "Anonymous", "000000", "xxx"])
+def test_what_stands_for_an_unknown_patient_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "one").write_bytes(dicom_file(x00100020=("LO", text)))
+    assert HospitalFiles(folder(tmp_path)).read("one").patient is None
+
+
+def test_a_large_file_is_not_parsed(tmp_path: Path) -> None:
+    (tmp_path / "one.xml").write_bytes(b"<RestingECG>" + b" " * FORMATS["muse-xml"].max_bytes)
+    found = read_safely(HospitalFiles(folder(tmp_path)).read, "one.xml")
+    assert isinstance(found, ReadError) and found.reason == "file too large"
+
+
+TRIPLE = {"hl7-aecg": "aecg_fda_example.xml", "dicom": "same_as_aecg.dcm", "scp-ecg": "same_as_aecg.scp"}
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="needs the shared files")
+def test_one_recording_in_three_formats_is_one_crop(tmp_path: Path) -> None:
+    present = {kind: name for kind, name in TRIPLE.items() if kind in FORMATS}
+    for name in present.values():
+        shutil.copy(SHARED / name, tmp_path)
+    made = crops_of(build(tmp_path, tmp_path / "out", plan="all"))
+    assert {kind for kind, _ in made} == set(present)
+    for (one,), (other,) in itertools.pairwise(made.values()):
+        np.testing.assert_array_equal(one["x"], other["x"])
+        assert one["waveform"] == other["waveform"]
