@@ -24,8 +24,8 @@ from data_tools.cli import Parser, drop_output, interactive, is_memory, say
 from data_tools.errors import DataError, printable
 
 RESUME = {"shard": ": run the same command again to continue", "synth": ": delete {out} and run it again"}
-KINDS = "auto, physionet2021, ptbxl, mimic-iv-ecg, code15, wfdb, hospital (any of the following), muse-xml, philips-xml, "
-KINDS += "hl7-aecg, scp-ecg, edf, or your own file.py:Class (auto)"
+KINDS = "auto, physionet2021, ptbxl, mimic-iv-ecg, code15, wfdb, hospital (any of the following), muse-xml, dicom, "
+KINDS += "philips-xml, hl7-aecg, scp-ecg, edf, or your own file.py:Class (auto)"
 Option = dict[str, Any]
 
 

@@ -56,7 +56,7 @@ def test_a_mixed_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert set(crops_of(made)) == {("muse-xml", "a_one"), ("dicom", "two"), ("dicom", named), ("dicom", f"{named}9")}
     assert sorted(made.rejects()) == [
         ("dicom", "cut", "malformed DICOM", "cut.dcm: cut off"),
-        ("hospital", "other", "unknown format", "a/other.xml: its root is html: none of " + ", ".join(FORMATS)),
+        ("hospital", "a_other", "unknown format", "a/other.xml: its root is html: none of " + ", ".join(FORMATS)),
     ]
     assert main(["verify", str(tmp_path / "out"), "--archive", str(tmp_path / "src"), "--workers", "1"]) == 0
 
