@@ -30,7 +30,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser("omnilead convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="from-fairseq|to-fairseq|to-onnx")
     for command, source, out, text in (
-        ("from-fairseq", "CKPT.pt", "OUT", "a checkpoint of fairseq-signals or ECG-FM to a model folder"),
+        ("from-fairseq", "CKPT.pt", "OUT", "a checkpoint of fairseq-signals, ECG-FM or DeepECG-SSL to a model folder"),
         ("to-fairseq", "RUN", "OUT.pt", "a model folder to a checkpoint of fairseq-signals"),
         ("to-onnx", "RUN", "OUT.onnx", "a model folder to ONNX, checked with onnxruntime"),
     ):

@@ -72,9 +72,9 @@ def _preprocessing(
             raise ConfigError(f"{wrong}: must be [names or numbers of leads]") from error
         key = "leads" if len(rows) == config.leads else "seen"
         preprocessing[key] = describe_leads(rows).split(",")
-    if isinstance(preprocessing["leads"], list):
-        Input.of(preprocessing, config.leads)
-    else:
+    unnamed = isinstance(preprocessing["leads"], int)
+    Input.of(preprocessing | ({"leads": [*LEADS]} if unnamed else {}), len(LEADS) if unnamed else config.leads)
+    if unnamed:
         notes.append(f"its settings do not name its {config.leads} leads: it can be converted back, not loaded")
     return preprocessing, notes
 
@@ -164,7 +164,7 @@ def _card(name: str, config: ModelConfig, preprocessing: Mapping[str, Any], clas
 A lead-agnostic ECG encoder of the wav2vec 2.0 family (Oh et al., CHIL 2022): {parameters:,} parameters, {len(config.conv)}
 convolutions, {config.layers} transformer layers of width {config.width}.
 
-Input: {config.leads} leads at {preprocessing["fs_hz"]} Hz, 5 s at a time, {preprocessing["meaning"]}. See {PREPROCESSING};
+Input: {config.leads} leads at {preprocessing["fs_hz"]:g} Hz, 5 s at a time, {preprocessing["meaning"]}. See {PREPROCESSING};
 {CONFIG} holds the settings, the original ones included. Every weight is bit for bit that of the original; the optimiser's state
 is not here. The licence is that of the original.
 

@@ -234,6 +234,9 @@ def test_which_leads_and_what_kind(tmp_path: Path, capsys: Any) -> None:
     model = engine.load(converted(other))
     assert model.input.seen == (0,) and model.classes == ("class_0",) and model.head_info
     assert model.head_info.kind == "binary" and "--classes LIST|FILE names them" in capsys.readouterr().err
+    saved(tmp_path / "b.pt", SMALL, {"sample_rate": 400}, 1, in_d=3)
+    assert convert.main(["from-fairseq", str(tmp_path / "b.pt"), str(tmp_path / "out")]) == 0
+    assert "do not name its 3 leads" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
