@@ -34,7 +34,7 @@ from data_tools.dataset import COLUMNS, CROP_SHAPE, META, STORE, Dataset, as_csv
 from data_tools.errors import DataError, DatasetError, ReadError, StorageError
 from data_tools.plan import PlannedCrops, Reject, ShardPlan, make_plan
 from data_tools.prepare import SPEC, SPEC_HASH, Crop, prepare_crop
-from data_tools.record import EcgRecord, class_row
+from data_tools.record import EcgRecord, class_row, patient_source
 from data_tools.sources.base import Source, located, read_safely, record_stem
 from data_tools.splits import PAPER_SOURCES, RoleSources
 from data_tools.storage import Folder, dataset_folder, prefetch, write_errors
@@ -203,7 +203,7 @@ def as_parquet(table: pa.Table) -> bytes:
 
 
 def row_of(source: str, name: str, record: EcgRecord, crop: Crop, key: bytes | None) -> dict[str, Any]:
-    patient = pseudonym(key, "p", source, record_stem(record.patient)) if record.patient else None
+    patient = pseudonym(key, "p", patient_source(source), record_stem(record.patient)) if record.patient else None
     row: dict[str, Any] = {"source": source, "record": name, "patient": patient, "start_s": crop.start_s, "halves": crop.halves}
     row |= {"missing_leads": crop.missing, "flags": crop.flags, "dx": record.dx, "labels": class_row(record.dx)}
     return row | {"age": record.age, "sex": record.sex, "fs_source_hz": float(record.fs_hz)}

@@ -34,6 +34,7 @@ from data_tools.errors import DataError as DataError
 from data_tools.errors import DatasetError as DatasetError
 from data_tools.errors import ReadError, one_line
 from data_tools.record import ABBREVIATIONS, LEADS
+from data_tools.record import VENDORS as VENDORS
 from data_tools.storage import Folder, dataset_folder
 
 if TYPE_CHECKING:

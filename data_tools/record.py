@@ -15,6 +15,8 @@ from data_tools.errors import ReadError
 LEADS = ("I", "II", "III", "aVR", "aVL", "aVF", "V1", "V2", "V3", "V4", "V5", "V6")
 LEAD_INDEX = {lead.upper(): i for i, lead in enumerate(LEADS)} | {"DI": 0, "DII": 1, "DIII": 2}
 
+VENDORS = ("muse-xml", "dicom", "philips-xml", "hl7-aecg", "scp-ecg", "edf")  # the sources of hospitals' files: their formats
+
 MV_PER_UNIT = {"V": 1e3, "mV": 1.0, "uV": 1e-3, "nV": 1e-6}
 _UNITS = {"v": "V", "mv": "mV", "uv": "uV", "µv": "uV", "μv": "uV", "nv": "nV"}
 
@@ -65,6 +67,11 @@ class EcgRecord:
         if others:
             warning = ("diagnosis without a code", f"{others} not copied: `dx` holds SNOMED codes, which are digits")
             object.__setattr__(self, "warnings", (*self.warnings, warning))
+
+
+def patient_source(source: str) -> str:
+    """Whose patient ids a source has: a hospital's files have the same ones in every format."""
+    return VENDORS[0] if source in VENDORS else source
 
 
 def unit_name(text: str) -> str:

@@ -19,6 +19,8 @@ import pyarrow.compute as pc
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
+from data_tools.record import patient_source
+
 NONE, TRAIN, VALID, TEST, GALLERY, PROBE = range(6)
 ROLE_NAMES = ("", "train", "valid", "test", "gallery", "probe")
 NOT_THE_PAPERS = ("ptb", "st_petersburg_incart")  # of the Challenge's eight sets; one has 32 patients in 13,000 crops
@@ -71,6 +73,12 @@ class Records:
 
     def is_from(self, *sources: str) -> np.ndarray:
         return np.isin(self.source, [i for i, name in enumerate(self.source_names) if name in sources])
+
+    def patient_source(self) -> np.ndarray:
+        """`source`, with one number for all formats of hospitals' files."""
+        names = [patient_source(name) for name in self.source_names]
+        found: np.ndarray = np.array([names.index(name) for name in names], np.int64)[self.source]
+        return found
 
     def label(self, record: int) -> str:
         return f"{self.source_names[self.source[record]]}/{self.names[record]}"
@@ -153,7 +161,7 @@ def _groups(records: Records) -> np.ndarray:
     count = len(records.names)
     codes = pc.dictionary_encode(records.patients)
     known = np.flatnonzero(pc.is_valid(records.patients).to_numpy(zero_copy_only=False))
-    owner = np.asarray(codes.indices.drop_null()).astype(np.int64) * len(records.source_names) + records.source[known]
+    owner = np.asarray(codes.indices.drop_null()).astype(np.int64) * len(records.source_names) + records.patient_source()[known]
     _, first, member = np.unique(owner, return_index=True, return_inverse=True)
     _, first_crop, same = np.unique(records.waveform, return_index=True, return_inverse=True)
     ends_a = np.concatenate([known, records.crop_record])
@@ -167,7 +175,8 @@ def _chances(records: Records, group: np.ndarray, seed: int, in_dx: np.ndarray) 
     """Two draws per group, those of its leader: a diagnosis record if it has one, so that duplicates from other sources
     change nothing."""
     owners = pc.coalesce(records.patients, records.names)
-    texts = (f"{records.source_names[s]}/{owner}" for s, owner in zip(records.source, _strings(owners), strict=True))
+    names = [patient_source(name) for name in records.source_names]
+    texts = (f"{names[s]}/{owner}" for s, owner in zip(records.source, _strings(owners), strict=True))
     draws = keyed_uniform(texts, f"roles {seed}", draws=3)
     order = np.lexsort((draws[:, 0], ~in_dx, group))
     leaders = order[np.unique(group[order], return_index=True)[1]]
@@ -186,9 +195,10 @@ def _gallery_probe(records: Records, seed: int, sources: RoleSources) -> tuple[n
     candidates = read[records.is_from(*sources.id)[read] & pc.is_valid(records.patients).to_numpy(zero_copy_only=False)[read]]
     ranks = keyed_uniform(_strings(records.names.take(pa.array(candidates))), f"session {seed}")[:, 0]
     sessions: dict[tuple[int, str], list[int]] = {}
+    owner = records.patient_source()
     for position in np.argsort(ranks, kind="stable"):
         record = int(candidates[position])
-        chosen = sessions.setdefault((int(records.source[record]), records.patients[record].as_py()), [])
+        chosen = sessions.setdefault((int(owner[record]), records.patients[record].as_py()), [])
         waveform = records.waveform[first_crop[record]]
         if len(chosen) < 2 and not (chosen and records.waveform[first_crop[chosen[0]]] == waveform):
             chosen.append(record)
@@ -207,15 +217,15 @@ def _tested_patients(
 
     A ranking would come closer to `share`, but each new patient with a small hash would push another out."""
     both = [patient for patient, chosen in sessions.items() if len(chosen) == 2]
-    texts = (f"{source_names[source]}/{patient}" for source, patient in both)
+    texts = (f"{patient_source(source_names[source])}/{patient}" for source, patient in both)
     chances = keyed_uniform(texts, f"gallery {seed}")[:, 0]
     patients = np.bincount(np.array([source for source, _ in sessions], np.int64), minlength=len(source_names))
-    patient_source = np.array([source for source, _ in both], np.int64)
+    source_of = np.array([source for source, _ in both], np.int64)
     drawn = np.ones(len(both), bool)
     limit = 1.0
-    while (too_many := np.bincount(patient_source[drawn], minlength=len(source_names)) > share * patients).any():
+    while (too_many := np.bincount(source_of[drawn], minlength=len(source_names)) > share * patients).any():
         limit /= 2
-        drawn &= ~too_many[patient_source] | (chances < limit)
+        drawn &= ~too_many[source_of] | (chances < limit)
     return [both[i] for i in np.flatnonzero(drawn)]
 
 

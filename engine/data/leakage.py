@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from data_tools.dataset import Dataset
+from data_tools.dataset import VENDORS, Dataset
 
 SPLIT = ("plan", "seed", "id_share", "role_sources", "pseudonyms")  # these and a name decide a role: data_tools.splits
 KEY = b"omnilead data.hold_out"
@@ -72,8 +72,14 @@ def _sides(dataset: Dataset, role: str) -> tuple[dict[str, pa.Array], dict[str, 
 def _names(table: pa.Table) -> dict[str, pa.Array]:
     patients = pc.if_else(pc.not_equal(table["patient"], ""), table["patient"], None)
     named = {"record": table["record"], "patient": patients}
-    names = {kind: pc.binary_join_element_wise(table["source"], column, "/") for kind, column in named.items()}
+    sources = {"record": table["source"], "patient": _patient_source(table["source"])}
+    names = {kind: pc.binary_join_element_wise(sources[kind], column, "/") for kind, column in named.items()}
     return {kind: column.drop_null().combine_chunks() for kind, column in (names | {"waveform": table["waveform"]}).items()}
+
+
+def _patient_source(source: pa.Array) -> pa.Array:
+    """Whose patient ids they are: a hospital's files have the same ones in every format."""
+    return pc.if_else(pc.is_in(source, pa.array(VENDORS)), VENDORS[0], source)
 
 
 @lru_cache(maxsize=4)  # each validation asks again
@@ -93,7 +99,8 @@ def owners(part: pa.RecordBatch) -> tuple[pa.DictionaryArray, np.ndarray]:
     """Each crop's source/patient, or source/record where patients are unknown; and whether they are known."""
     known = pc.fill_null(pc.not_equal(part["patient"], ""), False)
     name = pc.if_else(known, part["patient"], part["record"])
-    joined = pc.binary_join_element_wise(part["source"], name, "/")
+    source = pc.if_else(known, _patient_source(part["source"]), part["source"])
+    joined = pc.binary_join_element_wise(source, name, "/")
     return pc.dictionary_encode(joined), known.to_numpy(zero_copy_only=False)
 
 

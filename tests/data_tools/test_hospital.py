@@ -7,18 +7,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 from handmade import build, crops_of
-from hospital_cases import SHARED
+from hospital_cases import SHARED, decoded
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_dicom import BASE
 from test_dicom import file as dicom_file
-from test_muse_xml import muse
+from test_muse_xml import lead_xml, muse, steps
 
 from data_tools.__main__ import main
 from data_tools.dataset import Dataset
 from data_tools.errors import ReadError
+from data_tools.record import VENDORS
 from data_tools.sources import open_sources
 from data_tools.sources.base import read_safely
 from data_tools.sources.hospital import FORMATS, HospitalFiles
+from data_tools.splits import RoleSources
 from data_tools.storage import folder
+from engine.data.leakage import patient_ids
 
 UID = "1.2.840.113619.2.5.1762583153.215519.978957063.78"
 
@@ -84,6 +89,38 @@ def test_a_large_file_is_not_parsed(tmp_path: Path) -> None:
     (tmp_path / "one.xml").write_bytes(b"<RestingECG>" + b" " * FORMATS["muse-xml"].max_bytes)
     found = read_safely(HospitalFiles(folder(tmp_path)).read, "one.xml")
     assert isinstance(found, ReadError) and found.reason == "file too large"
+
+
+@pytest.mark.parametrize("key", [None, bytes(32)])
+def test_a_patient_has_one_role_whatever_the_format(tmp_path: Path, key: bytes | None) -> None:
+    (tmp_path / "src").mkdir()
+    for seed in range(2):
+        leads = "".join(lead_xml(name, one + seed) for name, one in steps().items())
+        (tmp_path / "src" / f"{seed}.xml").write_text(muse(leads))  # of patient 4711, too
+    (tmp_path / "src" / "2.dcm").write_bytes(BASE)
+    roles = RoleSources(id=("muse-xml",), id_share=1.0)
+    made = build(tmp_path / "src", tmp_path / "out", role_sources=roles, pseudonym_key=key)
+    rows = made.table(["source", "patient", "id_role", "pretrain"]).to_pylist()
+    assert sorted((row["source"], str(row["id_role"]), row["pretrain"]) for row in rows) == [
+        ("dicom", "None", False),
+        ("muse-xml", "gallery", False),
+        ("muse-xml", "probe", False),
+    ]
+    assert len({row["patient"] for row in rows}) == 1 == len(set(patient_ids([made])[0].tolist()))
+
+
+def test_the_sources_that_share_patients_are_the_formats() -> None:
+    assert set(VENDORS) == set(FORMATS) and VENDORS[0] == "muse-xml"  # whose pseudonyms all of them have
+
+
+@given(st.binary(max_size=300), st.sampled_from(["", "one.xml", "one.scp", "one.edf"]))
+@settings(max_examples=40)
+def test_no_bytes_make_a_format_fail(data: bytes, name: str) -> None:
+    """Looking at a file never raises, and decoding it raises a ReadError only."""
+    for kind, one in FORMATS.items():
+        head = b"" if len(data) % 2 else (BASE[:140] if kind == "dicom" else b"<RestingECG>" if "xml" in kind else b"0       ")
+        one.looks_like(head + data, name)
+        assert isinstance(decoded(kind, head + data), ReadError)
 
 
 TRIPLE = {"hl7-aecg": "aecg_fda_example.xml", "dicom": "same_as_aecg.dcm", "scp-ecg": "same_as_aecg.scp"}
