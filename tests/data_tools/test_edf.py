@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from binary_ecgs import edf, scp
-from handmade import build, ecg, everything_in, rejected
+from binary_ecgs import edf
+from handmade import build, ecg, rejected
+from hospital_cases import BORN, DAMAGE, SECRET, SHARED, Damage, check_damage, check_private, check_real
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +15,6 @@ from data_tools.errors import ReadError
 from data_tools.record import LEADS
 from data_tools.sources.edf import MAX_BYTES, decode
 
-SHARED = Path(__file__).parents[3] / "shared" / "formats"
 X = dict(zip(LEADS, ecg(), strict=True))
 I = {"I": X["I"]}  # noqa: E741
 GOOD = edf(X)
@@ -23,12 +22,9 @@ GOOD = edf(X)
 
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the shared files")
 def test_a_real_file_states_a_wrong_scale() -> None:
-    found = decode((SHARED / "edf_contec.edf").read_bytes())
-    right = np.load(SHARED / "edf_contec.edf.npz")
+    found = check_real("edf", "edf_contec.edf")
     assert [reason for reason, _ in found.warnings] == ["implausible amplitude"]
-    assert (found.fs_hz, found.patient, list(found.signals)) == (800.0, None, list(LEADS[:6]))  # no chest lead was connected
-    for lead, uv in zip(right["leads"][:6], right["signal_uv"], strict=False):
-        np.testing.assert_allclose(found.signals[str(lead)], uv, atol=1e-3)
+    assert (found.patient, list(found.signals)) == (None, list(LEADS[:6]))  # no chest lead was connected
 
 
 def test_leads_are_found_by_their_labels_and_units_are_stated() -> None:
@@ -126,24 +122,24 @@ def test_any_header(changes: list[tuple[int, str]]) -> None:
     assert all(np.isfinite(uv).all() for uv in signals.values())
 
 
-def test_a_folder_of_both_becomes_a_dataset_without_names(tmp_path: Path) -> None:
-    """Names, dates and free text are planted wherever the formats hold some."""
-    place, planted = tmp_path / "src", "Planted"
-    (place / "a").mkdir(parents=True)
-    steps = {lead: X[lead] // 5 for lead in ("I", "II", *LEADS[6:])}
-    tags = {tag: planted.encode() for tag in (*range(256),)[:255] if tag not in (2, 4, 8)} | {2: b"4711"}
-    sections: Any = {number: planted.encode() for number in (4, 5, 7, 8, 9, 10, 11)}
-    (place / "a" / "one.scp").write_bytes(scp(steps, person=tags, more=sections))
-    notes = {"EDF Annotations": np.frombuffer(f"{planted:20}".encode() * 10, "<i2")}
-    (place / "two.edf").write_bytes(edf(X | notes, patient=f"4712 M 01-JAN-1950 {planted}", free=planted))
-    (place / "three.edf").write_bytes(edf(X, patient=planted, kind=planted, free=planted))
-    with (place / "holter.edf").open("wb") as large:
-        large.truncate(MAX_BYTES + 1)
-    (place / "bad.edf").write_bytes(edf({planted: X["I"]}))
-    made = build(place, tmp_path / "out", plan="all")
-    assert sorted(made.column("record")) == ["a_one", "three", "two"]
-    assert sorted(rejected(made)) == [("bad", "no known lead"), ("holter", "file too large")]
-    rows = {row["record"]: (row["source"], row["patient"], row["sex"]) for row in made.table().to_pylist()}
-    assert rows == {"a_one": ("scp-ecg", "4711", None), "two": ("edf", "4712", "M"), "three": ("edf", None, None)}
-    np.testing.assert_array_equal(made.read(made.column("record").tolist().index("two")), ecg())
-    assert planted.encode() not in everything_in(made)
+@settings(max_examples=100, deadline=None)
+@given(DAMAGE)
+def test_damaged_bytes(damage: Damage) -> None:
+    check_damage("edf", damage.to(GOOD, slice(13 * 256, len(GOOD))), X)
+
+
+def test_names_stay_out_of_a_dataset(tmp_path: Path) -> None:
+    secret = f"{SECRET} {BORN}"
+    notes = {"EDF Annotations": np.frombuffer(f"{secret:30}".encode() * 10, "<i2"), SECRET: X["I"]}
+    content = edf(X | notes, patient=f"4711 M 21-MAY-1937 {secret}", kind=f"EDF+C {secret}", free=secret)
+    check_private(tmp_path, "edf", content, "4711", None, "M")
+
+
+def test_a_dataset_holds_the_microvolts_and_no_holter_recording(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "one.edf").write_bytes(GOOD)
+    with (tmp_path / "src" / "holter.edf").open("wb") as large:
+        large.truncate(MAX_BYTES * 9)
+    made = build(tmp_path / "src", tmp_path / "out", plan="all")
+    assert rejected(made) == [("holter", "file too large")]
+    np.testing.assert_array_equal(made.read(0), ecg())

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from binary_ecgs import checked, scp, scp_of
 from handmade import ecg
+from hospital_cases import BORN, DAMAGE, SECRET, SHARED, Damage, check_damage, check_private, check_real
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,24 +16,18 @@ from data_tools.errors import ReadError
 from data_tools.record import LEADS
 from data_tools.sources.scp import decode
 
-SHARED = Path(__file__).parents[3] / "shared" / "formats"
 X = dict(zip(LEADS, ecg(500), strict=True))
+X_5S = dict(zip(LEADS, ecg(2500), strict=True))
 TWO = {lead: X[lead][:9] for lead in ("I", "II")}
 GOOD = scp(X)
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the shared files")
-@pytest.mark.parametrize(("name", "right"), [("same_as_aecg", "aecg_fda_example.xml"), ("scp_contec_truncated",) * 2])
-def test_real_files(name: str, right: str) -> None:
-    found = decode((SHARED / f"{name}.scp").read_bytes())
-    known = np.load(next(SHARED.glob(f"{right}*.npz")))
-    for lead, uv in zip(known["leads"], known["signal_uv"], strict=True):
-        if np.ptp(uv):
-            np.testing.assert_array_equal(found.signals[str(lead)], uv)
-        else:
-            assert lead not in found.signals  # not connected
-    assert found.fs_hz == known["fs_hz"]
-    assert [reason for reason, _ in found.warnings] == (["shorter than stated"] if "truncated" in name else [])
+def test_real_files() -> None:
+    assert len(check_real("scp-ecg", "same_as_aecg.scp").signals) == 12
+    cut = check_real("scp-ecg", "scp_contec_truncated.scp")
+    assert list(cut.signals) == list(LEADS[:6])  # no chest lead was connected
+    assert [reason for reason, _ in cut.warnings] == ["shorter than stated"]
 
 
 @pytest.mark.parametrize("raw", [False, True])
@@ -133,11 +128,19 @@ def test_refused(name: str) -> None:
     assert error.value.reason == reason
 
 
+def test_names_stay_out_of_a_dataset(tmp_path: Path) -> None:
+    secret = f"{SECRET} {BORN}".encode()
+    person = dict.fromkeys(range(255), secret) | {2: b"4711", 4: b"\x3d\0\1", 8: b"\1"}
+    content = scp(
+        {lead: x // 5 for lead, x in X_5S.items()}, person=person, more=dict.fromkeys((4, 5, 7, 8, 9, 10, 11), secret)
+    )
+    check_private(tmp_path, "scp-ecg", content + secret, "4711", 61.0, "M")
+
+
 @settings(max_examples=100, deadline=None)
-@given(st.integers(0, len(GOOD) - 1), st.integers(1, 255))
-def test_damage_is_noticed(place: int, change: int) -> None:
-    with pytest.raises(ReadError):
-        decode(GOOD[:place] + bytes([GOOD[place] ^ change]) + GOOD[place + 1 :])
+@given(DAMAGE)
+def test_damaged_bytes(damage: Damage) -> None:
+    check_damage("scp-ecg", damage.to(GOOD), {lead: 5.0 * x for lead, x in X.items()})
 
 
 BEGINS = {1: b"\2\4\0", 2: b"\x1f\x4e", 3: b"\2\x14" + struct.pack("<IIB", 1, 9, 1), 6: RHYTHM[:10]}
