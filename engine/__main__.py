@@ -28,6 +28,7 @@ COMMANDS = {  # name: module with main(arguments), perhaps the first of its argu
     "evaluate": ("engine.evaluate", "score a model on held-out ECGs"),
     "embed": ("engine.embed", "write embeddings of ECGs as parquet"),
     "probe": ("engine.embed --probe", "score embeddings with a linear probe, k-NN and identification"),
+    "bench": ("engine.bench", "compare models by linear probes on frozen embeddings"),
     "predict": ("engine.predict", "write the predictions of a fine-tuned model as CSV or parquet"),
     "convert": ("engine.convert", "convert weights from and to fairseq-signals, and to ONNX"),
     "hub": ("engine.hub", "share a model on the Hugging Face Hub, or fetch one"),

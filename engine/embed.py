@@ -49,7 +49,8 @@ def checked_and_run(name: str, args: argparse.Namespace, check: Callable[[argpar
         return 2
     from engine.evaluation import embedding  # PyTorch and others only now: --help does not wait for them
 
-    return embedding.command(f"omnilead {name}", args, embedding.predictions if name == "predict" else embedding.embeddings)
+    output_of = embedding.predictions if name == "predict" else embedding.embeddings
+    return embedding.command(f"omnilead {name}", args, lambda given: embedding.run(given, output_of))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

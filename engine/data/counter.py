@@ -44,6 +44,7 @@ class RandomStream(IntEnum):
     MIX = 12
     WHITE = 13
     EXTRA = 14
+    LABELS = 15
 
 
 def mix(x: np.ndarray) -> np.ndarray:

@@ -245,11 +245,11 @@ def _job_of(path: Path) -> Any:
         return None
 
 
-def command(name: str, args: argparse.Namespace, output_of: Callable[[TrainedModel], Output]) -> int:
-    """engine.embed and engine.predict, when their arguments are read. -> the exit code."""
+def command(name: str, args: argparse.Namespace, work: Callable[[argparse.Namespace], int]) -> int:
+    """engine.embed, engine.predict and engine.bench, when their arguments are read. -> the exit code."""
     resumable = RESUMABLE if args.out else ""
     try:
-        return run(args, output_of)
+        return work(args)
     except (ConfigError, DataError) as error:
         message, code = str(error), 2
     except OutputError as error:

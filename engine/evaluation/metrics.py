@@ -146,6 +146,26 @@ def counts(label_N: Array, order: Array, last: Array, weight_N: Array | None = N
     return true.astype(float), (every - true).astype(float)
 
 
+def weighted_areas(y_N: Array, score_N: Array, weight_NB: Array) -> Array:
+    """AUROC and AUPRC [2, B] of a class for B weightings of the rows at once. NaN without positives or negatives."""
+    order, last = ranked(score_N, ~np.isnan(y_N))
+    first = np.append(0, last[:-1] + 1)
+    there = np.flatnonzero(np.add.reduceat(y_N[order], first) > 0)  # runs of equal scores with a positive
+    positive = np.flatnonzero(y_N[order] > 0)
+    if not len(there):
+        return np.full((2, weight_NB.shape[1]), np.nan)
+    weight_NB = weight_NB[order]
+    new = np.add.reduceat(weight_NB[positive], np.searchsorted(positive, first[there]))
+    edges = np.unique([0, *first[there], *last[there] + 1])
+    before = np.concatenate([np.zeros_like(new[:1]), np.cumsum(np.add.reduceat(weight_NB, edges[edges < len(order)]), 0)])
+    true, start, end = np.cumsum(new, 0), *(before[np.searchsorted(edges, at)] for at in (first[there], last[there] + 1))
+    positives, negatives = true[-1], before[-1] - true[-1]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        auroc = (new * (negatives - (end - true + start - true + new) / 2)).sum(0) / (positives * negatives)
+        auprc = (new * true / np.maximum(end, 1e-9)).sum(0) / positives
+    return np.where(positives * negatives > 0, [auroc, auprc], np.nan)
+
+
 class Classification:
     """MEASURES of these rows for any weights: sorted once, so that each resample costs a bootstrap a few cumulative sums."""
 

@@ -151,8 +151,8 @@ def report(scores: dict[str, Any]) -> str:
 def linear(data: ProbeData) -> ProbeFit:
     """The classes are solved together, by L-BFGS, in the basis of the principal components, which changes no solution."""
     parts = standardised(data.train_ND, data.valid_ND, data.test_ND)
-    basis_DD = np.linalg.eigh(parts[0].T @ parts[0])[1]
-    train, valid, test = (x_ND @ basis_DD for x_ND in parts)
+    variance_D, basis_DD = np.linalg.eigh(parts[0].T @ parts[0])
+    train, valid, test = (x_ND @ basis_DD[:, variance_D > 1e-12 * variance_D[-1]] for x_ND in parts)
     link: Callable[[Array], Array] = {"regression": np.asarray, "multiclass": lambda z: softmax(z, 1)}.get(data.kind, expit)
     fits: list[ProbeFit] = []
     weights = np.zeros((train.shape[1] + 1, data.labels_NK.shape[1]))

@@ -230,7 +230,7 @@ def score_task(model: TrainedModel, dataset: Dataset, task: TaskConfig, options:
     if task.kind != head.kind:
         own = f"the model is fine-tuned for {head.task}, which is {head.kind}"
         raise ConfigError(f"--task {task.name}: is {task.kind}, {own}: leave --task out, or choose another model")
-    model_input, notes = _input(model, dataset, options)
+    model_input, notes = shown_input(model, dataset, options)
     labels = read_task(task, [dataset])
     unknown = [name for name in labels.classes if name not in model.classes]
     if unknown or (head.kind == "multiclass" and len(labels.classes) < len(model.classes)):
@@ -282,7 +282,7 @@ def labels_of(labels: TaskLabels, dataset: Dataset, role: str) -> tuple[Array, A
 
 
 def identify(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> IdentificationResult:
-    model_input, notes = _input(model, dataset, options)
+    model_input, notes = shown_input(model, dataset, options)
     patients = patient_ids([dataset])[0]
     if options.role == "valid":
         rows = dataset.select(identity="valid")
@@ -333,7 +333,7 @@ def require(rows: Array, dataset: Dataset, what: str, source: str) -> None:
         raise ConfigError(f"{dataset.root.url}: no crop has {what}: {made}")
 
 
-def _input(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> tuple[Input, list[str]]:
+def shown_input(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> tuple[Input, list[str]]:
     """What the model is shown of a crop, and warnings about the data; data of another rate or unit are refused."""
     for key, value in (("fs_hz", FS_HZ), ("uv_per_lsb", 1.0)):
         if (has := dataset.meta.get(key)) != value:

@@ -1,0 +1,77 @@
+"""Compare models by their frozen embeddings: linear probes over shares of the labels, leads and noise, and identification.
+
+    omnilead bench --models A=RUN B=hf://org/name --data DATASET --tasks sex identification --leads 12 1 --out OUT
+    omnilead bench --models RUN --data DATASET --labels LABELS --tasks ptbxl-rhythm --share 0.01 0.1 1 --out OUT
+    omnilead bench --models RUN --data A --test-data B --tasks rhythm.csv --noise 0 1 --out OUT      trained on A, tested on B
+
+Random weights of each architecture and the mean beat, which needs no training, are compared too. OUT has bench.md, bench.csv,
+bench.json and bench.png; in OUT/parts are the embeddings: stopped and started again, or with more tasks, the command computes
+what is missing. How to compare fairly: docs/comparing.md. Exit code 2: an argument or a file is wrong.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from data_tools.cli import show
+from engine.common import RUN_CODE, Parser, interruptible, positive
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse(arguments)
+    from engine.evaluation import embedding  # PyTorch and others only now: --help does not wait for them
+
+    return embedding.command("omnilead bench", args, run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from engine.evaluation.bench import bench
+
+    given = {name: value for name, value in vars(args).items() if name != "began"}
+    bench(**given)
+    return show(f"{(args.out / 'bench.md').read_text()}\n{args.out}: bench.md, bench.csv, bench.json, bench.png\n")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser("omnilead bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add(
+        "--models",
+        required=True,
+        nargs="+",
+        metavar="[NAME=]RUN",
+        help="RUN, RUN/model, s3://... or hf://org/name; the first is the reference",
+    )
+    add("--code", **RUN_CODE)
+    add("--data", required=True, metavar="DATASET", help="fitted and chosen on its train and valid, scored on its test")
+    add("--test-data", default="", metavar="DATASET", help="scored on the test split of this one instead")
+    add("--tasks", required=True, nargs="+", metavar="TASK", help="shipped tasks such as age, label tables, identification")
+    add("--labels", default="", metavar="DIR", help="tables of the tasks, as `omnilead labels` writes them")
+    add("--test-labels", default="", metavar="DIR", help="the same of --test-data")
+    add(
+        "--leads",
+        nargs="+",
+        default=["12"],
+        metavar="L",
+        help='12, 6, 3, 2, 1 or names such as "I,II,V2"; others are zeros (12)',
+    )
+    add("--share", nargs="+", type=float, default=[1.0], metavar="S", help="of the patients of train whose labels are used (1)")
+    add("--noise", nargs="+", type=float, default=[0.0], metavar="N", help="in test; 1: as strong as the paper's (0)")
+    add("--out", type=Path, required=True, metavar="OUT", help="folder of the results, and of embeddings")
+    add("--seed", type=int, default=0, help="of the random weights (0)")
+    add("--batch", type=positive, metavar="N", help="crops encoded at a time (16, on a GPU 256)")
+    add("--device", default="auto", help="cpu, cuda, cuda:1, ... (auto: a GPU if there is one)")
+    precision = "of the encoder; auto: bf16 on a GPU for a model trained in it, else fp32"
+    add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help=precision)
+    add("--anonymous", action="store_true", help="public s3:// data, without credentials")
+    parser.set_defaults(began=False)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    interruptible("omnilead bench")
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""Tables and a picture of a comparison of models: bench.json, bench.md, bench.csv and bench.png.
+
+write(document, Path("OUT"))        # of engine.evaluation.bench; -> the tables, aligned for a terminal
+"""
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from engine.common import write_whole
+
+MAIN = {
+    "auroc": "AUROC",
+    "mae": "mean absolute error",
+    "accuracy": "accuracy, cosine",
+    "accuracy_whitened": "accuracy, whitened",
+}
+KEYS = ("model", "task", "leads", "share", "noise")
+INTERVALS = "In brackets: 95 % intervals over the patients of test. Differences: of the same patients, in the same resamples."
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito: for all eyes
+MARKS = "os^Dv<>"
+Row = dict[str, Any]
+
+
+def write(document: Row, out: Path) -> str:
+    text, lines, image = markdown(document), io.StringIO(), io.BytesIO()
+    table = csv.writer(lines, lineterminator="\n")
+    table.writerow([*KEYS, "metric", "against", "value", "low", "high"])
+    for row in document["rows"]:
+        table.writerows([*_key(row), name, "", value, *row["intervals"][name]] for name, value in row["metrics"].items())
+    for gap in document["differences"]:
+        table.writerow([*_key(gap), gap["metric"], gap["against"], gap["difference"], *gap["interval"]])
+    picture(document).savefig(image, format="png", dpi=150)
+    write_whole(out / "bench.md", text)
+    write_whole(out / "bench.csv", lines.getvalue())
+    write_whole(out / "bench.png", image.getvalue())
+    write_whole(out / "bench.json", json.dumps(document, indent=1) + "\n")
+    return text
+
+
+def panels(document: Row) -> dict[tuple[str, str], list[Row]]:
+    """Rows by task and metric."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in document["rows"]:
+        for metric in [name for name in row["metrics"] if name in MAIN]:
+            found.setdefault((row["task"], metric), []).append(row)
+    return found
+
+
+def markdown(document: Row) -> str:
+    gaps = {(*_key(gap), gap["metric"], gap["against"]): gap for gap in document["differences"]}
+    first, text = next(iter(document["models"])), [f"# Frozen embeddings: {document['data']}", "", INTERVALS]
+    for (task, metric), rows in panels(document).items():
+        table = [["leads", "share", "noise", "model", MAIN[metric], "minus random weights", f"minus {first}"]]
+        for row in rows:
+            cells = [_cell(row["metrics"][metric], row["intervals"][metric])]
+            for against in (document["models"][row["model"]], first):
+                gap = gaps.get((*_key(row), metric, against))
+                cells.append(_cell(gap["difference"], gap["interval"], "+") if gap else "")
+            share = "" if row["share"] is None else f"{row['share']:g}"
+            table.append([row["leads"], share, f"{row['noise']:g}", row["model"], *cells])
+        lost = {row["share"]: ", ".join(row["left_out"]) for row in rows if row.get("left_out")}
+        about = "".join(f"; share {share:g} without {names}" for share, names in lost.items())
+        text += ["", f"## {task}: {MAIN[metric]}", "", f"{rows[0]['n']:,} of {rows[0]['patients']:,} patients{about}.", ""]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        table.insert(1, ["-" * width for width in widths])
+        text += ["| " + " | ".join(f"{c:{w}}" for c, w in zip(line, widths, strict=True)) + " |" for line in table]
+    return "\n".join([*text, "", *(f"- {note}" for note in document["notes"])]).rstrip() + "\n"
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return tuple(row[name] for name in KEYS)
+
+
+def _cell(value: float | None, ends: list[float | None], sign: str = "") -> str:
+    if value is None:
+        return "-"
+    return f"{value:{sign}.3f}" + ("" if None in ends else f" ({ends[0]:{sign}.3f} to {ends[1]:{sign}.3f})")
+
+
+def picture(document: Row) -> Figure:
+    """A row of panels for each task and metric, a column for each set of leads and level of noise."""
+    found, models = panels(document), document["models"]
+    columns = list(dict.fromkeys((row["leads"], row["noise"]) for row in document["rows"]))
+    trained = [name for name, random in models.items() if random not in ("", name)]
+    plot_style: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "text.parse_math": False}
+    with matplotlib.rc_context(plot_style):
+        figure = Figure((max(5.5, 3.4 * len(columns)), 2.2 * len(found) + 0.8), layout="constrained")
+        grid = figure.subplots(len(found), len(columns), squeeze=False, sharey="row")
+        for ((task, metric), rows), line in zip(found.items(), grid, strict=True):
+            for (leads, noise), axes in zip(columns, line, strict=True):
+                for name, random in models.items():  # models in colours; what was not trained in grey and black, broken lines
+                    i = trained.index(name) if name in trained else 0
+                    style: Row = {"color": "#777777" if random else "#111111", "ls": "--" if random else ":", "marker": "x"}
+                    if name in trained:
+                        style = {"color": COLOURS[i % len(COLOURS)], "ls": "-", "marker": MARKS[i % len(MARKS)]}
+                    mine = [row for row in rows if (row["model"], row["leads"], row["noise"]) == (name, leads, noise)]
+                    _draw(axes, mine, metric, list(models).index(name), {"label": name, "ms": 4, "lw": 1.5, **style})
+                label = {"12": "12 leads", "1": "lead I"}.get(leads, f"leads {leads}" if "," in leads else f"{leads} leads")
+                axes.set_title(f"{task}, {label}" + (f", noise {noise:g}" if noise else ""), fontsize=9, loc="left")
+            line[0].set_ylabel(MAIN[metric])
+        figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside upper left", ncols=4, frameon=False)
+    return figure
+
+
+def _draw(axes: Axes, rows: list[Row], metric: str, position: int, style: Row) -> None:
+    """A curve over the shares of labels with its band; of a single share, or none, a dot with its interval."""
+    values = np.array([[row["metrics"][metric], *row["intervals"][metric]] for row in rows], float)  # None: NaN, not drawn
+    if len(rows) > 1:
+        shares = [row["share"] for row in rows]
+        axes.plot(shares, values[:, 0], **style)
+        axes.fill_between(shares, values[:, 1], values[:, 2], color=style["color"], alpha=0.13, lw=0)
+        axes.set(xscale="log", xlabel="patients with labels")
+        axes.set_xticks(shares, [f"{100 * share:g} %" for share in shares])
+        axes.set_xticks([], minor=True)
+    else:
+        axes.errorbar([position], values[:, 0], abs(values[:, 1:] - values[:, :1]).T, capsize=3, **style)
+        axes.set_xticks([])
+        axes.margins(x=0.15)

@@ -1,0 +1,143 @@
+"""Frozen vectors of ECGs to compare: of models, of random weights of their architectures, and the mean beat.
+
+    first, *others = embedders_of(["A=RUN", "hf://org/name"], args)        # args: code, device, precision, seed
+    vectors = embedded(first, dataset, rows, 0.0, "12", Path("OUT/parts"))
+
+Files in `folder` are reused if the model's files, the dataset, the leads and the noise are the same; crops that are missing
+there or damaged are computed. Noise is physio4, a multiple of the paper's amplitude, the same for all models.
+B crops, S halves.
+"""
+
+import hashlib
+import io
+import json
+import zipfile
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data_tools.dataset import Dataset
+from engine.common import ALL, ConfigError, write_whole
+from engine.data.augment import PAPER_NOISE, AmplitudeMv, AugmentConfig
+from engine.data.augmenter import MV_PER_UV, Augmenter, measured_leads, parameters
+from engine.data.order import Places
+from engine.data.preprocess import Input
+from engine.evaluation.embedding import prepare_model, progress_bar
+from engine.evaluation.mean_beat import BEAT, mean_beats
+from engine.evaluation.metrics import Array
+from engine.evaluation.predict import CropBatch, dataset_batches, predict
+from engine.model.encoders import build_encoder
+from engine.model.inference import NOT_FINITE, TrainedModel, config_of
+
+MEAN_BEAT, RANDOM = "mean beat", "random weights"
+ANY = ["encoder", "options", "leads"]
+ARCHITECTURE = [*ANY, "conv", "conv_norm", "width", "layers", "heads", "ffn", "position_kernel", "position_groups"]
+BLOCK = 4096  # crops in a file
+
+
+class Embedder(NamedTuple):
+    """From segments of 5 s to vectors."""
+
+    name: str
+    digest: str
+    input: Input
+    forward: Callable[[Tensor], Tensor]
+    model: TrainedModel | None = None  # None: the mean beat
+    random: str = ""  # the name of random weights of the same architecture
+    batch: int = 64
+    compared: int | None = None  # numbers that a cosine is taken of; None: all
+
+
+class Vectors(NamedTuple):
+    row_B: Array  # crops, ascending
+    halves_B: Array
+    c_BSD: Array  # zeros where there is no second half
+
+    def of(self, rows: Array) -> "Vectors":
+        at = np.searchsorted(self.row_B, rows)
+        return Vectors(*(array[at] for array in self))
+
+
+def embedders_of(models: Sequence[str], args: Namespace) -> list[Embedder]:
+    """`models`: folders, or NAME=FOLDER. Random weights follow the first model of their architecture; the mean beat is last."""
+    found, architectures = dict[str, Embedder](), dict[str, str]()
+    for text in models:
+        name, _, place = text.rpartition("=") if "=" in text and not Path(text).exists() else ("", "", text)
+        path = Path(place)
+        name = name or (path.parent.name if path.name == "model" else path.name)
+        if name in found or name in (MEAN_BEAT, RANDOM):
+            raise ConfigError(f"--models {text}: {name!r} is another one's name: write NAME={place}")
+        own = Namespace(**{**vars(args), "model": place, "leads": None})
+        model, _ = prepare_model(own)
+        config, batch = config_of(model.config), args.batch or (256 if model.device.type == "cuda" else 16)
+        parts = [getattr(config, part) for part in (ANY if config.encoder else ARCHITECTURE)]
+        key = repr([parts, model.input, sorted(model.code.items()), own.precision, args.seed])
+        random = architectures.setdefault(key, f"{RANDOM} of {name}" if architectures else RANDOM)
+        found[name] = Embedder(name, f"{model.digest} {own.precision}", model.input, model.pooled, model, random, batch)
+        if random not in found:
+            kind = type(model.encoder) if config.encoder else None
+            encoder = build_encoder(config, generator=torch.Generator().manual_seed(args.seed), kind=kind)
+            drawn = TrainedModel(encoder, None, model.config, model.preprocessing).to(
+                model.device, next(model.parameters()).dtype
+            )
+            digest = hashlib.sha256(key.encode()).hexdigest()
+            found[random] = Embedder(random, digest, model.input, drawn.pooled, drawn, random, batch)
+    beats = Embedder(
+        MEAN_BEAT, MEAN_BEAT, Input(ALL, ALL), lambda x: torch.from_numpy(mean_beats(x.numpy())), compared=12 * BEAT
+    )
+    return [*found.values(), beats]
+
+
+def embedded(one: Embedder, dataset: Dataset, rows: Array, noise: float, leads: str, folder: Path) -> Vectors:
+    """Of these crops, in any order; leads that the model is not shown are zeros."""
+    shown = one.input.limited_to(leads)
+    job = json.dumps([one.digest, dataset.fingerprint, shown.seen, noise])
+    folder = folder / hashlib.sha256(job.encode()).hexdigest()[:24]
+    folder.mkdir(parents=True, exist_ok=True)
+    kept, rows = list(_kept(folder)), np.unique(rows)
+    missing = np.setdiff1d(rows, np.concatenate([part.row_B for part in kept])) if kept else rows
+    device = one.model.device if one.model else torch.device("cpu")
+    with progress_bar(len(missing), f" crops, {one.name}, leads {leads}") as bar:
+        for block in np.split(missing, range(BLOCK, len(missing), BLOCK)):
+            batches = dataset_batches(
+                dataset, np.split(block, range(one.batch, len(block), one.batch)), pin=device.type == "cuda"
+            )
+            parts = []
+            for batch, y_RD in predict(noisy(batches, dataset, noise) if noise else batches, shown.halves, one.forward, device):
+                c_BSD = np.zeros((len(batch.crops), 2, y_RD.shape[1]), np.float32)
+                c_BSD[np.arange(2) < batch.halves_B[:, None]] = y_RD
+                parts.append(Vectors(batch.crops, batch.halves_B, c_BSD))
+                bar.update(len(batch.crops))
+            if parts:
+                kept.append(Vectors(*map(np.concatenate, zip(*parts, strict=True))))
+                if not np.isfinite(kept[-1].c_BSD).all():
+                    raise ConfigError(f"{one.name}: {NOT_FINITE}")
+                np.savez(buffer := io.BytesIO(), **kept[-1]._asdict())
+                write_whole(folder / f"{block[0]:09d}-{len(block)}.npz", buffer.getvalue())
+    whole = Vectors(*map(np.concatenate, zip(*kept, strict=True)))
+    first = np.unique(whole.row_B, return_index=True)[1]
+    return Vectors(*(array[first] for array in whole)).of(rows)
+
+
+def _kept(folder: Path) -> Iterator[Vectors]:
+    for path in sorted(folder.glob("*.npz")):
+        with suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile), np.load(path) as arrays:
+            yield Vectors(*(arrays[name] for name in Vectors._fields))
+
+
+def noisy(batches: Iterable[CropBatch], dataset: Dataset, strength: float) -> Iterator[CropBatch]:
+    amplitude = AmplitudeMv(**{kind: strength * getattr(AmplitudeMv(), kind) for kind in PAPER_NOISE})
+    config = AugmentConfig(rlm=0.0, noise=PAPER_NOISE, amplitude_mv=amplitude)
+    augmenter, measured = Augmenter(config, "halves", 0, torch.device("cpu")), measured_leads([dataset])
+    for batch in batches:
+        zeros = np.zeros(len(batch.crops), np.int64)
+        p = parameters(config, "halves", augmenter.seed, Places(zeros, batch.crops, zeros), measured)
+        x_BSLT = augmenter(torch.from_numpy(batch.uv_BLT), augmenter.to_device(p)) / MV_PER_UV
+        uv_BLT = x_BSLT.round_().clamp_(-32767, 32767).transpose(1, 2).flatten(2).to(torch.int16)
+        yield batch._replace(uv_BLT=uv_BLT.numpy())

@@ -1,0 +1,241 @@
+"""omnilead bench: scores against a direct computation, shares of labels, differences, what is kept, what is refused."""
+
+import csv
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_tools.dataset import Dataset, as_csv
+from engine.__main__ import main
+from engine.evaluation import bench, embedders
+from engine.evaluation.bench import ProbedTask, Records, drawn, probe_scores, resampled, unlike, whitening
+from engine.evaluation.embedders import Vectors
+from engine.evaluation.metrics import Classification, measure, weighted_areas
+from engine.evaluation.probe import ProbeData, linear
+from engine.tasks.config import TaskConfig
+from engine.tasks.labels import TaskLabels
+from tests.conftest import save_model
+
+RNG = np.random.default_rng(0)
+LEADS, TASKS = ["--leads", "12", "V2,I"], ["--tasks", "sex", "age", "identification"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_resamples() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "RESAMPLES", 20)
+        yield
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: Any) -> list[str]:
+    folder = tmp_path_factory.mktemp("models")
+    save_model(folder / "A" / "model")
+    save_model(folder / "B", layers=1)
+    return ["--models", f"first={folder / 'A'}", str(folder / "B")]
+
+
+@pytest.fixture(scope="module")
+def out(models: list[str], dataset: Dataset, tmp_path_factory: Any) -> Path:
+    folder: Path = tmp_path_factory.mktemp("bench") / "OUT"
+    more = ["--share", "1", "0.3", "--noise", "0", "1", "--seed", "3", "--out", str(folder)]
+    assert main(["bench", *models, "--data", dataset.root.url, *TASKS, *LEADS, *more]) == 0
+    return folder
+
+
+def test_every_row_and_its_differences_in_every_file(out: Path) -> None:
+    found = json.loads((out / "bench.json").read_text())
+    names = ["first", "random weights", "B", "random weights of B", "mean beat"]
+    assert list(found["models"]) == names and found["models"]["B"] == "random weights of B"
+    rows = {tuple(row[key] for key in ("model", "task", "leads", "share", "noise")): row for row in found["rows"]}
+    assert len(rows) == len(found["rows"]) == len(names) * 2 * 2 * (2 * 2 + 1)
+    one = rows["B", "sex", "V2,I", 0.3, 1.0]
+    assert (one["draws"], one["classes"], one["left_out"], set(one["per_class"]["auroc"])) == (1, 2, [], {"F", "M"})
+    assert (
+        one["intervals"]["auroc"][0] <= one["metrics"]["auroc"] <= one["intervals"]["auroc"][1] and one["n"] > one["patients"]
+    )
+    assert rows["first", "age", "12", 1.0, 0.0]["metrics"].keys() == {"mae", "rmse", "r2", "pearson"}
+    clean, noise = (rows["mean beat", "identification", "12", None, level]["metrics"] for level in (0.0, 1.0))
+    assert clean["accuracy"] > 0.3 and clean["accuracy_whitened"] > 0.3 and noise != clean
+    gaps = {
+        tuple(gap[key] for key in ("model", "against", "task", "leads", "share", "noise", "metric")): gap
+        for gap in found["differences"]
+    }
+    gap = gaps["B", "random weights of B", "age", "12", 0.3, 0.0, "mae"]
+    pair = [rows[name, "age", "12", 0.3, 0.0]["metrics"]["mae"] for name in ("B", "random weights of B")]
+    assert gap["difference"] == pytest.approx(pair[0] - pair[1]) and gap["interval"][0] <= gap["interval"][1]
+    assert ("mean beat", "first", "sex", "12", 1.0, 0.0, "auroc") in gaps and (
+        "first",
+        "first",
+        "sex",
+        "12",
+        1.0,
+        0.0,
+        "auroc",
+    ) not in gaps
+    lines = list(csv.DictReader((out / "bench.csv").open()))
+    assert len(lines) == sum(len(row["metrics"]) for row in found["rows"]) + len(gaps)
+    text = (out / "bench.md").read_text()
+    assert "## identification: accuracy, whitened" in text and "| minus first" in text
+    assert (out / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_kept_is_used_again(
+    out: Path, models: list[str], dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More tasks of the same model cost nothing; a damaged file is made again, and nothing else."""
+    shutil.copytree(out, copy := tmp_path / "OUT")
+    made, batches = list[int](), embedders.dataset_batches
+    monkeypatch.setattr(
+        embedders, "dataset_batches", lambda d, rows, **how: made.append(sum(map(len, rows))) or batches(d, rows, **how)
+    )
+    again = [
+        "bench",
+        *models,
+        "--data",
+        dataset.root.url,
+        "--tasks",
+        "identification",
+        "--leads",
+        "12",
+        "--seed",
+        "3",
+        "--out",
+        str(copy),
+    ]
+    assert main(again) == 0 and made == []
+    found, before = (json.loads((folder / "bench.json").read_text())["rows"] for folder in (copy, out))
+    of = [row for row in before if (row["task"], row["leads"], row["noise"]) == ("identification", "12", 0)]
+    assert [row["metrics"] for row in found] == [row["metrics"] for row in of]
+    damaged = sorted((copy / "parts").rglob("*.npz"), key=lambda path: path.stat().st_size)[-1]
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    every = ["bench", *models, "--data", dataset.root.url, *TASKS, *LEADS, "--seed", "3", "--out", str(copy)]
+    assert main(every) == 0 and len(made) == 1
+    assert damaged.stat().st_size == (out / damaged.relative_to(copy)).stat().st_size
+
+
+def test_trained_on_one_dataset_and_tested_on_another(
+    models: list[str], dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Classes go by their names; each dataset has a table and splits of its own."""
+    rows = dataset.table(["record", "patient"]).to_pylist()
+    for name, columns in (("train", "tall,old"), ("test", "old,other,tall"), ("wrong", "old,other")):
+        (tmp_path / name).mkdir()
+        order = [("tall", "old", "other").index(column) for column in columns.split(",")]
+        cells = {row["record"]: [i % 2, i % 3 % 2, 1] for i, row in enumerate(rows)}
+        (tmp_path / name / "body.csv").write_text(
+            as_csv([["record", *columns.split(",")], *([key, *(values[k] for k in order)] for key, values in cells.items())])
+        )
+    common = ["bench", *models[:2], "--data", dataset.root.url, "--test-data", dataset.root.url, "--out", str(tmp_path / "OUT")]
+    words = ["--tasks", str(tmp_path / "train" / "body.csv"), "--test-labels"]
+    assert main([*common, *words, str(tmp_path / "test")]) == 0
+    one = json.loads((tmp_path / "OUT" / "bench.json").read_text())["rows"][0]
+    assert list(one["per_class"]["auroc"]) == ["tall", "old"] and one["task"] == "body"
+    assert main([*common, *words, str(tmp_path / "wrong")]) == 2 and "no column 'tall'" in capsys.readouterr().err
+
+
+def made_task(kind: Any = "multilabel", test: int = 60) -> tuple[ProbedTask, Vectors]:
+    """Vectors and labels by hand: 200 records of two halves, the last ones tested; two of each patient."""
+    c_BSD = RNG.normal(size=(200, 2, 5)).astype(np.float32)
+    y_NK = (c_BSD.sum(1) @ RNG.normal(size=(5, 3)) + RNG.normal(size=(200, 3)) > 0).astype(np.float32)
+    y_NK[RNG.random(y_NK.shape) < 0.1] = np.nan
+    parts = []
+    for rows in np.split(np.arange(200), [100, 200 - test]):
+        parts.append(Records(rows, np.arange(len(rows)), y_NK[rows], rows // 2))
+    labels = TaskLabels(TaskConfig("made", kind), ("a", "b", "c"), [y_NK], [])
+    draws, every = {0.2: list(drawn(parts[0].patient_N, 0.2)), 1.0: [np.arange(100)]}, np.ones(3, bool)
+    task = ProbedTask(
+        labels, tuple(parts), draws, {0.2: np.array([True, False, True]), 1.0: every}, resampled(parts[2].patient_N)
+    )
+    return task, Vectors(np.arange(200), np.full(200, 2), c_BSD)
+
+
+def test_scores_of_vectors_by_hand_are_those_of_a_direct_computation() -> None:
+    task, vectors = made_task()
+    found = {key[0]: row for key, row in probe_scores(task, vectors, {0.0: vectors})}
+    (train, valid, test), x = task.parts, vectors.c_BSD.mean(1)
+    for share, used in task.used.items():
+        direct = []
+        for at in task.draws[share]:
+            data = ProbeData(x[train.rows[at]], train.y_NK[at][:, used], x[valid.rows], valid.y_NK[:, used], x[test.rows])
+            direct.append(measure("multilabel", test.y_NK[:, used], linear(data).scores_NK))
+        facts, samples = found[share]
+        assert facts["draws"] == len(direct) == {0.2: 2, 1.0: 1}[share] and facts["left_out"] == {0.2: ["b"], 1.0: []}[share]
+        for name in ("auroc", "auprc"):
+            assert samples[name][0] == pytest.approx(np.mean([one[name] for one in direct]))
+
+
+def test_areas_for_many_weightings_at_once() -> None:
+    score, y = RNG.integers(0, 12, 90) / 12, RNG.integers(0, 2, 90).astype(float)
+    y[RNG.random(90) < 0.2] = np.nan
+    weight = RNG.poisson(1, (90, 7))
+    one = Classification(y[:, None], np.zeros((90, 1)), score[:, None], ["a"])
+    direct = np.stack([np.concatenate(one.areas(w)) for w in weight.T], 1)
+    np.testing.assert_allclose(weighted_areas(y, score, weight.astype(np.float32)), direct, rtol=1e-6)
+    assert np.isnan(weighted_areas(np.zeros(90), score, weight)).all()
+
+
+def test_small_shares_lie_within_larger_ones_and_patients_stay_whole() -> None:
+    patient = RNG.integers(0, 300, 1000)
+    small, large, half = (list(drawn(patient, share)) for share in (0.01, 0.1, 0.5))
+    assert [len(small), len(large), len(half)] == [5, 5, 1]
+    for few, many in zip(small, large, strict=True):
+        assert set(few) < set(many) and len(np.unique(patient[few])) == round(0.01 * len(np.unique(patient)))
+        assert np.isin(patient, patient[few]).sum() == len(few)
+    assert len({tuple(few) for few in small}) == 5
+    weight = resampled(patient)
+    assert (weight[:, 0] == 1).all() and all(
+        len(np.unique(weight[patient == p], axis=0)) == 1 for p in (patient[0], patient[7])
+    )
+    assert unlike(np.array([[0, 1, 1, np.nan], [1, 1, np.nan, np.nan]])).tolist() == [True, False, False, False]
+
+
+def test_whitened_halves_differ_alike_in_every_direction() -> None:
+    mix, person = RNG.normal(size=(4, 4)), RNG.normal(size=(5000, 1, 4))
+    center, matrix = whitening((person + RNG.normal(size=(5000, 2, 4)) @ mix).astype(np.float32))
+    np.testing.assert_allclose(matrix.T @ mix.T @ mix @ matrix, np.eye(4), atol=0.1)
+    few = np.zeros((3, 2, 8), np.float32)
+    few[:, :, :2] = RNG.normal(size=(3, 2, 2))
+    assert np.isfinite(whitening(few)[1]).all() and np.isfinite(whitening(few[:1] * 0)[1]).all()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tasks", "sex", "--share", "0"], "--share 0: must be from 0.0001 to 1"),
+        (["--tasks", "sex", "--noise", "-1"], "--noise -1: must be from 0 to 20"),
+        (["--tasks", "sexx"], "'sexx': no such file or shipped config: did you mean sex"),
+        (["--tasks", "ptbxl-form"], "--tasks ptbxl-form: task.split=column: the split of a label table"),
+        (["--tasks", "sex", "--share", "0.01"], "no class has positives and negatives in both: use a larger share"),
+        (["--tasks", "sex", "--leads", "13"], "leads='13': no lead is called"),
+        (["--tasks", "same.csv"], "same.csv: --share 1 of"),
+        (["--tasks", "folds.csv"], "folds 1, 2: at least 3 are needed"),
+        (["--tasks", "sex", "sex"], "two have one name"),
+        (["--tasks", "sex", "--models", "A=nowhere"], "nowhere: no such folder"),
+        (["--tasks", "sex", "--models", "nowhere/x", "nowhere/x"], "nowhere/x: no such folder"),
+    ],
+)
+def test_what_is_refused_is_one_line(
+    words: list[str], message: str, models: list[str], dataset: Dataset, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    records = list(dict.fromkeys(dataset.column("record").tolist()))
+    Path("same.csv").write_text("record,ill\n" + "".join(f"{name},1\n" for name in records))
+    Path("folds.csv").write_text(
+        "record,ill,fold\n" + "".join(f"{name},{i % 2},{1 + i % 2}\n" for i, name in enumerate(records))
+    )
+    assert main(["bench", *models, "--data", dataset.root.url, "--out", "OUT", *words]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("omnilead bench: ") and err.count("\n") == 1 and message in err
+    assert not Path("OUT").exists()
+
+
+def test_two_models_of_one_name(models: list[str], dataset: Dataset, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *models, models[2], "--data", dataset.root.url, "--tasks", "sex", "--out", "OUT"]) == 2
+    assert "'B' is another one's name: write NAME=" in capsys.readouterr().err
