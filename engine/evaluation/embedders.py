@@ -104,7 +104,7 @@ def embedded(one: Embedder, dataset: Dataset, rows: Array, noise: float, leads: 
     missing = np.setdiff1d(rows, np.concatenate([part.row_B for part in kept])) if kept else rows
     device = one.model.device if one.model else torch.device("cpu")
     with progress_bar(len(missing), f" crops, {one.name}, leads {leads}") as bar:
-        for block in np.split(missing, range(BLOCK, len(missing), BLOCK)):
+        for block in (missing[at : at + BLOCK] for at in range(0, len(missing), BLOCK)):
             batches = dataset_batches(
                 dataset, np.split(block, range(one.batch, len(block), one.batch)), pin=device.type == "cuda"
             )
