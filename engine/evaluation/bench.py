@@ -48,7 +48,7 @@ Samples = dict[str, Array]  # metrics [B]
 Found = dict[tuple[Any, ...], tuple[dict[str, Any], Samples]]  # facts and metrics by model, task, leads, share and noise
 
 
-class Records(NamedTuple):
+class ProbedRecords(NamedTuple):
     """Of one split."""
 
     rows: Array  # crops, those of a record side by side
@@ -64,7 +64,7 @@ class Records(NamedTuple):
 
 class ProbedTask(NamedTuple):
     labels: TaskLabels
-    parts: tuple[Records, Records, Records]  # train, valid, test
+    parts: tuple[ProbedRecords, ProbedRecords, ProbedRecords]  # train, valid, test
     draws: dict[float, list[Array]]  # of each share: records of train
     used: dict[float, Array]  # of each share: the outputs [K] whose labels differ in test and in each draw
     weight_NB: Array  # of the records of test
@@ -169,7 +169,7 @@ def table_of(folder: str, word: str) -> str:
     return next((str(path) for path in paths if folder and path.is_file()), "")
 
 
-def records_of(dataset: Dataset, labels: TaskLabels, split: str, leads: Sequence[str]) -> Records:
+def records_of(dataset: Dataset, labels: TaskLabels, split: str, leads: Sequence[str]) -> ProbedRecords:
     rows = labels.rows(0, split)
     rows = rows[measured(dataset, leads)[rows]]
     if not len(rows):
@@ -178,7 +178,7 @@ def records_of(dataset: Dataset, labels: TaskLabels, split: str, leads: Sequence
     record_B = names.dictionary_encode().indices.to_numpy()
     rows = rows[np.argsort(record_B[rows], kind="stable")]
     begins = np.flatnonzero(np.diff(record_B[rows], prepend=-1))
-    return Records(rows, begins, labels.y[0][rows[begins]], patient_ids([dataset])[0][rows[begins]])
+    return ProbedRecords(rows, begins, labels.y[0][rows[begins]], patient_ids([dataset])[0][rows[begins]])
 
 
 def drawn(patient_N: Array, share: float) -> Iterator[Array]:

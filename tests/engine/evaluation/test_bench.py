@@ -15,7 +15,7 @@ import pytest
 from data_tools.dataset import Dataset, as_csv
 from engine.__main__ import main
 from engine.evaluation import bench, embedders
-from engine.evaluation.bench import ProbedTask, Records, drawn, probe_scores, resampled, unlike, whitening
+from engine.evaluation.bench import ProbedTask, ProbedRecords, drawn, probe_scores, resampled, unlike, whitening
 from engine.evaluation.embedders import Vectors
 from engine.evaluation.metrics import Classification, measure, weighted_areas
 from engine.evaluation.probe import ProbeData, linear
@@ -149,7 +149,7 @@ def made_task(kind: Any = "multilabel", test: int = 60) -> tuple[ProbedTask, Vec
     y_NK[RNG.random(y_NK.shape) < 0.1] = np.nan
     parts = []
     for rows in np.split(np.arange(200), [100, 200 - test]):
-        parts.append(Records(rows, np.arange(len(rows)), y_NK[rows], rows // 2))
+        parts.append(ProbedRecords(rows, np.arange(len(rows)), y_NK[rows], rows // 2))
     labels = TaskLabels(TaskConfig("made", kind), ("a", "b", "c"), [y_NK], [])
     draws, every = {0.2: list(drawn(parts[0].patient_N, 0.2)), 1.0: [np.arange(100)]}, np.ones(3, bool)
     task = ProbedTask(
