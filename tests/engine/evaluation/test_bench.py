@@ -15,7 +15,7 @@ import pytest
 from data_tools.dataset import Dataset, as_csv
 from engine.__main__ import main
 from engine.evaluation import bench, embedders
-from engine.evaluation.bench import ProbedTask, ProbedRecords, drawn, probe_scores, resampled, unlike, whitening
+from engine.evaluation.bench import ProbedRecords, ProbedTask, drawn, probe_scores, resampled, unlike, whitening
 from engine.evaluation.embedders import Vectors
 from engine.evaluation.metrics import Classification, measure, weighted_areas
 from engine.evaluation.probe import ProbeData, linear
@@ -147,9 +147,8 @@ def made_task(kind: Any = "multilabel", test: int = 60) -> tuple[ProbedTask, Vec
     c_BSD = RNG.normal(size=(200, 2, 5)).astype(np.float32)
     y_NK = (c_BSD.sum(1) @ RNG.normal(size=(5, 3)) + RNG.normal(size=(200, 3)) > 0).astype(np.float32)
     y_NK[RNG.random(y_NK.shape) < 0.1] = np.nan
-    parts = []
-    for rows in np.split(np.arange(200), [100, 200 - test]):
-        parts.append(ProbedRecords(rows, np.arange(len(rows)), y_NK[rows], rows // 2))
+    splits = np.split(np.arange(200), [100, 200 - test])
+    parts = [ProbedRecords(rows, np.arange(len(rows)), y_NK[rows], rows // 2) for rows in splits]
     labels = TaskLabels(TaskConfig("made", kind), ("a", "b", "c"), [y_NK], [])
     draws, every = {0.2: list(drawn(parts[0].patient_N, 0.2)), 1.0: [np.arange(100)]}, np.ones(3, bool)
     task = ProbedTask(
@@ -200,7 +199,7 @@ def test_small_shares_lie_within_larger_ones_and_patients_stay_whole() -> None:
 
 def test_whitened_halves_differ_alike_in_every_direction() -> None:
     mix, person = np.eye(4) + 0.2 * RNG.normal(size=(4, 4)), RNG.normal(size=(5000, 1, 4))
-    center, matrix = whitening((person + RNG.normal(size=(5000, 2, 4)) @ mix).astype(np.float32))
+    matrix = whitening((person + RNG.normal(size=(5000, 2, 4)) @ mix).astype(np.float32))[1]
     np.testing.assert_allclose(matrix.T @ mix.T @ mix @ matrix, np.eye(4), atol=0.1)
     few = np.zeros((3, 2, 8), np.float32)
     few[:, :, :2] = RNG.normal(size=(3, 2, 2))
