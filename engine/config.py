@@ -56,6 +56,7 @@ ALIASES = {  # names in other libraries
 BestMetric = Literal[
     "loss", "auroc", "auprc", "challenge", "accuracy", "f1", "f_measure", "mae", "r2", "identification_accuracy"
 ]
+Rate = Annotated[float, Field(gt=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -90,7 +91,7 @@ class TrainConfig(Section):
     zero_stage: int | None = Field(default=None, ge=0, le=3)  # None: that of the DeepSpeed JSON, else 1
     deepspeed: str | None = None  # DeepSpeed JSON file, or zero0 to zero3: ZeRO and communication only
     compile: Literal["eager", "layers", "step"] | None = None  # scope of torch.compile; None: layers on CUDA, else eager
-    lr: float = Field(default=5e-5, gt=0, le=1)  # highest learning rate
+    lr: Rate = 5e-5  # highest learning rate
     schedule: Literal["fixed", "warmup_cosine", "tri_stage"] = "fixed"  # fixed: lr as it is; tri_stage: warm-up, hold, decay
     warmup: float = Field(default=0.1, ge=0, le=1)  # share of all steps
     hold: float = Field(default=0.2, ge=0, le=1)  # share of all steps, tri_stage only
@@ -183,6 +184,7 @@ class FinetuneConfig(RunConfig):
     folder: ClassVar[str] = "finetune"
     run: str = "runs/finetune"  # folder of the run; an unfinished run there is resumed
     start: str = ""  # pre-trained run or model folder; a pre-training YAML: its architecture with random weights
+    rates: tuple[Rate, ...] = ()  # a list in train.lr: learning rates to try in RUN/lr-RATE; RUN is the best by validation
     code: bool = False  # run the code of a plugged-in encoder in the folder that `start` names
     data: FinetuneData = FinetuneData()
     defaults: ClassVar[dict[str, Any]] = {"augment": {"rlm": 0.0}}  # no lead masking unless asked for
@@ -229,7 +231,9 @@ def build(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # type: ign
         tree = tree | {"model": current_settings(tree["model"])}
     if "task" in kind.model_fields and isinstance(tree.get("head"), dict):
         tree = merge(tree, {"task": current_task(tree.pop("head"))})
-    augment = tree.get("augment")
+    train, augment = tree.get("train"), tree.get("augment")
+    if "rates" in kind.model_fields and isinstance(train, dict) and isinstance(rates := train.get("lr"), list) and rates:
+        tree = tree | {"train": train | {"lr": rates[0]}, "rates": rates if len(rates) > 1 else []}
     if isinstance(augment, dict) and type(augment.get("leads")) is int:  # augment.leads=3
         tree = tree | {"augment": augment | {"leads": str(augment["leads"])}}
     try:

@@ -4,6 +4,7 @@
     omnilead finetune --start RUN --data DATASET --labels my.csv --columns rhythm --kind multiclass --out OUT
     omnilead finetune --start RUN --data DATASET --task age --out AGE            also sex, diagnosis, identification ...
     omnilead finetune --start RUN --data DATASET --config diagnosis --out DX     the paper's settings; also identification
+    ... --lr 1e-4 3e-4 1e-3                                   each in OUT/lr-RATE; OUT is the best by validation
     ... --set augment.leads=3                                 on three leads, the others zero; 12, 6, 3, 2, 1 or I,II,V2
     ... --set augment.leads=3 --set augment.padded=false      a model of three leads
     ... --start w2v_cmsc_rlm.yaml                             its architecture with random weights, for comparison
@@ -35,11 +36,13 @@ if TYPE_CHECKING:
     from engine.training.run import Data, TrainingRun
 
 KINDS = ("binary", "multilabel", "multiclass", "regression")
+RATES = "learning rate; of several, each in RUN/lr-RATE, the best by validation becomes RUN"
 OWN: dict[str, Shortcut] = {
     "--labels": ("task.labels", {"metavar": "CSV", "help": "a table of labels, CSV or parquet, with a column `record`"}),
     "--task": ("task.name", {"metavar": "NAME|F", "help": "a shipped task such as age or ptbxl-form, or a YAML file"}),
     "--kind": ("task.kind", {"choices": KINDS, "help": "kind of the labels (default: guessed from the table)"}),
     "--columns": ("task.columns", {"nargs": "+", "metavar": "NAME", "help": "label columns (default: all)"}),
+    "--lr": ("train.lr", {"nargs": "+", "type": float, "metavar": "RATE", "help": RATES}),
     "--code": ("code", {"action": "store_const", "const": True, "help": RUN_CODE["help"]}),
 }
 

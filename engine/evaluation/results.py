@@ -29,15 +29,7 @@ from engine.data.augmenter import FS_HZ, none_measured
 from engine.data.leakage import conflicting_splits, patient_ids
 from engine.data.preprocess import Input
 from engine.evaluation.inputs import no_leads
-from engine.evaluation.metrics import (
-    Array,
-    MetricError,
-    bootstrap,
-    challenge_statistic,
-    identification,
-    predicted,
-    statistic_of,
-)
+from engine.evaluation.metrics import Array, MetricError, bootstrap, challenge_statistic, identification, statistic_of
 from engine.evaluation.predict import dataset_batches, predict
 from engine.model.config import validated
 from engine.model.inference import THRESHOLD, HeadInfo, TrainedModel
@@ -70,14 +62,13 @@ class TaskResult:
     facts: dict[str, Any] = field(default_factory=dict)  # model, data, role, leads
     notes: Sequence[str] = ()  # warnings about the data
     head: HeadInfo = DIAGNOSIS
-    chosen: Sequence[float] = ()  # of the Challenge's classes, which count as predicted above 0.5: thresholds from validation
     crops_N: Array | None = None  # rows of the dataset
     groups_N: Mapping[str, Array] = field(default_factory=dict)  # age, sex, source of each row
     resamples: int = RESAMPLES
 
     @cached_property
     def half(self) -> dict[str, Any]:
-        return scored(self.labels_NK, self.scores_NK, self.patients_N, self.resamples, self.head, self.chosen)
+        return scored(self.labels_NK, self.scores_NK, self.patients_N, self.resamples, self.head)
 
     @cached_property
     def record(self) -> dict[str, Any]:
@@ -96,7 +87,7 @@ class TaskResult:
     def _of_records(self, rows: Array, resamples: int) -> dict[str, Any]:
         records, patients = (np.asarray(each)[rows].tolist() for each in (self.records_N, self.patients_N))
         means = by_record(self.labels_NK[rows], self.scores_NK[rows], records, patients)
-        return scored(*means, resamples, self.head, self.chosen)
+        return scored(*means, resamples, self.head)
 
     def worst(self, count: int) -> list[int]:
         """Rows: the worst half of each of the most wrongly read records."""
@@ -129,9 +120,7 @@ class TaskResult:
         return {key: nullable(value) for key, value in {**about, **self.facts, **half, **rest}.items()}
 
 
-def scored(
-    labels: Array, scores: Array, patients: Sequence[Any], resamples: int, head: HeadInfo, chosen: Sequence[float] = ()
-) -> dict[str, Any]:
+def scored(labels: Array, scores: Array, patients: Sequence[Any], resamples: int, head: HeadInfo) -> dict[str, Any]:
     """n, patients, metrics, intervals, classes, without_positives, without_negatives. The first metric is the score."""
     if broken := int((~np.isfinite(scores)).any(1).sum()):
         raise MetricError(f"the model gave NaN for {broken:,} of {len(scores):,} samples: check its weights and the data")
@@ -139,8 +128,8 @@ def scored(
     summary, names = statistic.summary(), statistic.names
     low, high = bootstrap(statistic, patients, resamples).tolist()
     figures = {name: (summary.pop(name), [a, b]) for name, a, b in zip(names, low, high, strict=True)}
-    if chosen and "challenge" in names:
-        again = challenge_statistic(labels, predicted(head.kind, scores, chosen))
+    if head.chosen and "challenge" in names:
+        again = challenge_statistic(labels, scores > np.asarray(head.chosen))
         ends = bootstrap(again, patients, resamples).tolist()
         figures = {"challenge": figures["challenge"], CHOSEN: (again(np.ones(len(labels), np.int64)), ends)} | figures
     metrics, intervals = ({name: figure[part] for name, figure in figures.items()} for part in (0, 1))
@@ -243,7 +232,7 @@ def score_task(model: TrainedModel, dataset: Dataset, task: TaskConfig, options:
     columns = [model.classes.index(name) for name in labels.classes]
     challenge = labels.classes == CLASSES
     thresholds = [THRESHOLD if challenge else head.thresholds[k] for k in columns] if head.thresholds else []
-    chosen = [head.thresholds[k] for k in columns] if challenge and set(head.thresholds) != {THRESHOLD} else []
+    chosen = tuple(head.thresholds[k] for k in columns) if challenge and set(head.thresholds) != {THRESHOLD} else ()
     if chosen:
         notes.append(
             f"A class counts as predicted above {THRESHOLD}, as in the Challenge; only for the Challenge score with chosen "
@@ -254,7 +243,7 @@ def score_task(model: TrainedModel, dataset: Dataset, task: TaskConfig, options:
         notes.append("Possible leakage: the model was fine-tuned with other folds or another split than are scored here.")
     elif model.history.get("datasets") == [dataset.fingerprint] and head.definition and labels.facts["sha256"] != head.sha256:
         notes.append("Possible leakage: the model was fine-tuned on this dataset with other labels, or split otherwise.")
-    head = replace(head, task=task.name, classes=labels.classes, thresholds=tuple(thresholds))
+    head = replace(head, task=task.name, classes=labels.classes, thresholds=tuple(thresholds), chosen=chosen)
     facts = _facts(dataset, options, model_input) | ({"labels": task.labels} if task.labels else {})
     table = dataset.table(["source", "record", "age", "sex"]).take(rows)
     sources, records, ages, sexes = (np.array(column, object)[crop_R] for column in table.to_pydict().values())
@@ -263,8 +252,7 @@ def score_task(model: TrainedModel, dataset: Dataset, task: TaskConfig, options:
     groups = {"age": bands, "sex": np.array([sex or "unknown" for sex in sexes]), "source": sources.astype(str)}
     patients = patient_ids([dataset])[0][rows][crop_R].tolist()
     notes += [*left_out, *(labels.remarks if task.labels else ())]
-    outputs = y_NK[crop_R], scores_RK[:, columns]
-    return TaskResult(*outputs, names, patients, facts, notes, head, chosen, rows[crop_R], groups)
+    return TaskResult(y_NK[crop_R], scores_RK[:, columns], names, patients, facts, notes, head, rows[crop_R], groups)
 
 
 def labels_of(labels: TaskLabels, dataset: Dataset, role: str) -> tuple[Array, Array]:

@@ -22,6 +22,7 @@ if not __package__:
 import jinja2
 import numpy as np
 
+from data_tools.cli import say
 from engine.common import LEADS, Parser, write_whole
 from engine.evaluation import plots
 from engine.evaluation.plots import Line, LineStyle
@@ -139,10 +140,15 @@ def build(run: Path) -> str:
         drawn = [draw(chart, files, best, absent) for chart in charts]
         note = validation_note(files) if title == "Loss" else ""
         sections.append(ReportSection(title, charts=list(filter(None, drawn)), note=note))
+    if isinstance(rates := files.fact("rates"), list):
+        names = ("Learning rate", "Best step", f"{chosen_by(files)[0]} there", "Converged")
+        sections.append(ReportSection("Learning rates", grid=[names, *([str(cell) for cell in row] for row in rates)]))
     sections.append(ReportSection("Similarities", charts=list(diagnostic_charts(files.diagnostics))))
     sections.append(ReportSection("Inputs", charts=list(sample_charts(files.diagnostics.get("samples_mv"))), columns=2))
     table = [
-        (key, value) for key, value in flat(files.facts) if not key.startswith(("config.", "chance.", "validation", "labels."))
+        (key, value)
+        for key, value in flat(files.facts)
+        if not key.startswith(("config.", "chance.", "validation", "labels.", "rates"))
     ]
     missing = f"Not logged in this run: {', '.join(absent)}." if absent else ""
     sections.append(ReportSection("The run", table=table, config=files.config, note=missing))
@@ -249,15 +255,10 @@ def result(files: RunFiles) -> dict[str, Any]:
     if not converged and files.metrics.steps[-1] < number(files.fact("steps")):
         return {}
     after = f"and {since} validations since without a better one" if since else "the last validation"
+    text = f"{'' if converged else 'not '}converged: best {name} {value:.4f} at step {best:,.0f}, {after}"
     curve = [[int(step), value] for step, value in zip(*files.held_out.curve(name), strict=True) if math.isfinite(value)]
-    return {
-        **{"metric": name, "higher_is_better": sign > 0, "best": value, "step": int(best), "validations_since": since},
-        **{
-            "converged": converged,
-            "text": f"{'not ' * (not converged)}converged: best {name} {value:.4f} at step {best:,.0f}, {after}",
-        },
-        "curve": curve,
-    }
+    found = {"metric": name, "higher_is_better": sign > 0, "best": value, "step": int(best), "validations_since": since}
+    return found | {"converged": converged, "text": text, "curve": curve}
 
 
 def draw(chart: Chart, files: RunFiles, best: float | None, absent: list[str]) -> str:
@@ -305,15 +306,12 @@ def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def write_report(run: Path) -> Path:
-    write_whole(run / REPORT, build(run))
-    return run / REPORT
-
-
-def write_result(run: Path) -> str:
-    """RUN/result.json, and what it says in words; "" if there is no result."""
+    """And RUN/result.json, which is also told."""
     if ended := result(RunFiles(run)):
         write_whole(run / RESULT, json.dumps(ended, indent=1) + "\n")
-    return str(ended.get("text", ""))
+        say(ended["text"])
+    write_whole(run / REPORT, build(run))
+    return run / REPORT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

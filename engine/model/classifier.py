@@ -9,6 +9,7 @@ Source: paper, section "Fine-tuning"; fairseq-signals models/classification/ecg_
 0), criterions/binary_cross_entropy_with_logits.py (mean over samples and classes), models/identification/arcface.py.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from engine.objectives.contrastive import sum_over_ranks, world_size
 from engine.tasks import kinds
 from engine.tasks.config import TaskConfig
 
+SCALE_SPEED = 10  # how much faster than a weight the logarithm of a learned scale moves
+
 
 class Classifier(nn.Module):
     def __init__(self, encoder: nn.Module, task: TaskConfig, outputs: int, generator: torch.Generator | None = None) -> None:
@@ -31,6 +34,9 @@ class Classifier(nn.Module):
         if task.head:
             self.head: Any = build_head(task.head, width, outputs, generator)
             return
+        if task.kind == "identity" and task.scale == "learned":
+            first = math.sqrt(2) * math.log(max(outputs - 1, 2))  # as in AdaCos (Zhang et al. 2019)
+            self.log_scale = nn.Parameter(torch.tensor([math.log(first) / SCALE_SPEED]))
         self.head = nn.Linear(width, outputs, bias=task.kind != "identity")
         nn.init.xavier_uniform_(self.head.weight, generator=generator)
         if self.head.bias is not None:
@@ -42,6 +48,7 @@ class Classifier(nn.Module):
         labels: Tensor | None = None,
         present_BS: Tensor | None = None,
         weights_BK: Tensor | None = None,
+        margin: Tensor | None = None,  # of identity, while it is not the task's
     ) -> dict[str, Tensor] | Tensor:
         """labels: float [B, K], NaN where unknown; for identity int64 [B]. Both halves of a crop have the crop's. present_BS: 0
         for halves that the record does not have. weights_BK: of the labels. Without labels: the pooled encodings c_RD."""
@@ -52,7 +59,7 @@ class Classifier(nn.Module):
         halves = x_BSLT.shape[1]
         labels_R, present_R = labels.repeat_interleave(halves, 0), present_BS.flatten().float()
         if self.task.kind == "identity":
-            loss_R, right_R = self._patient(c_RD, labels_R)
+            loss_R, right_R = self._patient(c_RD, labels_R, self.task.margin if margin is None else margin)
             share_R = torch.ones_like(present_R)
         else:
             logits_RK, weights_RK = self.logits(c_RD), None if weights_BK is None else weights_BK.repeat_interleave(halves, 0)
@@ -70,7 +77,8 @@ class Classifier(nn.Module):
         logits: Tensor = self.head(c_RD.to(next(self.head.parameters()).dtype)).float()
         return logits
 
-    def _patient(self, c_RD: Tensor, label_R: Tensor) -> tuple[Tensor, Tensor]:
-        cosine_RC = cosines(c_RD, self.head.weight)
-        logits_RC = arcface_logits(cosine_RC, label_R, self.task.scale, self.task.margin)
+    def _patient(self, c_RD: Tensor, label_R: Tensor, margin: float | Tensor) -> tuple[Tensor, Tensor]:
+        cosine_RC, fixed = cosines(c_RD, self.head.weight), self.task.scale
+        scale = (SCALE_SPEED * self.log_scale.float()).exp() if fixed == "learned" else fixed
+        logits_RC = arcface_logits(cosine_RC, label_R, scale, margin)
         return F.cross_entropy(logits_RC, label_R, reduction="none"), cosine_RC.argmax(1) == label_R

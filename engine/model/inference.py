@@ -56,6 +56,7 @@ class HeadInfo:
     kind: TaskKind
     classes: tuple[str, ...] = ()  # [K]; of binary and regression the label columns
     thresholds: tuple[float, ...] = ()  # [K] of binary and multilabel: a class is predicted above it
+    chosen: tuple[float, ...] = ()  # [K] in an evaluation of the Challenge's classes, where thresholds are 0.5: of validation
     unit: str = ""  # of regression
     center: tuple[float, ...] = ()  # [K] of regression: logits * scale + center
     scale: tuple[float, ...] = ()

@@ -5,7 +5,8 @@
 
 Source: paper, section "Fine-tuning" (scale 192, margin 1.0); fairseq-signals criterions/arcface_criterion.py:46-66. Beyond
 theta = pi - margin, where cos(theta + margin) would rise again, the authors go on with cos(theta) - margin * sin(margin); the
-paper does not say. The sine's slope is unbounded at a cosine of +-1: CLIP keeps the cosine away from it.
+paper does not say. The sine's slope is unbounded at a cosine of +-1: CLIP keeps the cosine away from it. `margin`
+and `scale` may be tensors: one that grows, one that is learnt.
 """
 
 import math
@@ -17,12 +18,13 @@ from torch import Tensor
 CLIP = 1e-6
 
 
-def arcface_logits(cosine_RC: Tensor, label_R: Tensor, scale: float = 192.0, margin: float = 1.0) -> Tensor:
+def arcface_logits(cosine_RC: Tensor, label_R: Tensor, scale: float | Tensor = 192.0, margin: float | Tensor = 1.0) -> Tensor:
     """In float32: a scale of 192 leaves bf16 two digits."""
+    margin = torch.as_tensor(margin, dtype=torch.float64)
     cosine_RC = cosine_RC.float().clamp(-1 + CLIP, 1 - CLIP)
     true_R1 = cosine_RC.gather(1, label_R[:, None])
-    moved_R1 = true_R1 * math.cos(margin) - (1 - true_R1.square()).sqrt() * math.sin(margin)
-    moved_R1 = torch.where(true_R1 > math.cos(math.pi - margin), moved_R1, true_R1 - margin * math.sin(margin))
+    moved_R1 = true_R1 * margin.cos() - (1 - true_R1.square()).sqrt() * margin.sin()
+    moved_R1 = torch.where(true_R1 > (math.pi - margin).cos(), moved_R1, true_R1 - margin * margin.sin())
     return scale * cosine_RC.scatter(1, label_R[:, None], moved_R1)
 
 

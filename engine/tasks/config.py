@@ -34,8 +34,10 @@ class TaskConfig:
     # {train: [1, 2], valid: [3], test: [4]}; {}: the last fold is test, the one before it valid
     folds: dict[Literal["train", "valid", "test"], tuple[Value, ...]] = field(default_factory=dict)
     class_weights: Literal["none", "balanced"] = "none"  # balanced: each class weighs as much as if all were equally frequent
-    scale: Annotated[float, Field(ge=1, le=1e4)] = 192.0  # of ArcFace, the loss of identity
+    scale: Annotated[float, Field(ge=1, le=1e4)] | Literal["learned"] = 192.0  # of ArcFace, the loss of identity
     margin: Annotated[float, Field(ge=0, le=3)] = 1.0  # of ArcFace, in radians
+    margin_warmup: Annotated[float, Field(ge=0, le=1)] = 0.0  # share of all steps over which the margin grows from 0
+    class_vectors: Literal["random", "means"] = "random"  # of ArcFace, at first; means: of the embeddings of each class
     head: str = ""  # your own, file.py:Class(width, outputs), from pooled encodings to logits; "": a linear layer
 
     def __post_init__(self) -> None:

@@ -52,7 +52,8 @@ def command(
     overrides = [f"{setting}={json.dumps(value)}" for setting, value in settings if value is not None]
 
     from engine.config import schema
-    from engine.training.train import explain, export_run, train
+    from engine.training.rates import train_rates
+    from engine.training.train import explain, export_run
 
     kind, task, read = classes()
     try:
@@ -62,7 +63,7 @@ def command(
         if args.export:
             say(str(export_run(Path(args.export), kind, task)))
         else:
-            train(read(args.config, [*overrides, *args.set]), task, args.profile or 0)
+            train_rates(read(args.config, [*overrides, *args.set]), task, args.profile or 0)
     except (Exception, KeyboardInterrupt) as error:
         message, code = explain(error)
         if code == 1 or os.environ.get("RANK", "0") == "0":  # all ranks meet bad input alike

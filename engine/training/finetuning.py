@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data_tools.dataset import CLASSES, Dataset
@@ -33,7 +34,7 @@ from engine.evaluation.run_files import VALID
 from engine.model import encoders, inference
 from engine.model.classifier import Classifier
 from engine.model.config import ModelConfig, current_settings, validated
-from engine.model.encoder import Encoder
+from engine.model.encoder import Encoder, pool
 from engine.tasks import kinds
 from engine.tasks.labels import SPLITS, TaskLabels, read_task
 from engine.training.distributed import Ranks
@@ -52,7 +53,7 @@ class FinetuneTask(TrainingTask):
     exports_best = True
 
     def __init__(self, config: FinetuneConfig, datasets: Sequence[Dataset], ranks: Ranks) -> None:
-        self.config, self.ranks, self.kind = config, ranks, config.task.kind
+        self.config, self.ranks, self.kind, self.datasets = config, ranks, config.task.kind, datasets
         labels = self.labels = read_task(config.task, datasets)
         measures = metrics.MEASURES.get(self.kind, ("identification_accuracy",))
         challenge = ("challenge",) * (labels.classes == CLASSES)
@@ -168,15 +169,40 @@ class FinetuneTask(TrainingTask):
             encoder.load_state_dict(self.weights)
         if isinstance(encoder, Encoder) and self.architecture.feature_grad == 0:
             encoder.conv.requires_grad_(False)
-        return Classifier(encoder, self.config.task, self.outputs, generator)
+        model = Classifier(encoder, self.config.task, self.outputs, generator)
+        means = self.kind == "identity" and self.config.task.class_vectors == "means"
+        if means and not Path(self.config.run, "checkpoints").exists():
+            self._begin_at_means(model.to(self.ranks.device))
+        return model
 
-    def arguments(self, batch: Batch, step: int) -> tuple[Tensor | None, ...]:
+    @torch.no_grad()
+    def _begin_at_means(self, model: Classifier) -> None:
+        """Class vectors: the means of the unit embeddings of a class, less the mean of all, which is most of each of them."""
+        places = [(n, row) for n in range(len(self.y)) for row in self.labels.rows(n, "train").tolist()]
+        crops, encoder = [(self.datasets[n], row) for n, row in places], model.encoder.eval()
+
+        def embed(x_RLT: Tensor) -> Tensor:
+            return pool(encoder(x_RLT.float()))
+
+        c_RD = predict_on_ranks(self.config, self.ranks, crops, embed, model_input=self.input)
+        there_R = torch.tensor([self.halves[n][row] > half for n, row in places for half in (0, 1)])
+        class_R = torch.tensor([self.y[n][row] for n, row in places]).repeat_interleave(2)[there_R]
+        unit_RD = F.normalize(c_RD[there_R], dim=-1)
+        sum_CD = torch.zeros(model.head.weight.shape).index_add_(0, class_R, unit_RD - unit_RD.mean(0))
+        model.head.weight.copy_(F.normalize(sum_CD, dim=-1))
+        model.train()
+
+    def arguments(self, batch: Batch, step: int, total: int) -> tuple[Tensor | None, ...]:
         x_BSLT, places = batch.x_BSLT, batch.places
         crops = list(zip(places.dataset.tolist(), places.row.tolist(), strict=True))
         y = np.stack([self.y[n][row] for n, row in crops])
         exists_BS = np.array([[self.halves[n][row] > 0, self.halves[n][row] > 1] for n, row in crops], np.float32)
-        arrays = [y, exists_BS] + ([] if self.balanced_2K is None else [kinds.weights(self.kind, y, self.balanced_2K)])
-        return self.input.scaled(x_BSLT).to(dtype_of(self.config)), *(to_device(array, x_BSLT.device) for array in arrays)
+        weights_BK = None if self.balanced_2K is None else kinds.weights(self.kind, y, self.balanced_2K)
+        arrays = (None if array is None else to_device(array, x_BSLT.device) for array in (y, exists_BS, weights_BK))
+        task = self.config.task
+        share = min(1.0, step / (task.margin_warmup * total)) if task.margin_warmup else 1.0
+        margin = torch.tensor(share * task.margin, dtype=torch.float64) if self.kind == "identity" else None
+        return self.input.scaled(x_BSLT).to(dtype_of(self.config)), *arrays, margin
 
     def validate(self, engine: Any) -> dict[str, float]:
         if not self.held_out:

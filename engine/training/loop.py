@@ -132,7 +132,7 @@ class Loop:
         for group in self.adam.param_groups:
             group["lr"] = lr_at(t, step, self.total)
         torch.manual_seed(int(bits(t.seed, DROPOUT_STREAM, step, self.ranks.rank)) >> 1)  # dropout, the same after a kill
-        arguments = self.task.arguments(batch, step)
+        arguments = self.task.arguments(batch, step, self.total)
         calls, reports = self.adam.calls, []
         for start in range(0, len(batch.places), self.micro):
             part = (a if a is None or a.ndim == 0 else a[start : start + self.micro] for a in arguments)
@@ -204,10 +204,6 @@ class Loop:
             self._save()
         elif self.progress.step > 0 and (np.isfinite(value) or self.progress.best):  # a metric may be undefined on these crops
             self.progress.stale += 1
-            if self._is_stale() and self.ranks.first:
-                say(
-                    f"stops after step {self.progress.step}: {self.progress.stale} validations in a row without a better {name}"
-                )
         if self.logger is not None and row:
             self.logger.log_validation({"step": self.progress.step, "crops_seen": self.progress.crops_seen} | row)
         self.throughput.pause(time.perf_counter() - started_s)

@@ -67,7 +67,7 @@ class PretrainTask(TrainingTask):
             self.remarks = [*self.remarks, self.start.into(model)]
         return model
 
-    def arguments(self, batch: Batch, step: int) -> tuple[Tensor | None, ...]:
+    def arguments(self, batch: Batch, step: int, total: int) -> tuple[Tensor | None, ...]:
         tau = torch.tensor(temperature(self.config.model, step)).to(self.ranks.device, non_blocking=True)
         return model_inputs(batch, self.config, self.patients, tau)
 
@@ -129,7 +129,7 @@ class PretrainTask(TrainingTask):
     def diagnostics(self, engine: Any, batch: Batch) -> dict[str, np.ndarray]:
         """Similarities of encodings for the first crops of the batch, without dropout."""
         few = min(DIAGNOSED, micro_batch(self.config, self.ranks.world)[0])
-        part = (a if a is None or a.ndim == 0 else a[:few] for a in self.arguments(batch, 0))
+        part = (a if a is None or a.ndim == 0 else a[:few] for a in self.arguments(batch, 0, 1))
         with eval_mode(engine), Capture(engine.module) as captured, torch.no_grad():
             engine(*part)
         return super().diagnostics(engine, batch) | captured.similarities(batch.x_BSLT.shape[1])

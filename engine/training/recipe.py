@@ -58,9 +58,10 @@ def finetuning(config: str | Path | None, overrides: Sequence[str] | Mapping[str
     settled = build(merge({"train": chosen, "task": {"kind": learnt.kind}}, tree), FinetuneConfig)
     if os.environ.get("RANK", "0") == "0":
         t, kind = settled.train, learnt.kind + " (--kind if it is not)" * (learnt is not wanted.task)
+        rates = ", ".join(f"{rate:.2g}" for rate in settled.rates or (t.lr,))
         length_text = f"{t.steps:,} steps" if t.steps else f"{t.epochs:g} epochs"
         say(
-            f"{learnt.name}: {kind}. {crops:,} crops to learn from: at most {length_text} of {t.batch_crops}, lr {t.lr:.2g}; "
+            f"{learnt.name}: {kind}. {crops:,} crops to learn from: at most {length_text} of {t.batch_crops}, lr {rates}; "
             f"ends after {t.patience} validations (one every {t.validate_every} steps) without a better one"
         )
     return settled

@@ -18,8 +18,9 @@ from engine.evaluation.run_files import METRICS, VALIDATION, StepLog
 from engine.evaluation.run_report import REPORT
 from engine.model import inference
 from engine.training.loop import TrainError
+from engine.training.rates import train_rates
 from engine.training.task import TrainingTask
-from engine.training.train import explain, train
+from engine.training.train import explain
 
 Data = str | os.PathLike[str] | Dataset
 
@@ -72,7 +73,7 @@ def trained(
     urls = [one.root.url if isinstance(one, Dataset) else os.fspath(one) for one in datasets]
     given = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in settings.items()}
     try:
-        finished = train(read(config, {"data.datasets": urls, "run": os.fspath(out), **given}), task)
+        finished = train_rates(read(config, {"data.datasets": urls, "run": os.fspath(out), **given}), task)
     except Exception as error:
         message, code = explain(error)
         if message == str(error):

@@ -50,8 +50,8 @@ class TrainingTask(ABC):
         """With its initial weights. Called with `arguments` it returns scalars by name, `loss` among them."""
 
     @abstractmethod
-    def arguments(self, batch: Batch, step: int) -> tuple[Tensor | None, ...]:
-        """The model's arguments: tensors with one row per crop, scalars, None."""
+    def arguments(self, batch: Batch, step: int, total: int) -> tuple[Tensor | None, ...]:
+        """The model's arguments in step `step` of `total`: tensors with one row per crop, scalars, None."""
 
     @abstractmethod
     def validate(self, engine: Any) -> dict[str, float]:

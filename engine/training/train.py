@@ -22,10 +22,10 @@ from safetensors import SafetensorError
 from data_tools.cli import is_memory, say
 from data_tools.dataset import META, DataError, Dataset
 from engine.common import ConfigError, OutputError, describe_leads, write_whole
-from engine.config import RunConfig, build, check, deepspeed_json, flatten, micro_batch, zero_stage
+from engine.config import FinetuneConfig, RunConfig, build, check, deepspeed_json, flatten, micro_batch, zero_stage
 from engine.data.loader import Loader
 from engine.data.preprocess import DEFAULT_INPUT, SCALES
-from engine.evaluation.run_report import write_report, write_result
+from engine.evaluation.run_report import write_report
 from engine.model import folder
 from engine.model.encoder import Encoder
 from engine.model.encoders import CODE
@@ -80,8 +80,8 @@ def train(config: RunConfig, task: type[TrainingTask], profile: int = 0) -> bool
     check(config, distributed.environment()[1])
     require_installed(config)
     datasets, run = open_datasets(config), Path(config.run)
-    if (run / META).exists():
-        raise ConfigError(f"{config.run}: is a dataset: choose another with --out RUN")
+    if (run / META).exists() or (run.parent / META).exists():
+        raise ConfigError(f"{config.run}: is a dataset, or in one: choose another with --out RUN")
     try:
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -94,8 +94,6 @@ def train(config: RunConfig, task: type[TrainingTask], profile: int = 0) -> bool
                 with ExitStack() as held:
                     finished = _train(config, task(config, datasets, ranks), datasets, run, ranks, profile, held)
                 if ranks.first and finished:
-                    if text := write_result(run):
-                        say(text)
                     say(f"done: {export_run(run, type(config), task)}, {write_report(run)}")
             failed = False
         finally:
@@ -188,7 +186,8 @@ def refuse_changes(
     before = {name: saved.get(name) for name in names} | task.saved_facts(saved)
     before |= saved_config(path, saved, type(config)).tree()
     pairs = flatten(before), flatten({name: facts[name] for name in names} | task.facts() | config.tree())
-    lengths = ("train.steps", "train.epochs") if config.train.schedule == "fixed" else ()
+    fixed = config.train.schedule == "fixed" and not (isinstance(config, FinetuneConfig) and config.task.margin_warmup)
+    lengths = ("train.steps", "train.epochs") if fixed else ()
     changes = [
         f"{key} changed from {pairs[0].get(key)} to {pairs[1].get(key)}"
         for key in dict.fromkeys((*pairs[0], *pairs[1]))

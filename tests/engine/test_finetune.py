@@ -1,14 +1,18 @@
 """From a pre-trained model to one that diagnoses or knows patients again: what is trained, validated, exported, refused."""
 
 import json
+import math
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent / "training"))  # the helpers lie there
 from ranks import TINY, curve, finetune, pretrain, rows
@@ -20,17 +24,19 @@ from data_tools.sources import open_sources
 from data_tools.splits import RoleSources
 from engine import evaluate
 from engine.common import ConfigError
-from engine.config import CONFIGS, FinetuneConfig, build
+from engine.config import CONFIGS, FinetuneConfig, build, load
 from engine.data.leakage import find_leak, split_of
 from engine.evaluation.run_files import DIAGNOSTICS, read_diagnostics
 from engine.model.classifier import Classifier
-from engine.model.encoder import Encoder
+from engine.model.encoder import Encoder, pool
 from engine.model.init_weights import initialise
 from engine.objectives.arcface import arcface_logits
 from engine.tasks.config import TaskConfig, TaskKind
 from engine.tasks.labels import TaskLabels, read_task
 from engine.training import checkpoint
+from engine.training.distributed import Ranks
 from engine.training.finetuning import FinetuneTask, identity_classes, read_start, select_leads, split_remark
+from engine.training.loop import Loop
 from engine.training.recipe import finetuning
 from engine.training.task import best_metric
 
@@ -183,8 +189,65 @@ def test_arcface_is_the_formula() -> None:
     assert logits[0, 1:].tolist() == pytest.approx([-2.0, 9.0], abs=1e-4)
     logits.sum().backward()
     assert cosine.grad is not None and bool(cosine.grad.isfinite().all())
+    with torch.no_grad():  # bit for bit what the authors' form gave before margin and scale could be tensors
+        true = cosine.gather(1, label[:, None]).clamp(-1 + 1e-6, 1 - 1e-6)
+        moved = true * math.cos(1.0) - (1 - true.square()).sqrt() * math.sin(1.0)
+        moved = torch.where(true > math.cos(math.pi - 1), moved, true - 1.0 * math.sin(1.0))
+        assert (192 * moved).equal(arcface_logits(cosine, label).gather(1, label[:, None]))
     plain = arcface_logits(cosine.detach(), label, scale=10.0, margin=0.0)
     torch.testing.assert_close(plain, 10 * cosine.detach(), atol=2e-3, rtol=0)
+
+
+def test_arcface_whose_scale_is_learnt_and_whose_margin_grows(base: Path, dataset: Dataset, tmp_path: Path) -> None:
+    """Class vectors begin at the means of their class, once: a run that is resumed is the same run."""
+    learned: dict[str, Any] = {"task__scale": "learned", "task__margin_warmup": 0.5, "task__class_vectors": "means"}
+    margins: list[float] = []
+    arguments = FinetuneTask.arguments
+
+    def spy(self: FinetuneTask, *given: Any) -> Any:
+        found = arguments(self, *given)
+        margins.append(float(found[-1]))
+        return found
+
+    with mock.patch.object(FinetuneTask, "arguments", spy):
+        ended = finetune(tmp_path, dataset.root.url, base, "identification", "whole", **learned, train__save_every_steps=1)
+    assert ended.ok and margins == [0.0, 0.5, 1.0, 1.0], ended.output
+    whole = tmp_path / "whole"
+    first, last = (checkpoint.full_weights(whole / "checkpoints" / f"step-{step}") for step in (2, 4))
+    assert first["log_scale"] != last["log_scale"] and "log_scale" not in engine.load(whole).encoder.state_dict()
+    ended = finetune(tmp_path, dataset.root.url, base, "identification", "whole", **learned, train__steps=5)
+    assert "train.steps changed from 4 to 5" in ended.one_line()
+    shutil.copytree(whole, tmp_path / "part")
+    for name in ("step-3", "step-4"):
+        shutil.rmtree(tmp_path / "part" / "checkpoints" / name)
+    (tmp_path / "part" / "checkpoints" / "latest").write_text("step-2")
+    with mock.patch.object(FinetuneTask, "_begin_at_means", side_effect=AssertionError):
+        ended = finetune(tmp_path, dataset.root.url, base, "identification", "part", **learned)
+    assert ended.ok and curve(tmp_path / "part", EXACT) == curve(whole, EXACT), ended.output
+
+
+def test_class_vectors_that_begin_at_the_means(base: Path, dataset: Dataset) -> None:
+    tree = {
+        "start": str(base),
+        "run": "none",
+        "train": {"precision": "fp32"},
+        "task": {"kind": "identity", "class_vectors": "means"},
+    }
+    config = build(tree, FinetuneConfig)
+    task = FinetuneTask(config, [dataset], Ranks(0, 1, torch.device("cpu"), None))
+    model = task.model(torch.Generator().manual_seed(0))
+    assert isinstance(model, Classifier) and model.training
+    encoder = model.encoder.eval()
+    y, rows_ = task.y[0], task.labels.rows(0, "train")
+    unit = {int(k): [] for k in np.unique(y[rows_])}  # type: ignore[var-annotated]
+    for row in rows_:
+        for half in range(dataset.column("halves")[row]):
+            x_RLT = torch.from_numpy(dataset.read(row)[:, half * 2500 : half * 2500 + 2500] / 1000).float()[None]
+            with torch.no_grad():
+                unit[int(y[row])].append(F.normalize(pool(encoder(x_RLT)), dim=-1)[0])
+    mean_D = torch.stack([one for some in unit.values() for one in some]).mean(0)
+    means_CD = torch.stack([torch.stack(some).mean(0) - mean_D for some in unit.values()])
+    torch.testing.assert_close(model.head.weight.detach(), F.normalize(means_CD, dim=-1), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("task", ["diagnosis", "identification"])
@@ -319,16 +382,47 @@ def test_training_ends_when_validation_no_longer_improves(
     figures = iter([0.9, 0.5, 0.4, 0.3, float("nan")])  # at steps 0, 2, 4, 5, 6
     monkeypatch.setattr(FinetuneTask, "validate", lambda *_: {"auroc": next(figures)})
     how: dict[str, Any] = {"train__patience": 3}
-    for steps, stops in ((5, False), (100, True), (100, False)):  # the third finds it finished
+    for steps in (5, 100, 100):  # the third finds it finished
         ended = finetune(tmp_path, dataset.root.url, base, "diagnosis", train__steps=steps, **how)
         assert ended.ok and "done:" in ended.output, ended.output
-        assert ("stops after step 6: 3 validations in a row without a better auroc" in ended.output) == stops
     run = tmp_path / "run"
     assert [row["step"] for row in rows(run)] == list(range(1, 7))
     assert "converged: best auroc 0.5000 at step 2, and 3 validations since without a better one\n" in ended.output
     result = json.loads((run / "result.json").read_text())
     assert result["converged"] and result["curve"] == [[0, 0.9], [2, 0.5], [4, 0.4], [5, 0.3]]
     assert (run / "checkpoints" / "best").read_text() == "step-2" and engine.load(run).history["step"] == 2
+
+
+def test_the_best_of_several_learning_rates(
+    base: Path, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after another; what was interrupted goes on."""
+    figures = iter([0.5, 0.6, 0.7, 0.5, 0.8, 0.75, 0.5, 0.6, 0.6])  # at steps 0, 2 and 4 of each
+    monkeypatch.setattr(FinetuneTask, "validate", lambda *_: {"auroc": next(figures)})
+    rates, run, url = [1e-4, 3e-4, 1e-3], tmp_path / "run", dataset.root.url
+    train = Loop.train
+    with monkeypatch.context() as stopped:  # in the second
+        stopped.setattr(Loop, "train", lambda self, *_: train(self) and self.run.name != "lr-0.0003")
+        assert finetune(tmp_path, url, base, "diagnosis", train__lr=rates).ok and not (run / "model").exists()
+    assert (
+        "was begun with several --lr: give the same" in finetune(tmp_path, url, base, "diagnosis", train__lr=[1e-4]).one_line()
+    )
+    ended = finetune(tmp_path, url, base, "diagnosis", train__lr=rates)
+    assert ended.ok and "lr 0.0003: not converged: best auroc 0.8000 at step 2, and 1 v" in ended.output, ended.output
+    assert "model is that of lr 0.0003, " in ended.output
+    tried = json.loads((run / "rates.json").read_text())
+    assert [(row["lr"], row["step"], row["best"]) for row in tried] == [(1e-4, 4, 0.7), (3e-4, 2, 0.8), (1e-3, 2, 0.6)]
+    model, chosen = engine.load(run), engine.load(run / "lr-0.0003")
+    assert all(w.equal(chosen.encoder.state_dict()[name]) for name, w in model.encoder.state_dict().items())
+    assert rows(run, "validation.jsonl") == rows(run / "lr-0.0003", "validation.jsonl")
+    html = (run / "report.html").read_text()
+    assert "Learning rates" in html and "0.0003" in html
+    config = load(run / "config.yaml", (), FinetuneConfig)
+    assert config.train.lr == 3e-4
+    one = finetune(tmp_path, url, base, "diagnosis", "run/lr-0.001", train__lr=[1e-4, 1e-3])
+    assert "was begun with one --lr" in one.one_line()
+    refused = finetune(tmp_path, url, base, "diagnosis", "new", train__lr=rates, train__validate_every=0)
+    assert "a learning rate is chosen by validation" in refused.one_line() and not (tmp_path / "new").exists()
 
 
 def test_labels_from_which_nothing_can_be_learnt(dataset: Dataset, base: Path, tmp_path: Path) -> None:

@@ -1,0 +1,52 @@
+"""A fine-tuning with several learning rates, one run after another: the best by validation becomes RUN.
+
+    train_rates(config, FinetuneTask)         # of one rate: engine.training.train.train
+
+RUN/lr-RATE/ are runs like any other, so what was interrupted goes on; RUN/rates.json holds what each has reached.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from data_tools.cli import say
+from engine.common import ConfigError, environment, write_whole
+from engine.config import FinetuneConfig, RunConfig
+from engine.evaluation.run_report import RESULT, write_report
+from engine.training.task import TrainingTask
+from engine.training.train import train
+
+RATES = "rates.json"
+OF_A_RUN = shutil.ignore_patterns("checkpoints", ".*", "tensorboard")  # stay there
+
+
+def train_rates(config: RunConfig, task: type[TrainingTask], profile: int = 0) -> bool:
+    run, rates = Path(config.run), config.rates if isinstance(config, FinetuneConfig) else ()
+    if (run / ("checkpoints" if rates else RATES)).exists():
+        raise ConfigError(f"{run}: was begun with {'one' if rates else 'several'} --lr: give the same, or use --out NEW")
+    if not rates:
+        return train(config, task, profile)
+    if not config.train.validate_every:
+        raise ConfigError("train.validate_every=0: a learning rate is chosen by validation: --set train.validate_every=100")
+    tried: list[dict[str, Any]] = []
+    for rate in rates:
+        place, t = run / f"lr-{rate!r}", config.train.model_copy(update={"lr": rate})
+        if not train(config.model_copy(update={"run": str(place), "train": t, "rates": ()}), task, profile):
+            return False
+        if environment()[0] > 0:
+            continue
+        if not (place / RESULT).is_file():
+            raise ConfigError(f"{run}: nothing was validated, so that no learning rate is the best: give one: --lr {rate:g}")
+        tried.append({"lr": rate, "run": place.name} | json.loads((place / RESULT).read_text()))
+        write_whole(run / RATES, json.dumps(tried, indent=1) + "\n")
+    if tried:
+        best = max(tried, key=lambda row: row["best"] if row["higher_is_better"] else -row["best"])
+        shutil.copytree(run / best["run"], run, ignore=OF_A_RUN, dirs_exist_ok=True)
+        shown = [[f"{row['lr']:g}", row["step"], f"{row['best']:.4f}", "yes" if row["converged"] else "no"] for row in tried]
+        facts = json.loads((run / "run.json").read_text())
+        write_whole(run / "run.json", json.dumps(facts | {"rates": shown}, indent=1) + "\n")
+        end = {max(rates): ", the highest tried", min(rates): ", the lowest tried"}.get(best["lr"], "")
+        say("\n".join(f"lr {row['lr']:g}: {row['text']}" for row in tried))
+        say(f"done: {run / 'model'} is that of lr {best['lr']:g}{end}, {write_report(run)}")
+    return True
