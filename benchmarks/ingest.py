@@ -26,7 +26,7 @@ from data_tools.verify import verify
 def prepare(work: Path, options: argparse.Namespace) -> Benchmark:
     """The records at 500 Hz; the two databases of other rates become an archive of their own."""
     archive, others = work / "archive", work / "other-rates" / "training"
-    synth.synthesise(archive, patients=(options.records or 2000) // 2, sessions=1, seed=11, progress=False)
+    synth.synthesise(archive, patients=(options.records or 2000) // 2, two_sessions=0, seed=11, progress=False)
     others.mkdir(parents=True)
     for name in ("st_petersburg_incart", "ptb"):
         (archive / "training" / name).rename(others / name)

@@ -229,7 +229,7 @@ def make_dataset(work: Path, records: int, keep_archive: bool = False, **options
 
     say(f"a dataset of about {records} crops")
     archive, workers = str(work / "archive"), max(1, min(8, (os.cpu_count() or 1) // 2))
-    synth.synthesise(work / "archive", patients=max(2, records // 2), sessions=1, seed=11, workers=workers, progress=False)
+    synth.synthesise(work / "archive", patients=max(2, records // 2), two_sessions=0, seed=11, workers=workers, progress=False)
     settings = ShardOptions(str(work / "dataset"), quiet=True, workers=workers, **{"plan": "all"} | options)
     dataset = shard(open_sources(archive), settings)
     if not keep_archive:

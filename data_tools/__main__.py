@@ -80,7 +80,12 @@ def _parser() -> argparse.ArgumentParser:
     synth: dict[str, Option] = {
         "out": {"metavar": "OUT", "help": "an empty or new folder"},
         "--patients": {"type": _number(int, 1), "default": 100, "help": "PTB-XL patients, and as many further records (100)"},
-        "--sessions": {"type": _number(int, 1), "default": 2, "help": "recordings of each PTB-XL patient (2)"},
+        "--two-sessions": {
+            "type": _number(float, 0, 1),
+            "default": 0.11,
+            "metavar": "SHARE",
+            "help": "of the PTB-XL patients that have a second recording (0.11, as in the real PTB-XL)",
+        },
         "--seed": SEED | {"help": "same seed, same bytes (0)"},
         "--layout": {"choices": ("physionet2021", "ptbxl"), "default": "physionet2021", "help": "of files (physionet2021)"},
         "--workers": WORKERS | {"default": 1, "help": "processes (1)"},
@@ -140,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
 def _synth(options: argparse.Namespace) -> int:
     from data_tools.synth import synthesise
 
-    arguments = (options.patients, options.sessions, options.seed, options.layout, options.workers)
+    arguments = (options.patients, options.two_sessions, options.seed, options.layout, options.workers)
     counts = synthesise(options.out, *arguments, progress=interactive())
     print(f"{options.out}: {sum(counts.values()):,} synthetic records: {', '.join(f'{n} {k}' for k, n in counts.items())}")
     return 0

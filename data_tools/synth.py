@@ -28,11 +28,13 @@ from data_tools.record import ABBREVIATIONS, CLASSES, HEART_AXIS_CODES, LEADS, S
 from data_tools.synth_ecg import BLOCK, Findings, SyntheticPatients, draw_patients, simulate
 
 LAYOUTS = ("physionet2021", "ptbxl")
+VERSION = 2  # other patients than before: of version 1, all had two sessions, which were less alike than real ones
 FOLDER_RECORDS = 1000
+TWO_SESSIONS = 0.11  # of PTB-XL's patients, as in the real one
 SMALL_SHARE = 0.01  # of the further patients, for each of the two databases that do not sample at 500 Hz
 FLAT, INVALID = 0.003, 0.003  # chance of flat chest leads; of unmeasured samples in a Ningbo record
 LABEL_FLIP = 0.03  # chance that a finding is not written down, and, per record, that a wrong one is
-CLINIC, LENGTH, READER = 4, 5, 6  # last part of a generator's key, after those of synth_ecg
+CLINIC, LENGTH, READER, TWICE = 4, 5, 6, 8  # last part of a generator's key, after those of synth_ecg
 _NEVER = ("BBB", "LPR")  # two classes that the signal model does not produce
 
 
@@ -103,7 +105,7 @@ class Block:
     key: tuple[int, ...]
     samples: int
     first_patient: int
-    ids: list[list[int]]  # [session][patient]
+    ids: list[dict[int, int]]  # of each session: {patient of the block: record}
 
 
 def allocate(patients: int) -> dict[str, int]:
@@ -122,28 +124,37 @@ def allocate(patients: int) -> dict[str, int]:
     return counts | small
 
 
-def plan(patients: int, sessions: int = 2, seed: int = 0, layout: str = "physionet2021") -> list[Block]:
-    """Which records to make. More `patients` change no earlier record but the last block's ids."""
-    for name, value, least in (("patients", patients, 1), ("sessions", sessions, 1), ("seed", seed, 0)):
+def plan(patients: int, two_sessions: float = TWO_SESSIONS, seed: int = 0, layout: str = "physionet2021") -> list[Block]:
+    """Which records to make. More `patients` change no earlier record but the last block's ids; a larger share of
+    `two_sessions` only adds second sessions."""
+    for name, value, least in (("patients", patients, 1), ("seed", seed, 0)):
         if value < least:
             raise DataError(f"{name}={value}: at least {least} is needed")
+    if not 0 <= two_sessions <= 1:
+        raise DataError(f"two_sessions={two_sessions}: it is a share, 0 to 1")
     if layout not in LAYOUTS:
         raise DataError(f"layout={layout!r} is not one of {', '.join(LAYOUTS)}")
-    if patients * sessions > DATABASES["ptb-xl"].ids:
-        raise DataError(f"patients={patients} x sessions={sessions}: PTB-XL's five-digit ids end at 99999")
     counts = {"ptb-xl": patients} | (allocate(patients) if layout == "physionet2021" else {})
     blocks = []
     for number, (name, database) in enumerate(DATABASES.items()):
-        repeats = sessions if name == "ptb-xl" else 1
         seconds, share = zip(*database.durations_s, strict=True)
         drawn = np.random.default_rng([seed, number, LENGTH]).choice(len(seconds), counts.get(name, 0), p=share)
+        again = 0  # second sessions so far
         for length, dur_s in enumerate(seconds):
             records = np.flatnonzero(drawn == length)
             for block, first in enumerate(range(0, len(records), BLOCK)):
-                chosen = records[first : first + BLOCK]
-                start = database.first + first * (repeats - 1)
-                ids = [(start + session * len(chosen) + chosen).tolist() for session in range(repeats)]
-                blocks.append(Block(name, (seed, number, length, block), dur_s * database.fs_hz, first, ids))
+                chosen, key = records[first : first + BLOCK], (seed, number, length, block)
+                start = database.first + again
+                ids = [{i: int(start + record) for i, record in enumerate(chosen)}]
+                if name == "ptb-xl":
+                    twice = np.flatnonzero(np.random.default_rng([*key, TWICE]).random(BLOCK)[: len(chosen)] < two_sessions)
+                    ids.append({int(i): int(start + chosen[-1] + 1 + n) for n, i in enumerate(twice)})
+                    again += len(twice)
+                    if start + chosen[-1] + len(twice) >= database.last:
+                        raise DataError(
+                            f"patients={patients}, two_sessions={two_sessions:g}: PTB-XL's five-digit ids end at 99999"
+                        )
+                blocks.append(Block(name, key, dur_s * database.fs_hz, first, ids))
     return blocks
 
 
@@ -229,15 +240,15 @@ def _csv_row(ecg_id: int, patient: int, age: int, female: bool, names: list[str]
     return row | {"strat_fold": patient % 10 + 1} | files
 
 
-def _read(key: tuple[int, ...], present: Findings, without: tuple[str, ...]) -> list[list[str]]:
-    """The diagnoses written down for each patient: a few findings are missed, and a few are wrong."""
+def _read(key: tuple[int, ...], who: list[int], present: Findings, without: tuple[str, ...]) -> list[list[str]]:
+    """The diagnoses written down for each record: a few findings are missed, and a few are wrong."""
     rng = np.random.default_rng([*key, READER])
     names = [name for name in ABBREVIATIONS if name not in (*without, *_NEVER)]
-    missed = rng.random((len(names), BLOCK)) < LABEL_FLIP
-    wrong = np.where(rng.random(BLOCK) < LABEL_FLIP, rng.integers(0, len(names), BLOCK), -1)
+    missed = (rng.random((len(names), BLOCK)) < LABEL_FLIP)[:, who]
+    wrong = np.where(rng.random(BLOCK) < LABEL_FLIP, rng.integers(0, len(names), BLOCK), -1)[who]
     return [
         [name for n, name in enumerate(names) if (present[name][i] and not missed[n, i]) or wrong[i] == n]
-        for i in range(len(present["AF"]))
+        for i in range(len(who))
     ]
 
 
@@ -248,19 +259,20 @@ def sessions_of(block: Block) -> Iterator[tuple[SyntheticPatients, np.ndarray, l
     patients = draw_patients(block.key, without)
     for session, ids in enumerate(block.ids):
         key = (*block.key, session)
-        made = simulate(patients, key, len(ids), block.samples, database.fs_hz, database.mains_hz, without)
-        u = np.random.default_rng([*key, CLINIC]).random((BLOCK, 12))
-        for digital, numbers in zip(made.digital, u[: len(ids)], strict=True):
+        who = list(ids)
+        made = simulate(patients, key, who, block.samples, database.fs_hz, database.mains_hz, without)
+        u = np.random.default_rng([*key, CLINIC]).random((BLOCK, 12))[who]
+        for digital, numbers in zip(made.digital, u, strict=True):
             damage(digital, block.database, numbers)
-        yield patients, made.digital, _read(key, made.present, without), u
+        yield patients, made.digital, _read(key, who, made.present, without), u
 
 
 def write_block(out: Path, layout: str, block: Block) -> tuple[int, list[dict[str, object]]]:
     """Make and write a block's records. -> how many, and the rows of ptbxl_database.csv for PTB-XL's."""
     database, rows = DATABASES[block.database], []
     for ids, (patients, digital, diagnoses, u) in zip(block.ids, sessions_of(block), strict=True):
-        for i, record_id in enumerate(ids):
-            names, age, female = diagnoses[i], int(patients.age[i]), bool(patients.female[i])
+        for i, (patient, record_id) in enumerate(ids.items()):
+            names, age, female = diagnoses[i], int(patients.age[patient]), bool(patients.female[patient])
             if layout == "ptbxl":
                 path, comments = out / f"records500/{record_id // 1000 * 1000:05d}/{record_id:05d}_hr", []
             else:
@@ -269,14 +281,14 @@ def write_block(out: Path, layout: str, block: Block) -> tuple[int, list[dict[st
                 comments = _comments(block.database, age, female, _codes(block.database, names), u[i])
             _write(path, database, digital[i], comments, layout)
             if block.database == "ptb-xl":
-                rows.append(_csv_row(record_id, block.first_patient + i, age, female, names, u[i]))
+                rows.append(_csv_row(record_id, block.first_patient + patient, age, female, names, u[i]))
     return sum(map(len, block.ids)), rows
 
 
 def synthesise(
     out: str | Path,
     patients: int,
-    sessions: int = 2,
+    two_sessions: float = TWO_SESSIONS,
     seed: int = 0,
     layout: str = "physionet2021",
     workers: int = 1,
@@ -284,16 +296,16 @@ def synthesise(
 ) -> dict[str, int]:
     """Write an archive into the new or empty folder `out`. -> records per database.
 
-    `patients` PTB-XL patients have `sessions` recordings each; in the Challenge's layout as many further patients, with one
-    recording each, are shared among the other seven databases.
+    A share `two_sessions` of `patients` PTB-XL patients have a second recording; in the Challenge's layout as many further
+    patients, with one recording each, are shared among the other seven databases.
     """
     if "://" in str(out):
         raise DataError(f"{out}: archives are made on a local disk: name a folder")
-    out, blocks = Path(out), plan(patients, sessions, seed, layout)
+    out, blocks = Path(out), plan(patients, two_sessions, seed, layout)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"{out} is not empty: name a new folder, or delete this one first")
     out.mkdir(parents=True, exist_ok=True)
-    arguments = f"patients={patients} sessions={sessions} seed={seed} layout={layout}"
+    arguments = f"version={VERSION} patients={patients} two_sessions={two_sessions:g} seed={seed} layout={layout}"
     (out / "SYNTHETIC.txt").write_text(f"Synthetic ECGs of synthetic patients: no person's data.\nsynth {arguments}\n")
     counts = Counter[str]()
     for block in blocks:

@@ -2,15 +2,18 @@
 
 A patient is a set of P, QRS and T kernels (Gaussians on the Frank axes X left, Y inferior, Z posterior; Sameni et al.
 2007), an orientation of the heart and a lead field (Dower 1980, perturbed); block, axis, Q waves, R progression, low
-voltage and pacing belong to the patient. Rhythm, ectopy and ST-T belong to the session, in which the electrodes move, too:
+voltage and pacing stay. Rhythm, ectopy and ST-T are the patient's own, too, but a session shows them only with the chance
+that KEPT states, else others; and in each session the electrodes have moved:
 
     draw_patients -> [patient kernels] -> _waves -> findings -> one beat [3, time] -> added at every R peak
                   -> lead field [8, 3 dipole + 3 wander + 1 mains] x sources -> + noise -> integer uV -> 12 leads
 
 Every draw comes from a generator keyed by (seed, ..., block of BLOCK patients), and a block is drawn whole, so a record
 depends neither on the processes nor on the number of records. 24 of the Challenge's 26 diagnoses occur: BBB and LPR are
-other words for some of them. SESSION_JITTER sets how much a person changes between sessions: identification without training
-(12-lead mean beats, nearest by cosine) finds .40 of 500 patients and .31 of 2,000; with a jitter of 0 .48 and .45.
+other words for some of them. KEPT, SESSION_JITTER and the spread of patients are set so that two sessions are as alike as
+those of real PTB-XL patients, and two people as unlike (synthetic, real): same rhythm .68, .68; same set of diagnoses .44, .44;
+cosine of 12-lead median beats to one's own other session .90, .88, among people with normal ECGs .67, .68, among all .31, .50,
+for four in five have a finding here and half of them there; one's own session is the most similar of 438 for .51, .55.
 """
 
 from collections.abc import Sequence
@@ -22,15 +25,17 @@ import numpy as np
 from data_tools.record import ABBREVIATIONS
 
 BLOCK = 64  # patients that share one generator
-SESSION_JITTER = 3.0  # in units of the changes named in `simulate` and `_beats`
+SESSION_JITTER = 2.0  # in units of the changes named in `simulate` and `_beats`
+KNOT_S, NOISE_COURSE = 2.5, 0.5  # noise becomes weaker and stronger within seconds: standard deviation of its logarithm
 PATIENT, SESSION, NOISE, DISEASE = 1, 2, 3, 7  # last part of a generator's key: what it draws
 
-# Frank axis, centre (radians of a 1 s beat from R), amplitude (mV), width (radians): Sameni et al. 2007
+# Frank axis, centre (radians of a 1 s beat from R), amplitude (mV), width (radians): Sameni et al. 2007.
+# Three amplitudes of QRS (published: -0.32 on Y, -0.4 and 0.46 on Z) give the R/S ratios of real normal ECGs instead
 _X = [(-1.09, 0.03, 0.0906), (-0.83, 0.08, 0.1057), (-0.19, -0.13, 0.0453), (-0.07, 0.85, 0.0378), (0.0, 1.11, 0.0332)]
 _X += [(0.06, 0.75, 0.0302), (0.22, 0.06, 0.0378), (1.2, 0.1, 0.604), (1.42, 0.17, 0.302), (1.68, 0.39, 0.1812)]
 _Y = [(-1.1, 0.035, 0.07), (-0.9, 0.015, 0.07), (-0.76, -0.019, 0.04), (-0.11, 0.32, 0.055), (-0.01, 0.51, 0.037)]
-_Y += [(0.065, -0.32, 0.0604), (0.8, 0.04, 0.45), (1.58, 0.08, 0.3)]
-_Z = [(-1.1, -0.03, 0.03), (-0.93, -0.14, 0.12), (-0.7, -0.035, 0.04), (-0.15, -0.4, 0.045), (0.095, 0.46, 0.05)]
+_Y += [(0.065, -0.13, 0.0604), (0.8, 0.04, 0.45), (1.58, 0.08, 0.3)]
+_Z = [(-1.1, -0.03, 0.03), (-0.93, -0.14, 0.12), (-0.7, -0.035, 0.04), (-0.15, -0.24, 0.045), (0.095, 0.69, 0.05)]
 _Z += [(1.05, -0.12, 0.8), (1.25, -0.2, 0.4), (1.55, -0.35, 0.2)]
 _P_END_S, _T_START_S = -0.09, 0.06
 # I, II, V1..V6 from X, Y, Z: Dower et al. 1980
@@ -39,14 +44,19 @@ _DOWER += [[0.882, 0.098, -1.277], [1.213, 0.127, -0.601], [1.125, 0.127, -0.086
 _SPAN_S = {"P": (-0.12, 0.12), "QRS": (-0.12, 0.18), "T": (-0.22, 0.22), "beat": (-0.46, 0.80)}  # around its own centre
 _NORMAL, _ATRIAL, _VENTRICULAR = 0, 1, 2  # kinds of beat
 
+# shares of patients. What VARYING names is what they usually have, and KEPT the chance that a session shows it, else a new draw
 RHYTHM = {"NSR": 0.45, "SB": 0.13, "STach": 0.12, "SA": 0.08, "AF": 0.12, "AFL": 0.07, "Brady": 0.03}
-CONDUCTION = {"": 0.55, "IAVB": 0.09, "LBBB": 0.08, "RBBB": 0.10, "IRBBB": 0.07, "NSIVCB": 0.05, "LAnFB": 0.06}
-AXIS = {"": 0.84, "LAD": 0.10, "RAD": 0.06}
+CONDUCTION = {"": 0.61, "IAVB": 0.08, "LBBB": 0.06, "RBBB": 0.07, "IRBBB": 0.07, "NSIVCB": 0.05, "LAnFB": 0.06}
+AXIS = {"": 0.86, "LAD": 0.10, "RAD": 0.04}
 CHRONIC = {"": 0.80, "LQRSV": 0.07, "QAb": 0.07, "PRWP": 0.06}
-REPOLARISATION, PACED = {"": 0.70, "TInv": 0.10, "TAb": 0.11, "LQT": 0.09}, 0.05
+REPOLARISATION, PACED = {"": 0.70, "TInv": 0.10, "TAb": 0.11, "LQT": 0.09}, 0.04
+ECTOPY = {"": 0.82, "PAC": 0.09, "PVC": 0.09}
+VARYING = {"rhythm": RHYTHM, "ectopy": ECTOPY, "ST-T": REPOLARISATION}
+KEPT = {"rhythm": 0.8, "ectopy": 0.7, "ST-T": 0.7}
 
 # how patients differ: in each kernel's gain and the wave's (log), in each kernel's centre (s) and width (log)
-_SPREAD = {"P": (0.25, 0.20, 0.004, 0.10), "QRS": (0.30, 0.22, 0.0025, 0.12), "T": (0.25, 0.30, 0.010, 0.12)}
+_SPREAD = {"P": (0.22, 0.18, 0.0036, 0.09), "QRS": (0.27, 0.20, 0.0022, 0.11), "T": (0.22, 0.27, 0.009, 0.11)}
+_TILT_DEG, _FIELD_SPREAD = (7.2, 7.2, 10.8), (0.11, 0.045)  # the heart in the chest; the lead field: factor and addition
 
 Key = Sequence[int]
 Names = Sequence[str]
@@ -70,6 +80,7 @@ class SyntheticPatients:  # arrays [BLOCK, ...]
     rate_bpm: np.ndarray
     ectopic: np.ndarray  # unit vector of the ventricular focus
     chronic: Findings
+    usual: dict[str, np.ndarray]  # a name of each table in VARYING
     age: np.ndarray
     female: np.ndarray
 
@@ -118,35 +129,39 @@ def draw_patients(key: Key, without: Names = ()) -> SyntheticPatients:
     axis = np.where(paced | (conduction == "LBBB"), "", _choose(rng, AXIS, without))
     axis = np.where(conduction == "LAnFB", "LAD", axis)
     other = np.where(paced | np.isin(conduction, ("LBBB", "RBBB")), "", _choose(rng, CHRONIC, without))
+    (factor, added), usual = _FIELD_SPREAD, {kind: _choose(rng, table, without) for kind, table in VARYING.items()}
     tables = ((CONDUCTION, conduction), (AXIS, axis), (CHRONIC, other))
     chronic = {name: drawn == name for table, drawn in tables for name in table if name} | {"PR": paced}
     return SyntheticPatients(
         key=key,
         shape=shape,
-        tilt_rad=rng.normal(size=(BLOCK, 3)) * np.deg2rad([12, 12, 18]),
-        field=np.array(_DOWER) * (1 + 0.12 * rng.normal(size=(BLOCK, 8, 3))) + 0.05 * rng.normal(size=(BLOCK, 8, 3)),
+        tilt_rad=rng.normal(size=(BLOCK, 3)) * np.deg2rad(_TILT_DEG),
+        field=np.array(_DOWER) * (1 + factor * rng.normal(size=(BLOCK, 8, 3))) + added * rng.normal(size=(BLOCK, 8, 3)),
         pr_s=np.clip(rng.normal(0.155, 0.014, BLOCK), 0.125, 0.195),
         qtc_s=rng.normal(0.405, 0.018, BLOCK),
         rate_bpm=np.clip(rng.normal(74, 8, BLOCK), 60, 98),
         ectopic=(ectopic := rng.normal(size=(BLOCK, 3))) / np.linalg.norm(ectopic, axis=1, keepdims=True),
         chronic=chronic,
+        usual=usual,
         age=np.clip(rng.normal(60, 17, BLOCK), 18, 95).astype(int),
         female=rng.random(BLOCK) < 0.48,
     )
 
 
-def _draw_findings(rng: np.random.Generator, chronic: Findings, without: Names) -> Findings:
+def _draw_findings(rng: np.random.Generator, patients: SyntheticPatients, without: Names) -> Findings:
     """What the session's ECG shows: rhythm, ectopy, ST-T, and the chronic findings that the rhythm lets be seen."""
+    today, chronic = {kind: _choose(rng, table, without) for kind, table in VARYING.items()}, patients.chronic
+    for kind, usual in patients.usual.items():
+        today[kind] = np.where(rng.random(BLOCK) < KEPT[kind], usual, today[kind])
     present = {name: np.zeros(BLOCK, bool) for name in ABBREVIATIONS} | {k: v.copy() for k, v in chronic.items()}
-    rhythm = np.where(chronic["PR"], "", _choose(rng, RHYTHM, without))
+    rhythm = np.where(chronic["PR"], "", today["rhythm"])
     present |= {name: rhythm == name for name in RHYTHM}
     sinus = np.isin(rhythm, ("NSR", "SB", "STach"))
-    u = rng.random(BLOCK)
-    present["PAC"] = (u < 0.09) & sinus
-    present["PVC"] = (u > 0.91) & (sinus | present["AF"])
+    present["PAC"] = (today["ectopy"] == "PAC") & sinus
+    present["PVC"] = (today["ectopy"] == "PVC") & (sinus | present["AF"])
     present["IAVB"] &= sinus | present["SA"]
     hidden = present["PR"] | present["LBBB"] | present["RBBB"] | present["AFL"]
-    st_t = np.where(hidden, "", _choose(rng, REPOLARISATION, without))
+    st_t = np.where(hidden, "", today["ST-T"])
     return present | {name: st_t == name for name in REPOLARISATION if name}
 
 
@@ -341,41 +356,44 @@ def _noise(rng: np.random.Generator, samples: int) -> np.ndarray:
     return noise
 
 
-def _disturbance(rng: np.random.Generator, mains_hz: int) -> tuple[np.ndarray, ...]:
+def _disturbance(rng: np.random.Generator, mains_hz: int, knots: int) -> tuple[np.ndarray, ...]:
     """Three slow waves (breathing, electrodes) and the mains: gain per lead [BLOCK, 8, 4] (mV), frequency (Hz), phase
-    (turns) [BLOCK, 4]; muscle noise [BLOCK, 8] (mV); its burst [BLOCK, 3]: factor, first and last part of a record."""
+    (turns) [BLOCK, 4]; muscle noise [BLOCK, 8] (mV); logarithms of the strength of slow waves and muscles in the course of the
+    record [BLOCK, 2, knots], in one record of 20 with a burst of muscle noise."""
     low, high = np.array([0.05, 0.15, 0.35]), np.array([0.15, 0.35, 0.6])
     height = np.array([0.055, 0.045, 0.018]) * np.abs(rng.normal(size=(BLOCK, 3)))
     height = np.concatenate([height, rng.uniform(0, 0.012, (BLOCK, 1))], 1)
     gain_mv = height[:, None] * (1 + 0.4 * rng.normal(size=(BLOCK, 8, 4)))
     freq_hz = np.concatenate([rng.uniform(low, high, (BLOCK, 3)), np.full((BLOCK, 1), float(mains_hz))], 1)
     noise_mv = rng.uniform(0.003, 0.018, (BLOCK, 1)) * np.exp(0.3 * rng.normal(size=(BLOCK, 8)))
-    first, length = rng.uniform(0, 0.8, BLOCK), rng.uniform(0.05, 0.2, BLOCK)
-    factor = np.where(rng.random(BLOCK) < 0.05, rng.uniform(2, 5, BLOCK), 1)
-    return gain_mv, freq_hz, rng.random((BLOCK, 4)), noise_mv, np.stack([factor, first, first + length], 1)
+    course = NOISE_COURSE * rng.normal(size=(BLOCK, 2, knots)).astype(np.float32)
+    burst = np.where(rng.random(BLOCK) < 0.05, np.log(rng.uniform(2, 5, BLOCK)), 0)
+    course[np.arange(BLOCK), 1, rng.integers(0, knots, BLOCK)] += burst
+    return gain_mv, freq_hz, rng.random((BLOCK, 4)), noise_mv, course
 
 
 def simulate(
-    patients: SyntheticPatients, key: Key, count: int, samples: int, fs_hz: int, mains_hz: int, without: Names = ()
+    patients: SyntheticPatients, key: Key, who: Sequence[int], samples: int, fs_hz: int, mains_hz: int, without: Names = ()
 ) -> Recordings:
-    """One session of the first `count` patients; `key` is (seed, ..., block, session)."""
-    rng, noise_rng = np.random.default_rng([*key, SESSION]), np.random.default_rng([*key, NOISE])
-    f = _draw_findings(rng, patients.chronic, without)
+    """One session of these patients of a block; `key` is (seed, ..., block, session)."""
+    rng = np.random.default_rng([*key, SESSION])
+    f = _draw_findings(rng, patients, without)
     field = patients.field * (1 + 0.03 * SESSION_JITTER * rng.normal(size=(BLOCK, 8, 3)))
     field += 0.015 * SESSION_JITTER * rng.normal(size=(BLOCK, 8, 3))
     peak_s, kind, mean_s, flutter_hz, amplitude = _rhythm(rng, patients, f, samples / fs_hz)
     beats = _beats(rng, patients, f, mean_s, field, fs_hz)
-    disturbance_mv, freq_hz, phase, noise_mv, burst = _disturbance(rng, mains_hz)
+    disturbance_mv, freq_hz, phase, noise_mv, knots = _disturbance(rng, mains_hz, max(2, round(samples / fs_hz / KNOT_S) + 1))
     gain_uv = (1000 * np.concatenate([field, disturbance_mv], 2)).astype(np.float32)
-    noise_uv, u = (1000 * noise_mv).astype(np.float32), rng.random((BLOCK, 5))
+    top_uv, u = (1000 * noise_mv).astype(np.float32), rng.random((BLOCK, 5))
 
     width, t_s = beats.shape[-1], np.arange(samples) / fs_hz
     early = width + round(_SPAN_S["beat"][0] * fs_hz)  # `sources` begins one beat's width before the record
     start = np.round(peak_s * fs_hz).astype(int) + early
     sources = np.empty((7, samples + 2 * width), np.float32)
     within = sources[:, width : width + samples]
-    digital = np.empty((count, samples, 12), np.int16)
-    for b in range(count):
+    digital = np.empty((len(who), samples, 12), np.int16)
+    between = _hats(knots.shape[-1], samples)
+    for made, b in zip(digital, who, strict=True):
         sources[:3] = 0
         for i, which, height in zip(start[b], kind[b], amplitude[b].astype(np.float32), strict=True):
             if 0 <= i <= samples + width:
@@ -384,10 +402,20 @@ def simulate(
             within[:3] += _atrial_mv(bool(f["AF"][b]), flutter_hz[b], u[b], t_s)
         turns = np.outer(freq_hz[b], t_s) + phase[b][:, None]
         turns -= np.floor(turns)  # float32 is exact enough within one turn only
+        strength = np.exp(knots[b]) @ between  # of the slow waves, the muscles
         within[3:] = np.sin(np.float32(2 * np.pi) * turns.astype(np.float32))
-        noise = _noise(noise_rng, samples) * noise_uv[b][:, None]
-        factor, first, last = burst[b]
-        noise[:, int(first * samples) : int(last * samples)] *= np.float32(factor)
-        uv = np.rint(gain_uv[b] @ within + noise)
-        digital[b] = twelve_leads(np.clip(uv, -10_000, 10_000).astype(np.int16))  # so that 3 x fits int16
-    return Recordings(digital, {name: mask[:count] for name, mask in f.items()}, 60 / mean_s[:count])
+        within[3:6] *= strength[0]
+        noise_uv = _noise(np.random.default_rng([*key, NOISE, b]), samples)
+        noise_uv *= top_uv[b][:, None]
+        noise_uv *= strength[1]
+        noise_uv += gain_uv[b] @ within
+        uv = np.rint(noise_uv, out=noise_uv).clip(-10_000, 10_000, out=noise_uv)  # so that 3 x fits int16
+        made[:] = twelve_leads(uv.astype(np.int16))
+    return Recordings(digital, {name: mask[list(who)] for name, mask in f.items()}, 60 / mean_s[list(who)])
+
+
+def _hats(knots: int, samples: int) -> np.ndarray:
+    """float32 [knots, samples]: `values @ hats` runs in straight lines from one value to the next."""
+    at = np.linspace(0, knots - 1, samples)
+    hats: np.ndarray = np.maximum(0, 1 - np.abs(at - np.arange(knots)[:, None])).astype(np.float32)
+    return hats

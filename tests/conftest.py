@@ -52,7 +52,7 @@ def real_ecgs() -> Path:
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """60 synthetic PTB-XL patients with two sessions and 60 records of the other databases. Read only."""
     out = tmp_path_factory.mktemp("archive") / "synthetic"
-    synthesise(out, patients=60, sessions=2, seed=7, progress=False)
+    synthesise(out, patients=60, two_sessions=1, seed=7, progress=False)
     return out
 
 

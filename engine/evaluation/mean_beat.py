@@ -4,9 +4,9 @@ A baseline for frozen embeddings. R peaks are found where the leads together cha
 
     x_RLT [R, 12, T] at 500 Hz, uV or mV  ->  mean_beats(x_RLT) [R, 12 * BEAT + 8] float32
 
-The beat runs from 0.25 s before R to 0.45 s after it, 0.5 to 40 Hz, at 100 Hz, as shape (unit length over all leads): two ECGs are
-compared by the cosine of their first 12 * BEAT numbers. The rest: log size of the beat, log mean and variation of the RR intervals,
-and what is left of each group of leads (I to III, aV, V1 to V3, V4 to V6) when the median beat is taken away.
+The beat runs from 0.25 s before R to 0.45 s after it, 0.5 to 40 Hz, at 100 Hz, as shape (unit length over all leads): two ECGs
+are compared by the cosine of their first 12 * BEAT numbers. The rest: log size of the beat, log mean and variation of the RR
+intervals, and what is left of each group of leads (I to III, aV, V1 to V3, V4 to V6) when the median beat is taken away.
 """
 
 import numpy as np

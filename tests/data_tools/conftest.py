@@ -11,5 +11,5 @@ from data_tools.synth import synthesise
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A synthetic archive of 15 records of 10 s; ten of them are two sessions of five PTB-XL patients. Read only."""
     out = tmp_path_factory.mktemp("small") / "archive"
-    synthesise(out, patients=5, sessions=2, seed=7, progress=False)
+    synthesise(out, patients=5, two_sessions=1, seed=7, progress=False)
     return out

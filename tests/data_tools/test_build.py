@@ -144,7 +144,7 @@ def test_same_input_same_dataset_and_other_options_are_refused(small: Path, tmp_
 
 
 def test_several_archives_make_one_dataset(small: Path, tmp_path: Path) -> None:
-    synthesise(tmp_path / "b", patients=6, sessions=2, seed=2, layout="ptbxl", progress=False)
+    synthesise(tmp_path / "b", patients=6, two_sessions=1, seed=2, layout="ptbxl", progress=False)
     sources = open_sources(str(small)) + open_sources(str(tmp_path / "b"))
     joint = shard(sources, ShardOptions(str(tmp_path / "d"), quiet=True))
     again = [reject for reject in joint.rejects() if reject[2] == "record read already"]

@@ -42,7 +42,7 @@ IDENTIFICATION = {"task": "identification"}
 def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     """Of the crops for validation, one has a single half."""
     place = tmp_path_factory.mktemp("evaluate")
-    synthesise(place / "archive", patients=100, sessions=2, seed=5, progress=False)
+    synthesise(place / "archive", patients=100, two_sessions=1, seed=5, progress=False)
     options = ShardOptions(str(place / "dataset"), role_sources=RoleSources(id_share=1.0), quiet=True)
     dataset = shard(open_sources(str(place / "archive")), options)
     assert sorted(set(dataset.column("halves")[dataset.select(dx="valid")].tolist())) == [1, 2]
