@@ -239,4 +239,6 @@ def make_dataset(work: Path, records: int, keep_archive: bool = False, **options
 
 def describe(dataset: Any, **more: Any) -> dict[str, Any]:
     """What a reader of a record needs to know about its data."""
-    return {"archive": "synthetic", "crops": len(dataset), "dataset": dataset.fingerprint} | more
+    from data_tools.synth import VERSION
+
+    return {"archive": f"synthetic-{VERSION}", "crops": len(dataset), "dataset": dataset.fingerprint} | more

@@ -10,7 +10,8 @@ intervals, and what is left of each group of leads (I to III, aV, V1 to V3, V4 t
 """
 
 import numpy as np
-from scipy.signal import butter, find_peaks, sosfiltfilt
+from scipy import fft
+from scipy.signal import find_peaks
 
 from data_tools.prepare import FS_HZ
 
@@ -18,8 +19,7 @@ STEP = FS_HZ // 100
 BEFORE, AFTER = 25, 45  # samples at 100 Hz
 BEAT = BEFORE + AFTER
 SHIFT = 4  # samples at 100 Hz by which a beat may be moved onto the others
-_BAND = butter(2, (0.5, 40.0), "bandpass", fs=FS_HZ, output="sos")
-_QRS = butter(2, (5.0, 25.0), "bandpass", fs=FS_HZ, output="sos")
+BAND_HZ, QRS_HZ = (0.5, 40.0), (5.0, 25.0)
 
 Array = np.ndarray
 
@@ -30,15 +30,29 @@ def mean_beats(x_RLT: Array) -> Array:
 
 def r_peaks(x_LT: Array) -> Array:
     """Samples, at least 0.3 s apart."""
-    speed = np.abs(np.diff(sosfiltfilt(_QRS, x_LT, axis=-1), axis=-1)).sum(0)
+    return _peaks(*_filtered(x_LT, QRS_HZ))
+
+
+def _filtered(x_LT: Array, *bands_hz: tuple[float, float]) -> list[Array]:
+    """Second-order Butterworth band-passes, forwards and backwards; half a second is mirrored at both ends."""
+    pad = FS_HZ // 2
+    before, after = 2 * x_LT[:, :1] - x_LT[:, pad:0:-1], 2 * x_LT[:, -1:] - x_LT[:, -2 : -2 - pad : -1]
+    x = np.concatenate([before, x_LT, after], 1, dtype=np.float32)
+    spectrum, freq_hz = fft.rfft(x), np.maximum(fft.rfftfreq(x.shape[1], 1 / FS_HZ), 1e-6)
+    gains = [1 / ((1 + (low / freq_hz) ** 4) * (1 + (freq_hz / high) ** 4)) for low, high in bands_hz]
+    return [fft.irfft(spectrum * gain.astype(np.float32), x.shape[1])[:, pad:-pad] for gain in gains]
+
+
+def _peaks(qrs_LT: Array) -> Array:
+    speed = np.abs(np.diff(qrs_LT)).sum(0)
     speed = np.convolve(speed, np.ones(FS_HZ // 12) / (FS_HZ // 12), "same")
     seconds = [speed[at : at + FS_HZ].max() for at in range(0, len(speed), FS_HZ)]  # the tallest may be a spike
-    return find_peaks(speed, height=0.45 * np.median(seconds), distance=int(0.3 * FS_HZ))[0]
+    return np.asarray(find_peaks(speed, height=0.45 * np.median(seconds), distance=int(0.3 * FS_HZ))[0])
 
 
 def _mean_beat(x_LT: Array) -> Array:
-    x_LT = np.asarray(x_LT, np.float64)
-    peaks, band = r_peaks(x_LT), sosfiltfilt(_BAND, x_LT, axis=-1)[:, ::STEP]
+    band, qrs = _filtered(x_LT, BAND_HZ, QRS_HZ)
+    peaks, band = _peaks(qrs), band[:, ::STEP]
     within = np.round(peaks / STEP).astype(int)
     within = within[(within >= BEFORE + SHIFT) & (within < band.shape[1] - AFTER - SHIFT)]
     if not len(within):
