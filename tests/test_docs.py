@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_tools.sources.hospital import FORMATS
 from docs import house, settings
-from engine.__main__ import main
+from engine.__main__ import COMMANDS, main
 from engine.common import LEADS
 from engine.config import Config, FinetuneConfig, flatten
 from tests.forks import started
@@ -73,6 +74,13 @@ def test_the_reference_of_settings_is_current() -> None:
 def test_troubleshooting_has_fifteen_answers() -> None:
     text = (DOCS / "troubleshooting.md").read_text()
     assert re.findall(r"^\*\*(\d+)\. .*[?.]\*\*$", text, re.MULTILINE) == [str(n) for n in range(1, 16)]
+
+
+def test_the_page_for_hospitals_names_every_format_and_command() -> None:
+    text = (DOCS / "hospitals.md").read_text()
+    assert all(f"(`{name}`)" in text for name in FORMATS)
+    assert set(re.findall(r"^    omnilead (\w+)", text, re.MULTILINE)) <= set(COMMANDS)
+    assert all((DOCS / link).exists() for link in re.findall(r"\]\(([^)#]+)", text))
 
 
 @pytest.mark.parametrize("page", ["troubleshooting", "deviations"])
