@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         "--anonymous": ANONYMOUS,
     }
     show: dict[str, Option] = {
-        "what": {"metavar": "DATASET|RECORD", "help": "a dataset, or a WFDB header file"},
+        "what": {"metavar": "DATASET|RECORD", "help": "a dataset, a WFDB header file or a hospital's file"},
         "--crop": {"metavar": "ROW", "type": _number(int, 0), "help": "one crop of the dataset instead of the summary"},
         "--anonymous": ANONYMOUS,
         "--png": {"metavar": "FILE", "help": "draw it, as .png, .svg or .pdf"},
@@ -233,7 +233,7 @@ def _show(options: argparse.Namespace) -> int:
         if file.exists() and not file.is_file():
             raise DataError(f"--png {file}: not a regular file, and would be replaced: choose another place")
         plots.picture_kind(file)
-    if options.what.endswith(".hea"):
+    if Path(options.what).is_file() or options.what.endswith(".hea"):
         if options.crop is not None:
             raise DataError(f"--crop {options.crop}: {options.what} is a record, and only datasets have crops: leave it out")
         figure = _record_figure(options.what)
@@ -273,12 +273,13 @@ def _record_figure(path: str) -> Any:
     from data_tools.errors import ReadError
     from data_tools.plots import caption, ecg_figure
     from data_tools.prepare import FS_HZ, HALF, prepare_crop
-    from data_tools.sources.wfdb_folder import WfdbFolder
+    from data_tools.sources import HospitalFiles, WfdbFolder
     from data_tools.storage import folder
 
     place, samples = Path(path), np.empty(CROP_SHAPE, "<i2")
     try:
-        record = WfdbFolder(folder(place.parent)).read(place.name)
+        source = WfdbFolder(folder(place.parent)) if path.endswith(".hea") else HospitalFiles(folder(place.parent))
+        record = source.read(place.name)
         seconds = f"{record.signal.shape[1] / record.fs_hz:g} s"
         print(f"{place.name}: {len(record.leads)} leads, {record.fs_hz:g} Hz, {seconds}, dx {', '.join(record.dx) or 'none'}")
         for reason, detail in record.warnings:

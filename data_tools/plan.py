@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 from tqdm.auto import tqdm
 
 from data_tools import cluster
+from data_tools.cli import keep_freed_memory
 from data_tools.dataset import FORMAT_VERSION, SHARD_CROPS
 from data_tools.errors import ReadError, StorageError, printable
 from data_tools.prepare import SPEC_HASH, crop_count, dropped_s
@@ -127,6 +128,7 @@ def _chunks(sources: tuple[Source, ...]) -> Iterator[tuple[int, int, Source, lis
 
 def _scan(task: tuple[int, int, Source, list[str]]) -> tuple[int, pa.Table, list[tuple[str, Reject]]]:
     """-> number of the chunk, its usable records, and the refused ones with their keys."""
+    keep_freed_memory()
     number, archive, source, keys = task
     rows: list[tuple[int, str, str, str, int, int, int, float]] = []
     refused: list[tuple[str, Reject]] = []

@@ -38,6 +38,7 @@ class HospitalFiles(Source):
 
     def keys(self) -> Iterator[str]:
         names = self.root.names()
+        self.skipped.clear()
         for key, is_record in prefetch(self._look, names) if self.root.remote else map(self._look, names):
             if is_record:
                 yield key
