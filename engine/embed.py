@@ -1,7 +1,7 @@
 """Embeddings of ECGs by a trained model, as parquet.
 
     omnilead embed --model RUN --data DATASET --out F.parquet                  one row for each crop of 10 s
-    omnilead embed --model RUN --data FOLDER A.hea --out F.parquet             WFDB records and known archives
+    omnilead embed --model RUN --data FOLDER A.hea B.dcm --out F.parquet       records, known archives, hospital files
     omnilead embed --model RUN --data A.npy --fs 250 --leads II,V1 --unit uV --out F.parquet
     torchrun --nproc-per-node 8 -m engine.embed --model RUN --data DATASET --out F.parquet        a GPU each; also deepspeed
 
@@ -77,7 +77,13 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", required=True, metavar="RUN", help="RUN, RUN/model, s3://... or hf://org/name")
     add("--code", **RUN_CODE)
-    add("--data", required=True, nargs="+", metavar="DATASET|FILE", help="a dataset; or folders, .hea, .npy and .npz files")
+    add(
+        "--data",
+        required=True,
+        nargs="+",
+        metavar="DATASET|FILE",
+        help="a dataset; or folders, .hea, .npy and .npz files, vendors' .xml, .dcm, .scp, .edf",
+    )
     add("--leads", metavar="L", help='12, 6, 3, 2, 1 or names such as "I,II,V2"; others are zeros (default: all)')
     add("--fs", type=float, metavar="HZ", help="sampling rate of .npy and .npz files")
     add("--unit", help="unit of .npy and .npz files: V, mV, uV (mV)")

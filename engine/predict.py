@@ -1,7 +1,7 @@
 """Predictions of a fine-tuned model: class probabilities and decisions, or values in their unit, as parquet or CSV.
 
     omnilead predict --model TUNED --data DATASET --out F.csv                  one row for each record
-    omnilead predict --model TUNED --data FOLDER A.hea --out F.parquet         WFDB records and known archives
+    omnilead predict --model TUNED --data FOLDER A.hea B.dcm --out F.parquet   records, known archives, hospital files
     omnilead predict --model TUNED --data A.npy --fs 250 --leads II,V1 --unit uV --out F.csv
     torchrun --nproc-per-node 8 -m engine.predict --model TUNED --data DATASET --out F.parquet    a GPU each; also deepspeed
 

@@ -10,7 +10,7 @@ from data_tools.errors import DataError, ReadError, StorageError
 from data_tools.plugins import blame, plugin
 from data_tools.sources.base import Prepared, Source, prepared
 from data_tools.sources.code15 import Code15
-from data_tools.sources.hospital import FORMATS, HospitalFiles
+from data_tools.sources.hospital import ENDINGS, FORMATS, HospitalFiles
 from data_tools.sources.mimic_iv_ecg import MimicIvEcg
 from data_tools.sources.physionet2021 import DATABASES, PhysioNet2021
 from data_tools.sources.ptbxl import PtbXl
@@ -20,7 +20,18 @@ from data_tools.storage import folder, links_in
 ARCHIVES: dict[str, type[Source]] = {"physionet2021": PhysioNet2021, "ptbxl": PtbXl, "mimic-iv-ecg": MimicIvEcg}
 ARCHIVES |= {"code15": Code15, "wfdb": WfdbFolder, "hospital": HospitalFiles}
 
-__all__ = ["ARCHIVES", "DataError", "PhysioNet2021", "Prepared", "ReadError", "Source", "open_sources", "prepared"]
+__all__ = [
+    "ARCHIVES",
+    "ENDINGS",
+    "DataError",
+    "HospitalFiles",
+    "PhysioNet2021",
+    "Prepared",
+    "ReadError",
+    "Source",
+    "WfdbFolder",
+]
+__all__ += ["open_sources", "prepared"]
 
 
 def open_sources(url: str, kind: str = "auto", anonymous: bool = False) -> list[Source]:

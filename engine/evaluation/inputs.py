@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 from tqdm.auto import tqdm
 
 from data_tools.dataset import META, Dataset
-from data_tools.sources import DataError, Prepared, ReadError, open_sources, prepared
+from data_tools.sources import ENDINGS, DataError, Prepared, ReadError, open_sources, prepared
 from engine.common import ARRAYS, LEADS, ConfigError, describe_leads, leads_in_order
 from engine.data.augmenter import none_measured
 from engine.data.npz import ArrayError, load_npz, npz_names, open_npy
@@ -206,8 +206,8 @@ def records_of(args: argparse.Namespace, model_input: Input) -> Iterator[RecordT
     for url in args.data:
         if url.endswith(ARRAYS) and Path(url).exists():
             yield from arrays(args, Path(url), model_input)
-        elif url.endswith(".hea"):
-            source = open_sources(str(Path(url).parent), "wfdb")[0]
+        elif url.lower().endswith((".hea", *ENDINGS)):
+            source = open_sources(str(Path(url).parent), "wfdb" if url.endswith(".hea") else "hospital")[0]
             key = Path(url).name
             yield RecordToRead(url, source.root.stamp(key), partial(prepared, source, key), source.name_for(key))
         elif "://" in url or Path(url).is_dir():
@@ -222,7 +222,11 @@ def records_of(args: argparse.Namespace, model_input: Input) -> Iterator[RecordT
                     read = partial(prepared, source, key)
                     yield RecordToRead(f"{source.root.url}/{key}", stamp, read, source.name_for(key))
         else:
-            what = "neither a dataset or folder nor a .hea, .npy or .npz file" if Path(url).exists() else "does not exist"
+            what = (
+                "neither a dataset or folder nor a .hea, .xml, .dcm, .scp, .edf, .npy or .npz file"
+                if Path(url).exists()
+                else "does not exist"
+            )
             raise ConfigError(f"--data {url}: {what}")
 
 

@@ -4,6 +4,7 @@ import itertools
 import shutil
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 from handmade import build, crops_of
@@ -69,6 +70,23 @@ def test_a_mixed_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_one_format_of_a_mixed_folder(tmp_path: Path) -> None:
     (source,) = open_sources(str(mixed(tmp_path / "src")), "muse-xml")
     assert [*source.keys()] == ["a/one.xml"] and source.source_of("a/one.xml") == "muse-xml"
+
+
+def test_a_mixed_folder_in_a_bucket() -> None:
+    files = {f"a/{UID}": BASE, "empty.txt": b"", "one.xml": muse().encode(), "report.pdf": b"%PDF"}
+    for name, content in files.items():
+        fsspec.filesystem("memory").pipe(f"/mixed/{name}", content)
+    (source,) = open_sources("memory://mixed")
+    assert sorted(record.source for record in source) == ["dicom", "muse-xml"]
+    assert "2 files of no known format were left out (1 .pdf, 1 .txt)" in source.notes()[1]
+
+
+def test_show_draws_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mixed(tmp_path / "src")
+    assert main(["show", f"{tmp_path}/src/two.DCM", "--png", f"{tmp_path}/one.png"]) == 0
+    assert "two.DCM: 12 leads, 500 Hz, 5 s" in capsys.readouterr().out and (tmp_path / "one.png").stat().st_size > 10_000
+    assert main(["show", f"{tmp_path}/src/notes.txt"]) == 2
+    assert "notes.txt would be refused: unknown format: none of muse-xml, dicom" in capsys.readouterr().err
 
 
 def test_long_names_are_shortened_and_stay_different(tmp_path: Path) -> None:
