@@ -273,7 +273,8 @@ def _record_figure(path: str) -> Any:
     from data_tools.errors import ReadError
     from data_tools.plots import caption, ecg_figure
     from data_tools.prepare import FS_HZ, HALF, prepare_crop
-    from data_tools.sources import HospitalFiles, WfdbFolder
+    from data_tools.sources.hospital import HospitalFiles
+    from data_tools.sources.wfdb_folder import WfdbFolder
     from data_tools.storage import folder
 
     place, samples = Path(path), np.empty(CROP_SHAPE, "<i2")

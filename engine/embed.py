@@ -77,13 +77,8 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", required=True, metavar="RUN", help="RUN, RUN/model, s3://... or hf://org/name")
     add("--code", **RUN_CODE)
-    add(
-        "--data",
-        required=True,
-        nargs="+",
-        metavar="DATASET|FILE",
-        help="a dataset; or folders, .hea, .npy and .npz files, vendors' .xml, .dcm, .scp, .edf",
-    )
+    inputs = "a dataset; or folders, .hea, .npy and .npz files, vendors' .xml, .dcm, .scp and .edf"
+    add("--data", required=True, nargs="+", metavar="DATASET|FILE", help=inputs)
     add("--leads", metavar="L", help='12, 6, 3, 2, 1 or names such as "I,II,V2"; others are zeros (default: all)')
     add("--fs", type=float, metavar="HZ", help="sampling rate of .npy and .npz files")
     add("--unit", help="unit of .npy and .npz files: V, mV, uV (mV)")

@@ -20,18 +20,7 @@ from data_tools.storage import folder, links_in
 ARCHIVES: dict[str, type[Source]] = {"physionet2021": PhysioNet2021, "ptbxl": PtbXl, "mimic-iv-ecg": MimicIvEcg}
 ARCHIVES |= {"code15": Code15, "wfdb": WfdbFolder, "hospital": HospitalFiles}
 
-__all__ = [
-    "ARCHIVES",
-    "ENDINGS",
-    "DataError",
-    "HospitalFiles",
-    "PhysioNet2021",
-    "Prepared",
-    "ReadError",
-    "Source",
-    "WfdbFolder",
-]
-__all__ += ["open_sources", "prepared"]
+__all__ = ["ARCHIVES", "ENDINGS", "DataError", "PhysioNet2021", "Prepared", "ReadError", "Source", "open_sources", "prepared"]
 
 
 def open_sources(url: str, kind: str = "auto", anonymous: bool = False) -> list[Source]:

@@ -222,11 +222,7 @@ def records_of(args: argparse.Namespace, model_input: Input) -> Iterator[RecordT
                     read = partial(prepared, source, key)
                     yield RecordToRead(f"{source.root.url}/{key}", stamp, read, source.name_for(key))
         else:
-            what = (
-                "neither a dataset or folder nor a .hea, .xml, .dcm, .scp, .edf, .npy or .npz file"
-                if Path(url).exists()
-                else "does not exist"
-            )
+            what = "neither a dataset, folder nor .hea, .npy, .npz, .xml, .dcm file" if Path(url).exists() else "does not exist"
             raise ConfigError(f"--data {url}: {what}")
 
 
