@@ -24,6 +24,7 @@ from matplotlib.figure import Figure
 from benchmarks import tables
 from benchmarks.tables import Part, Result, clock, device_of, is_peer, machine, markdown, number, per_cpu
 from engine.common import Parser
+from engine.evaluation import bench_report
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -32,7 +33,7 @@ BEGIN, END = "<!-- results: made by benchmarks.report -->", "<!-- end of results
 OF_RECORD = ("format", "date", "git", "hardware", "versions", "page_cache")
 NEEDED = ("git.commit", "versions.python", "hardware.cpu", "hardware.cores", "hardware.load_before")
 NEEDED += (*OF_RECORD, "benchmark", "config", "input.archive", "results")
-SIGNED = ("overhead_pct", "loop_pct", "loader_pct", "stall_pct", "score")  # others are above 0
+SIGNED = ("overhead_pct", "loop_pct", "loader_pct", "stall_pct")  # others are above 0
 TEN_MILLION = 10_000_000
 Parts = dict[tuple[str, str], Part]  # by benchmark and device
 BLUE, GREY, INK = "#2f6690", "#b5b5bd", "#333333"
@@ -86,15 +87,15 @@ def check(part: Part) -> None:
         raise RecordError(f"format {part['format']}: this program reads 1")
     if benchmark not in tables.TABLES or device_of(part) not in ("cpu", "cuda"):
         raise RecordError(f"there is no benchmark {benchmark!r} on {device_of(part)!r}")
-    if "dataset" not in part["input"] and benchmark not in ("step", "cost", "downstream"):
+    if "dataset" not in part["input"] and benchmark not in ("step", "cost", "evidence"):
         raise RecordError("incomplete: it lacks input.dataset")
     if device_of(part) == "cuda" and not part["hardware"].get("gpus"):
         raise RecordError("incomplete: it lacks hardware.gpus")
-    if benchmark != "downstream" and (repeats := tables.repeated(part)[0]) < 3:
+    if benchmark != "evidence" and (repeats := tables.repeated(part)[0]) < 3:
         raise RecordError(f"{repeats} repeats show no spread: 3 are the least")
-    for case, result in part["results"].items():
+    for case, result in part["results"].items() if benchmark != "evidence" else ():
         for figure, spread in result.items():
-            if not isinstance(spread, dict) or figure == "metrics":
+            if not isinstance(spread, dict):
                 continue
             low, median, high = (spread.get(key, nan) for key in ("low", "median", "high"))
             if not (low <= median <= high and isfinite(high - low) and (low > 0 or figure in SIGNED)):
@@ -259,9 +260,12 @@ def published(part: Part) -> Iterator[str]:
 
 
 def readme(parts: Sequence[Part]) -> str:
-    """With the table of what pre-training is worth between the marks."""
-    part = newest(parts).get(("downstream", "cpu"))
-    table = "\n\n".join(published(part)).replace("](results/", "](benchmarks/results/") if part else ""
+    """With the figure and four rows of what pre-training is worth between the marks."""
+    part = newest(parts).get(("evidence", "cpu"))
+    blocks = (
+        ["![AUROC against the share of labels](results/evidence.png)", tables.headline(part), tables.note(part)] if part else []
+    )
+    table = "\n\n".join(blocks).replace("](results/", "](benchmarks/results/")
     before, _, rest = README.read_text().partition(BEGIN)
     return f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}"
 
@@ -275,6 +279,8 @@ def pictures(parts: Parts) -> Iterator[tuple[str, Callable[[], Figure]]]:
             unit = f"{UNITS[benchmark]} a {'second' if device == 'cuda' else 'CPU-second'}; grey: others"
             if shown:
                 yield name, partial(bar_chart, shown, f"{benchmark}, {title}", unit)
+        elif benchmark == "evidence":
+            yield name, partial(share_curves, part)
         elif benchmark == "cost":
             stages = {n: r for n, r in part["results"].items() if n not in ("all stages", "the whole step")}
             order = sorted(stages, key=lambda n: -float(stages[n]["ms"]["median"]))
@@ -316,6 +322,19 @@ def bar_chart(spreads: dict[str, Any], title: str, unit: str, predicted: list[fl
         unit += "; logarithmic"
     axes.set_xlabel(unit, fontsize=9)
     return drawn
+
+
+def share_curves(part: Part) -> Figure:
+    """AUROC of diagnosis against the share of labels: synthetic beside real ECGs, 12 leads and lead I."""
+    rows, models = [], {}
+    for where, document in part["results"].items():
+        shown = {
+            name for name, random in document["models"].items() if name in (*tables.BASELINES, *list(document["models"])[:1])
+        }
+        of = [row for row in document["rows"] if row["task"] == "diagnosis" and row["share"] and row["model"] in shown]
+        rows += [row | {"task": f"diagnosis, {where}", "metrics": {"auroc": row["metrics"]["auroc"]}} for row in of]
+        models |= {row["model"]: document["models"][row["model"]] for row in of}
+    return bench_report.picture({"rows": rows, "models": models})
 
 
 def main() -> int:

@@ -5,12 +5,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from benchmarks.measure import INTERVAL_FROM
+from engine.evaluation import bench_report
 
 Part = dict[str, Any]
 Result = dict[str, Any]
 UNITS = ("records", "crops")
 NODE, NVLINK_GB_PER_S, NETWORK_GB_PER_S, HOP_S, FP32_TFLOPS = 8, 450.0, 50.0, 5e-6, 50.0
 PARAMETERS, WIDTH = 90_883_072, 768  # of the paper's model
+BASELINES = ("random weights", "mean beat")
+HEADLINE = (
+    ("synthetic", "diagnosis", "auroc", "12", 0.01),
+    ("synthetic", "diagnosis", "auroc", "1", 0.01),
+    ("synthetic", "identification", "accuracy_whitened", "1", None),
+    ("real", "diagnosis", "auroc", "12", 1.0),
+)
 FRESH = ("ingest", "loader", "step", "scaling", "start")  # benchmarks whose repeats are each a process of their own on a CPU
 
 
@@ -173,31 +181,40 @@ def cluster_step(gpus: int, crops: int, rate: float) -> tuple[float, ...]:
     return *(1e3 * seconds for seconds in spent), sum(sent) / 1e6, compute / (compute + sum(spent))
 
 
-def downstream(part: Part) -> Iterator[str]:
-    """A row an archive, task, set of leads and metric; a column each for random and for pre-trained weights."""
-    results: dict[tuple[str, str, str], dict[str, Result]] = {}
-    for name, result in part["results"].items():
-        archive, _, rest = name.partition(": ")
-        method, task, column = rest.split(", ")
-        results.setdefault((archive, task, column), {})[method] = result
-    methods = list(dict.fromkeys(method for cells in results.values() for method in cells))
-    shown = {"Dx": (("CinC score", "challenge"), ("AUROC", "auroc")), "Id": (("accuracy", "accuracy"),)}
-    rows = []
-    for (archive, task, column), cells in results.items():
-        for label, metric in shown[task]:
-            n = next(iter(cells.values()))["n"]
-            what = f"{archive}: {'diagnosis' if task == 'Dx' else 'identification'}, {column}, {label} (n = {n:,})"
-            rows.append([what, *(over_seeds(cells[m]["metrics"][metric]) if m in cells else "" for m in methods)])
-    yield markdown(f"| | {' | '.join(methods)} |", rows)
+def evidence(part: Part) -> Iterator[str]:
+    """What `omnilead bench` writes of the synthetic ECGs, of the real ones, and the same of fine-tuned models."""
+    for where, document in part["results"].items():
+        yield bench_report.markdown(document).strip().replace("\n## ", f"\n#### {where}: ").partition("\n")[2].strip()
 
 
-def over_seeds(values: dict[str, Any]) -> str:
-    """The mean, and half of the interval if there are several seeds."""
-    return f"{values['mean']:.3f}" + (f" ± {values['interval']:.3f}" if values["interval"] is not None else "")
+def headline(part: Part) -> str:
+    """Four rows of it, for README.md."""
+    body = []
+    for where, task, metric, leads, share in HEADLINE:
+        document = part["results"].get(where, {})
+        asked = {"task": task, "leads": leads, "share": share}
+        rows = {row["model"]: row for row in document.get("rows", ()) if asked.items() <= row.items()}
+        gaps = [row for row in document.get("differences", ()) if (asked | {"metric": metric}).items() <= row.items()]
+        for model in list(rows)[:1]:
+            cells = [scored(rows[name]["metrics"][metric], rows[name]["intervals"][metric]) for name in (model, *BASELINES)]
+            cells += [
+                scored(gap["difference"], gap["interval"], "+")
+                for gap in gaps
+                if (gap["model"], gap["against"]) == (model, BASELINES[0])
+            ]
+            what = f"{task}, {'lead I' if leads == '1' else f'{leads} leads'}" + (
+                f", {100 * share:g} % of labels" if share else ""
+            )
+            body.append([f"{where}: {what}, {bench_report.MAIN[metric]} (n = {rows[model]['n']:,})", *cells])
+    return markdown(f"| | pre-trained | {' | '.join(BASELINES)} | pre-trained minus random |", body)
+
+
+def scored(value: float, ends: Sequence[float], sign: str = "") -> str:
+    return f"{value:{sign}.3f} ({ends[0]:{sign}.3f} to {ends[1]:{sign}.3f})"
 
 
 TABLES: dict[str, tuple[str, Callable[[Part], Iterator[str]]]] = {
-    "downstream": ("Does pre-training help? A model of a million parameters, fine-tuned for minutes", downstream),
+    "evidence": ("Does pre-training help? Linear probes on frozen embeddings, identification, and fine-tuning", evidence),
     "ingest": ("Archive to dataset: records (read, ingest, plan, synth) or GB (verify)", rates),
     "loader": ("Dataset to batches: crops of 10 s as float32 millivolts in torch (gather: as stored, int16)", loader),
     "step": ("One training step: crops of 10 s", step),
@@ -262,9 +279,8 @@ def note(part: Part) -> str:
     where = f"{machine(part)}, {hardware['cpu']}" if on_gpu else hardware["cpu"]
     where += f", {hardware['cores']} cores" + ("" if on_gpu else " shared with others")
     when = "uncommitted changes, " * bool(part["git"]["dirty"]) + part["date"][:10]
-    if name == "downstream":
-        how = f"up to {repeats} seeds of fine-tuning, ± half of the 95 % interval" if repeats > 1 else "one seed of fine-tuning"
-        return f"{where}, {when}; {facts['archive']}; {how}; {file}."
+    if name == "evidence":
+        return f"{where}, {when}; {facts['archive']}; in brackets 95 % intervals over patients; {file}."
     amount = next((f"{facts[unit]:,} {unit} ({facts['archive']}) in the page cache" for unit in UNITS if unit in facts), "")
     what = facts["archive"] if name in ("step", "cost") else amount + f", {facts.get('threads')} threads" * ("threads" in facts)
     many = f"{fewest} to {repeats} runs" if fewest < repeats else f"{repeats} runs"

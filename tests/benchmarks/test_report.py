@@ -40,9 +40,19 @@ RESULTS: dict[str, dict[str, Any]] = {
     "embed": {"tar: small, 16 crops": RATES | BARE | {"share_pct": spread(96.0)}},
     "start": {"first step: deepspeed engine/pretrain.py": {"seconds": spread(9.0), "cpu_seconds": spread(6.0)}},
     "scaling": {"open to first batch": RATES},
-    "downstream": {
-        f"real: {row}, Id, P-1-lead": {"score": spread(0.4), "metrics": {"accuracy": {"mean": 0.4, "interval": 0.1}}, "n": 20}
-        for row in ("Random Init.", "W2V")
+    "evidence": {
+        "real": {
+            "data": "D",
+            "models": {"A": "random weights", "random weights": "random weights", "mean beat": ""},
+            "rows": [
+                {"model": model, "task": "diagnosis", "leads": "12", "share": share, "noise": 0.0, "n": 50, "patients": 40}
+                | {"metrics": {"auroc": value}, "intervals": {"auroc": [value - 0.01, value + 0.01]}}
+                for share in (0.1, 1.0)
+                for model, value in (("A", 0.9), ("random weights", 0.8), ("mean beat", 0.7))
+            ],
+            "differences": [],
+            "notes": [],
+        }
     },
 }
 MORE: dict[str, dict[str, Any]] = {
@@ -87,16 +97,16 @@ def test_a_suites_record_becomes_tables_and_pictures(device: str, tmp_path: Path
         "| fc1 | 10 | 4 | 6 |",
         "| 2 | 100 | 90 to 110 | 50 % | 50 | 100 % |",
         "1,024",
-        "| 0.400 ± 0.100 | 0.400 ± 0.100 |",
+        "A              | 0.900 (0.890 to 0.910)",
         "| overhead of the loop alone, % | at most 2 | 1.5 |",
     ):
         assert expected in text, expected
     assert ("on NVIDIA H200" in text) == ("measured on one" in text) == (device == "cuda") and "estimated" in text
     drawn = dict(report.pictures(report.newest(parts)))
     assert set(drawn) == (
-        {"ingest", "loader", "step", "cost_time", "way"}
+        {"ingest", "loader", "step", "cost_time", "way", "evidence"}
         if device == "cpu"
-        else {"ingest_gpu", "loader_gpu", "step_gpu", "cost_gpu_time"}
+        else {"ingest_gpu", "loader_gpu", "step_gpu", "cost_gpu_time", "evidence_gpu"}
     )
     for draw in drawn.values():
         draw().savefig(tmp_path / "picture.png")

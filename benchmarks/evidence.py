@@ -1,0 +1,202 @@
+"""Evidence for pre-training: the steps of a plan, run by one command that can be killed and goes on, and their record.
+
+    python -m benchmarks.evidence cpu --out DIR --jobs 2        configs/evidence/cpu.yaml; also smoke, gpu, or a file of yours
+    python -m benchmarks.evidence cpu --out DIR --dry-run       every command, and how long what is left takes
+    python -m benchmarks.evidence cpu --out DIR --only bench    the steps whose names begin so, and those that they need
+
+A step of a plan is a command. NAME is its folder below DIR, and MAKES the file or folder in it that exists once it is done.
+`each` repeats it for all combinations of values. In a command {out} is DIR, {GROUP} stands for NAME=FOLDER of each earlier
+step GROUP/NAME, other names in braces are the plan's `values`. A step runs after those whose folders its command names.
+DIR/evidence.json, .md and .png are written from all scores that are there; the record is published by copying it:
+
+    cp DIR/evidence.json benchmarks/results/evidence_MACHINE_DATE.json && python -m benchmarks.report
+"""
+
+import argparse
+import itertools
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks import report, tables
+from benchmarks.run import environment
+from engine.common import ConfigError, Parser, find_config, positive, read_yaml, write_whole
+from engine.reproduction.jobs import duration, on_this_machine, run_jobs
+from engine.reproduction.paper import ReproductionScale, as_arguments
+from engine.reproduction.plan import DatasetInfo, Job, JobPlan
+from engine.reproduction.workdir import WorkDir, read_json, write_json
+
+Tree = dict[str, Any]
+COMMANDS = "commands.json"
+TUNED = ("auroc", "challenge", "challenge_chosen", "accuracy")
+
+
+@dataclass(frozen=True)
+class Step(Job):
+    """`flops` are the minutes that the plan expects."""
+
+    makes: str = ""
+
+    @property
+    def result(self) -> str:
+        return f"{self.name}/{self.makes}"
+
+
+class StepPlan(JobPlan):
+    @property
+    def ordered(self) -> list[Job]:
+        return list(self.jobs.values())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser("python -m benchmarks.evidence", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("plan", metavar="PLAN", help="smoke, cpu, gpu, or a YAML file like those in configs/evidence")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for archives, datasets, runs and scores")
+    parser.add_argument("--only", default="", metavar="NAME", help="steps whose names begin so, such as bench or real")
+    parser.add_argument(
+        "--jobs", type=positive, default=1, metavar="N", help="steps at a time, each with its share of cores (1)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print every command, and run nothing")
+    options = parser.parse_args(arguments)
+    try:
+        return run(options)
+    except (ConfigError, OSError) as error:
+        print(f"benchmarks.evidence: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def run(options: argparse.Namespace) -> int:
+    folder = WorkDir(options.out.absolute())
+    tree = read_yaml(find_config(options.plan, "evidence", "PLAN"))
+    plan = read_plan(tree, folder.path, options.only)
+    left = forecast(plan, folder, options.jobs)
+    if options.dry_run:
+        for job in plan.ordered:
+            print(f"# {job.name}: {'done' if folder.done(job) else 'to do'}\n{said(job)}")
+        print(f"# {left}")
+        return 0
+    (folder.path / "jobs").mkdir(parents=True, exist_ok=True)
+    same_commands(plan, folder)
+    print(left, flush=True)
+    with on_this_machine(options.jobs) as executor:
+        failed = run_jobs(plan, folder, executor, lambda: options.jobs, lambda job: None)
+    for name, why in failed.items():
+        print(f"benchmarks.evidence: {name} failed: {why}; its output: {folder.path}/jobs", file=sys.stderr)
+    write_record(folder, tree, options.plan)
+    return 1 if failed else 0
+
+
+def read_plan(tree: Tree, out: Path, only: str = "") -> StepPlan:
+    try:
+        steps = {step.name: step for step in filled(tree, out)}
+    except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"not a plan: {type(error).__name__} {error}: see configs/evidence/cpu.yaml") from None
+    chosen, todo = set[str](), [name for name in steps if name.startswith(only)]
+    if not todo:
+        raise ConfigError(
+            f"--only {only}: no step has such a name: use {', '.join(dict.fromkeys(s.kind for s in steps.values()))}"
+        )
+    while todo:
+        chosen.add(name := todo.pop())
+        todo += [need for need in steps[name].needs if need not in chosen]
+    jobs: dict[str, Job] = {name: step for name, step in steps.items() if name in chosen}
+    return StepPlan(ReproductionScale("", {}), DatasetInfo("", "", "", {}), out, jobs)
+
+
+def filled(tree: Tree, out: Path) -> Iterator[Step]:
+    """The plan's steps in its order, which is also that of running."""
+    scale = ReproductionScale.read(tree["scale"]).settings["pretrain"] | tree.get("settings", {})
+    words = {"out": str(out), "scale": shlex.join(word for pair in as_arguments(scale) for word in ("--set", pair))}
+    values = {key: value.format_map(words) if isinstance(value, str) else value for key, value in tree["values"].items()}
+    names: list[str] = []
+    for entry in tree["steps"]:
+        each = {key: values[of] if isinstance(of, str) else of for key, of in entry.get("each", {}).items()}
+        groups: dict[str, str] = {}
+        for group, slash, name in (name.partition("/") for name in names):
+            groups[group] = f"{groups.get(group, '')} {name or group}={out}/{group}{slash}{name}".strip()
+        for combination in itertools.product(*each.values()):
+            known = groups | values | words | dict(zip(each, combination, strict=True))
+            name, command = entry["name"].format_map(known), shlex.split(entry["run"].format_map(known))
+            needs = tuple(other for other in names if any(f"{out}/{other}/" in f"{word}/" for word in command))
+            program = command[1:] if command[0] == "python" else ["-m", "engine", *command[1:]]
+            names.append(name)
+            minutes = float(tree.get("pace", 1) * entry["minutes"])
+            yield Step(name, tuple(program), needs, minutes, 0, makes=entry["makes"].format_map(known))
+
+
+def said(job: Job) -> str:
+    words = job.command
+    return shlex.join(["omnilead", *words[2:]] if words[:2] == ("-m", "engine") else ["python", *words])
+
+
+def same_commands(plan: StepPlan, folder: WorkDir) -> None:
+    """Refuses results of other commands than the plan's."""
+    path = folder.path / COMMANDS
+    now, before = {job.name: said(job).replace(str(folder.path), "DIR") for job in plan.ordered}, read_json(path)
+    for job in plan.ordered:
+        if folder.done(job) and before.get(job.name, now[job.name]) != now[job.name]:
+            raise ConfigError(
+                f"{folder.path}/{job.name}: made by another command than this plan's: remove it, or use another --out"
+            )
+    write_json(path, before | now)
+
+
+def forecast(plan: StepPlan, folder: WorkDir, jobs: int) -> str:
+    """From the plan's minutes, and for each group from what its steps that are done have taken."""
+    pace: dict[str, list[float]] = {}
+    for job in plan.ordered:
+        if folder.done(job) and folder.seconds(job):
+            pace.setdefault(job.kind, []).append(folder.seconds(job) / (60 * job.flops))
+    missing = folder.missing(plan)
+    seconds = sum(60 * job.flops * fmean(pace.get(job.kind, [1])) for job in missing) / jobs
+    return f"{len(missing)} of {len(plan.jobs)} steps left: about {duration(seconds)}, {jobs} at a time"
+
+
+def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
+    """DIR/evidence.json, .md and .png, of all scores that are there."""
+    benches = sorted(map(read_json, folder.path.glob("bench/*/bench.json")), key=lambda found: len(found["models"]))
+    found = {"synthetic": (benches or [{}])[-1], "real": read_json(folder.path / "real-scores/bench.json")}
+    results = {name: document for name, document in (found | {"fine-tuned": tuned(folder.path)}).items() if document}
+    if not results:
+        return print("no scores yet", flush=True)
+    record = environment() | {"benchmark": "evidence", "config": {"plan": plan} | tree, "results": results}
+    record["config"]["device"] = "cuda" if record["hardware"]["gpus"] else "cpu"
+    record["input"] = {"archive": f"plan {plan}"}
+    write_json(folder.path / "evidence.json", record)
+    (part,) = report.load(folder.path / "evidence.json")
+    write_whole(folder.path / "evidence.md", "\n\n".join([tables.headline(part), *report.published(part)]) + "\n")
+    report.share_curves(part).savefig(folder.path / "evidence.png", dpi=150)
+    print(f"{folder.path}: evidence.json, evidence.md, evidence.png: {', '.join(results)}", flush=True)
+
+
+def tuned(out: Path) -> Tree:
+    """As `omnilead bench` writes it: of each start the mean over the seeds, with lowest and highest as interval."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for path in sorted(out.glob("evaluate/*/scores.json")):
+        found.setdefault(tuple(path.parent.name.rpartition("-")[0].split("-", 2)), []).append(path.parent.name)
+    rows, notes = [], []
+    for (task, leads, start), names in found.items():
+        whole = [read_json(out / "evaluate" / name / "scores.json") for name in names]
+        scores = [one.get("record") or one for one in whole]
+        metrics = {
+            key: [one["metrics"][key] for one in scores] for key in TUNED if all(one["metrics"].get(key) for one in scores)
+        }
+        row = {"model": start, "task": task, "leads": leads, "share": None, "noise": 0.0, "n": scores[0]["n"], "each": metrics}
+        row |= {
+            "patients": scores[0].get("patients", scores[0]["n"]),
+            "metrics": {key: fmean(of) for key, of in metrics.items()},
+        }
+        rows.append(row | {"intervals": {key: [min(of), max(of)] for key, of in metrics.items()}})
+        ended = [read_json(out / "finetune" / name / "result.json").get("converged") for name in names]
+        notes += [f"{task}, {leads} leads, {start}: {ended.count(False)} of {len(names)} not converged"] * (False in ended)
+    notes.append("Mean over the seeds of fine-tuning, in brackets the lowest and the highest.")
+    models = {row["model"]: row["model"] if row["model"].startswith("random") else "" for row in rows}
+    return {"data": "fine-tuned", "models": models, "rows": rows, "differences": [], "notes": notes} if rows else {}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""The protocol: plans become commands that their programs take, are run once and end in a record; real ECGs by folds."""
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from benchmarks import evidence, real, report
+from data_tools.dataset import Dataset
+from engine.common import CONFIGS, read_yaml
+from engine.config import FinetuneConfig, check, load
+from engine.evaluation.embedders import Vectors
+from tests.parsers import parse
+
+PLANS = sorted(path.stem for path in (CONFIGS / "evidence").glob("*.yaml"))
+Row = dict[str, Any]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_command_of_a_shipped_plan_is_one_that_its_program_takes(name: str, tmp_path: Path) -> None:
+    plan = evidence.read_plan(read_yaml(CONFIGS / "evidence" / f"{name}.yaml"), tmp_path)
+    for job in plan.ordered:
+        program, command, *words = shlex.split(evidence.said(job))
+        if program == "omnilead":
+            args = parse(command, words)
+            if command in ("pretrain", "finetune") and not any("real-pretrain" in word for word in words):
+                place = [f"data.datasets=[{args.data[0]}]", f"run={args.out}"]
+                own = [f"task.name={args.task}", f"start={args.start}"] if command == "finetune" else []
+                kind = {"kind": FinetuneConfig} if own else {}
+                config = load(args.config or CONFIGS / "finetune" / "diagnosis.yaml", [*args.set, *place, *own], **kind)
+                check(config, 1)
+    order = list(plan.jobs)
+    assert order.index("bench/main") < order.index("pretrain/w2v"), "the main comparison comes first"
+    assert set(plan.jobs["bench/main"].needs) == {"dataset", *(job for job in order[:5] if job.startswith("pretrain/"))}
+    assert {"real-data", "pretrain/random-1"} & set(plan.jobs["real-scores"].needs) == {"real-data"}
+    assert all(order.index(need) < order.index(job.name) for job in plan.ordered for need in job.needs)
+
+
+def run(plan: Path, out: Path, *words: str) -> int:
+    return evidence.main([str(plan), "--out", str(out), *words])
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    write = (
+        "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(''.join(open(f).read() for f in sys.argv[3:]) + sys.argv[2])"
+    )
+    steps = [
+        {"name": "one/{x}", "each": {"x": "letters"}, "run": f'python -c "{write}" {{out}}/one/{{x}}/f {{x}}'},
+        {"name": "two", "run": f'python -c "{write}" {{out}}/two/f ! {{out}}/one/a/f {{out}}/one/b/f'},
+        {"name": "three", "run": "python -c pass"},
+    ]
+    tree = {
+        "scale": "smoke",
+        "values": {"letters": ["a", "b"]},
+        "steps": [{"makes": "f", "minutes": 1} | step for step in steps],
+    }
+    (path := tmp_path / "plan.yaml").write_text(yaml.safe_dump(tree))
+    return path
+
+
+def test_what_is_done_is_not_done_again(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert run(plan, out, "--dry-run") == 0 and not out.exists()
+    assert "4 of 4 steps left: about 4 min" in (said := capsys.readouterr().out) and said.startswith(
+        "# one/a: to do\npython -c"
+    )
+    assert run(plan, out, "--only", "two") == 0 and (out / "two/f").read_text() == "ab!"  # with those that it needs
+    (out / "one/a/f").write_text("kept")
+    capsys.readouterr()
+    assert run(plan, out) == 1
+    said = capsys.readouterr()
+    assert "1 of 4 steps left" in said.out and "three failed: left no valid three/f" in said.err and "Traceback" not in said.err
+    plan.write_text(plan.read_text().replace("/two/f !", "/two/f ?"))
+    assert run(plan, out) == 2 and "/two: made by another command than this plan's" in capsys.readouterr().err
+    assert (out / "one/a/f").read_text() == "kept"
+
+
+def test_what_is_no_plan_is_one_line(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(plan, tmp_path, "--only", "four") == 2
+    assert "--only four: no step has such a name: use one, two, three" in capsys.readouterr().err
+    plan.write_text(plan.read_text().replace("letters:", "others:"))
+    assert run(plan, tmp_path) == 2 and "not a plan: KeyError 'letters'" in capsys.readouterr().err
+    assert run(tmp_path / "none.yaml", tmp_path) == 2 and "no such file or shipped config" in capsys.readouterr().err
+
+
+def document(models: Sequence[str], values: Sequence[float]) -> Row:
+    rows, differences = [], []
+    for task, metric, share in (
+        ("diagnosis", "auroc", 0.01),
+        ("diagnosis", "auroc", 1.0),
+        ("identification", "accuracy_whitened", None),
+    ):
+        for leads in ("12", "1"):
+            about = {"task": task, "leads": leads, "share": share, "noise": 0.0}
+            for model, value in zip(models, values, strict=True):
+                ends = [value - 0.01, value + 0.01]
+                rows.append(
+                    about | {"model": model, "n": 50, "patients": 40, "metrics": {metric: value}, "intervals": {metric: ends}}
+                )
+            one = {
+                "model": models[0],
+                "against": "random weights",
+                "metric": metric,
+                "difference": 0.125,
+                "interval": [0.1, 0.15],
+            }
+            differences.append(about | one)
+    random = {name: "" if name == "mean beat" else "random weights" for name in models}
+    return {"data": "D", "models": random, "rows": rows, "differences": differences, "notes": []}
+
+
+def test_the_record_of_all_scores(plan: Path, tmp_path: Path) -> None:
+    """The bench with most models counts; seeds of fine-tuning are shown with their spread, and what did not converge."""
+    names = ("A", "random weights", "mean beat")
+    for place, models in (("bench/main", names), ("bench/all", ("A", "B", *names[1:])), ("real-scores", names)):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "bench.json").write_text(json.dumps(document(models, (0.9, 0.8, 0.7, 0.6)[: len(models)])))
+    for seed, score in ((1, 0.25), (2, 0.75)):
+        name = f"diagnosis-12-A-1-{seed}"
+        for folder in ("evaluate", "finetune"):
+            (tmp_path / folder / name).mkdir(parents=True)
+        scores = {"n": 9, "patients": 7, "metrics": {"auroc": score, "brier": 0.1}}
+        (tmp_path / "evaluate" / name / "scores.json").write_text(json.dumps({"record": scores}))
+        (tmp_path / "finetune" / name / "result.json").write_text(json.dumps({"converged": seed == 1}))
+    evidence.write_record(evidence.WorkDir(tmp_path), read_yaml(plan), "mine")
+    (part,) = report.load(tmp_path / "evidence.json")
+    assert list(part["results"]) == ["synthetic", "real", "fine-tuned"] and "B" in part["results"]["synthetic"]["models"]
+    text = (tmp_path / "evidence.md").read_text()
+    assert "| synthetic: diagnosis, lead I, 1 % of labels, AUROC (n = 50) | 0.900 (0.890 to 0.910) |" in text
+    assert text.count("+0.125 (+0.100 to +0.150) |") >= 4
+    assert "0.500 (0.250 to 0.750)" in text and "diagnosis, 12 leads, A-1: 1 of 2 not converged" in text
+    assert (tmp_path / "evidence.png").stat().st_size > 10_000
+
+
+@pytest.fixture(scope="module")
+def folds(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("real") / "data"
+    assert real.main(["dataset", str(archive), "--folds", "3", "--out", str(out)]) == 0
+    return out
+
+
+def test_a_folds_patients_are_in_no_other_part_of_it(folds: Path) -> None:
+    whole = Dataset.open(str(folds / "all"))
+    its = real.folds_of(whole, 3)
+    table = whole.table(["record", "patient"]).to_pydict()
+    for fold in range(3):
+        names = {name for name, one in zip(table["record"], its, strict=True) if one == fold}
+        assert names.isdisjoint(rest := set(Dataset.open(str(folds / f"fold-{fold}")).table(["record"])["record"].to_pylist()))
+        assert names | rest == set(table["record"])
+        patients = [
+            {p for p, one in zip(table["patient"], its, strict=True) if p and (one == fold) == own} for own in (True, False)
+        ]
+        assert patients[0] and patients[0].isdisjoint(patients[1])
+
+
+def test_held_out_records_are_scored_by_their_own_fold(folds: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The scores of a fold are those of its own model; identification by embeddings of patients finds them."""
+    dataset = Dataset.open(str(folds / "all"))
+    crops = real.RealCrops(dataset, 3, 12)
+    halves = dataset.column("halves")
+    there = (np.arange(2) < halves[:, None])[..., None]
+    rng = np.random.default_rng(0)
+    noise = rng.normal(size=(len(dataset), 2, 32))
+
+    def vectors(says: np.ndarray) -> Vectors:
+        c_BSD = np.repeat(says[:, None], 2, 1) + 0.01 * noise[..., : says.shape[1]]
+        return Vectors(crops.all, halves, (c_BSD * there).astype(np.float32))
+
+    labels, person = (
+        vectors(says) for says in (dataset.labels.astype(float), rng.normal(size=(2000, 32))[crops.people_B % 2000])
+    )
+    bad = Vectors(crops.all, halves, (noise * there).astype(np.float32))
+    facts, found = crops.diagnosis([labels] * 3, 1.0)
+    assert found["auroc"][0] > 0.8 and found["auroc"].shape == (1001,) and facts["classes"] == len(crops.classes)
+    assert 0.3 < crops.diagnosis([bad] * 3, 1.0)[1]["auroc"][0] < 0.7
+    two_bad = crops.diagnosis([labels, bad, bad], 1.0)[1]["auroc"][0]
+    assert two_bad < found["auroc"][0] - 0.05  # their records are guessed
+    assert len(crops.second) > 50 and set(crops.people_B[crops.second]) <= set(crops.people_B[crops.first])
+    for task, count in (("other half", len(crops.whole)), ("second session", len(crops.second))):
+        (facts, found), hits = crops.identification([person] * 3, task, None)
+        assert facts["n"] == len(hits) == count and found["accuracy"][0] > 0.95 and found["accuracy_whitened"][0] > 0.9
+        assert crops.identification([bad] * 3, task, None)[0][1]["accuracy"][0] < 0.2
+    said = real.exact("other half", "12", {"A": np.array([1, 1, 1, 0.0]), "B": np.array([0, 0, 1, 1.0])})
+    assert said == "other half, leads 12, found whitened: 2 only by A, 1 only by B, p 1."
+    assert real.main(["score", str(folds), "--models", "x=none", "--positives", "999", "--out", str(folds / "o")]) == 2
+    assert "--positives 999: no class has as many: name a smaller number" in capsys.readouterr().err
