@@ -154,7 +154,8 @@ def task_to_probe(word: str, fitted: Dataset, tested: Dataset, shares: Sequence[
         sides = (fitted, labels, "train"), (fitted, labels, "valid"), (tested, other, "test")
         train, valid, test = (records_of(*side, how.leads) for side in sides)
     except ConfigError as error:
-        raise ConfigError(f"--tasks {word}: {error}") from None
+        absent = how.labels and not table and not table_of(how.labels, word)
+        raise ConfigError(f"--tasks {word}: {f'no {word}.parquet in --labels {how.labels}: ' * bool(absent)}{error}") from None
     draws = {share: list(drawn(train.patient_N, share)) for share in shares}
     used = {share: unlike(test.y_NK) & np.all([unlike(train.y_NK[at]) for at in draws[share]], axis=0) for share in shares}
     if none := [share for share in shares if not used[share].any()]:

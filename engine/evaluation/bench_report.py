@@ -25,7 +25,7 @@ MAIN = {
 KEYS = ("model", "task", "leads", "share", "noise")
 INTERVALS = "In brackets: 95 % intervals over the patients of test. Differences: of the same patients, in the same resamples."
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito: for all eyes
-MARKS = "os^Dv<>"
+MARKS, CROSSES = "os^Dv<>", "x+*dPXp"
 Row = dict[str, Any]
 
 
@@ -89,7 +89,7 @@ def picture(document: Row) -> Figure:
     """A row of panels for each task and metric, a column for each set of leads and level of noise."""
     found, models = panels(document), document["models"]
     columns = list(dict.fromkeys((row["leads"], row["noise"]) for row in document["rows"]))
-    trained = [name for name, random in models.items() if random not in ("", name)]
+    trained, drawn = ([name for name, of in models.items() if of and (of == name) == random] for random in (False, True))
     plot_style: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "text.parse_math": False}
     with matplotlib.rc_context(plot_style):
         figure = Figure((max(5.5, 3.4 * len(columns)), 2.2 * len(found) + 0.8), layout="constrained")
@@ -97,10 +97,11 @@ def picture(document: Row) -> Figure:
         for ((task, metric), rows), line in zip(found.items(), grid, strict=True):
             for (leads, noise), axes in zip(columns, line, strict=True):
                 for name, random in models.items():  # models in colours; what was not trained in grey and black, broken lines
-                    i = trained.index(name) if name in trained else 0
-                    style: Row = {"color": "#777777" if random else "#111111", "ls": "--" if random else ":", "marker": "x"}
+                    i = (trained if name in trained else [*drawn, name]).index(name)
+                    style: Row = {"color": "#777777" if random else "#111111", "ls": "--" if random else ":"}
                     if name in trained:
-                        style = {"color": COLOURS[i % len(COLOURS)], "ls": "-", "marker": MARKS[i % len(MARKS)]}
+                        style = {"color": COLOURS[i % len(COLOURS)], "ls": "-"}
+                    style["marker"] = (MARKS if name in trained else CROSSES)[i % len(MARKS)]
                     mine = [row for row in rows if (row["model"], row["leads"], row["noise"]) == (name, leads, noise)]
                     _draw(axes, mine, metric, list(models).index(name), {"label": name, "ms": 4, "lw": 1.5, **style})
                 label = {"12": "12 leads", "1": "lead I"}.get(leads, f"leads {leads}" if "," in leads else f"{leads} leads")

@@ -213,6 +213,7 @@ def test_whitened_halves_differ_alike_in_every_direction() -> None:
         (["--tasks", "sex", "--noise", "-1"], "--noise -1: must be from 0 to 20"),
         (["--tasks", "sexx"], "'sexx': no such file or shipped config: did you mean sex"),
         (["--tasks", "ptbxl-form"], "--tasks ptbxl-form: task.split=column: the split of a label table"),
+        (["--tasks", "ptbxl-form", "--labels", "."], "--tasks ptbxl-form: no ptbxl-form.parquet in --labels .: "),
         (["--tasks", "sex", "--share", "0.01"], "no class has positives and negatives in both: use a larger share"),
         (["--tasks", "sex", "--leads", "13"], "leads='13': no lead is called"),
         (["--tasks", "same.csv"], "same.csv: --share 1 of"),
