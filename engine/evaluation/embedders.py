@@ -28,8 +28,8 @@ from engine.data.augment import PAPER_NOISE, AmplitudeMv, AugmentConfig
 from engine.data.augmenter import MV_PER_UV, Augmenter, measured_leads, parameters
 from engine.data.order import Places
 from engine.data.preprocess import Input
+from engine.evaluation import mean_beat
 from engine.evaluation.embedding import prepare_model, progress_bar
-from engine.evaluation.mean_beat import BEAT, mean_beats
 from engine.evaluation.metrics import Array
 from engine.evaluation.predict import CropBatch, dataset_batches, predict
 from engine.model.encoders import build_encoder
@@ -88,10 +88,13 @@ def embedders_of(models: Sequence[str], args: Namespace) -> list[Embedder]:
             )
             digest = hashlib.sha256(key.encode()).hexdigest()
             found[random] = Embedder(random, digest, model.input, drawn.pooled, drawn, random, batch)
-    beats = Embedder(
-        MEAN_BEAT, MEAN_BEAT, Input(ALL, ALL), lambda x: torch.from_numpy(mean_beats(x.numpy())), compared=12 * BEAT
-    )
+    digest = hashlib.sha256(Path(mean_beat.__file__).read_bytes()).hexdigest()
+    beats = Embedder(MEAN_BEAT, digest, Input(ALL, ALL), _mean_beats, compared=12 * mean_beat.BEAT)
     return [*found.values(), beats]
+
+
+def _mean_beats(x_RLT: Tensor) -> Tensor:
+    return torch.from_numpy(mean_beat.mean_beats(x_RLT.numpy()))
 
 
 def embedded(one: Embedder, dataset: Dataset, rows: Array, noise: float, leads: str, folder: Path) -> Vectors:
