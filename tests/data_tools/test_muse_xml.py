@@ -9,18 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 from handmade import build, rejected
+from hospital_cases import BORN, BORN_ISO, SECRET, SHARED, check_private
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_tools.__main__ import main
 from data_tools.errors import ReadError
 from data_tools.record import LEADS
-from data_tools.sources.base import prepared, read_safely
+from data_tools.sources.base import Prepared, prepared, read_safely
 from data_tools.sources.hospital import HospitalFiles
 from data_tools.sources.muse_xml import _COUNTS
 from data_tools.storage import folder
 
-SHARED = Path(__file__).parents[3] / "shared" / "formats"
 STORED = ("I", "II", "V1", "V2", "V3", "V4", "V5", "V6")
 
 
@@ -84,18 +83,15 @@ def test_a_folder_becomes_a_dataset(tmp_path: Path) -> None:
 
 
 def test_nothing_but_id_age_and_sex_is_copied(tmp_path: Path) -> None:
-    secrets = "".join(f"<{tag}>SECRET</{tag}>" for tag in ("PatientLastName", "DateofBirth", "Race", "PatientFirstName"))
-    text = muse(person=f"{secrets}<PatientID>4711</PatientID><PatientAge>93</PatientAge>")
-    text = text.replace(
-        "<MuseInfo/>", "<Diagnosis><StmtText>SECRET</StmtText></Diagnosis><TestDemographics>SECRET</TestDemographics>"
+    tags = ("PatientLastName", "PatientFirstName", "Race", "PatientMiddleName", "VisitNumber")
+    person = "".join(f"<{tag}>{SECRET}</{tag}>" for tag in tags) + f"<DateofBirth>{BORN}</DateofBirth>"
+    text = muse(person=f"{person}<PatientID>4711</PatientID><PatientAge>93</PatientAge>")
+    others = ("Diagnosis", "OriginalDiagnosis", "TestDemographics", "Order", "RestingECGMeasurements", "PharmaData")
+    free = "".join(
+        f"<{tag} a='{SECRET}'>{SECRET}<StmtText>{SECRET}</StmtText><Date>{BORN_ISO}</Date></{tag}>" for tag in others
     )
-    (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "SECRET name.xml").write_text(text)
-    (tmp_path / "key").write_bytes(b"0123456789abcdef")
-    arguments = ["--out", str(tmp_path / "out"), "--pseudonymize", str(tmp_path / "key"), "--workers", "1", "--plan", "all"]
-    assert main(["shard", str(tmp_path / "src"), *arguments]) == 0
-    for path in (tmp_path / "out").rglob("*"):
-        assert path.is_dir() or not {b"SECRET", b"4711"} & {word for word in (b"SECRET", b"4711") if word in path.read_bytes()}
+    text = text.replace("<MuseInfo/>", free).replace("</LeadData>", f"<LeadNote>{SECRET}</LeadNote></LeadData>")
+    check_private(tmp_path, "muse-xml", f"{text}<!-- {SECRET} -->".encode(), "4711", 90.0, "F")
 
 
 @pytest.mark.parametrize(("person", "age"), [("<PatientAge>6</PatientAge><AgeUnits>MONTHS</AgeUnits>", 0.5), ("", None)])
@@ -109,6 +105,35 @@ def test_leads_that_were_off_are_missing(tmp_path: Path) -> None:
     assert set(read(tmp_path, muse("".join(leads))).leads) == {"I", "V1", "V2", "V3", "V4", "V5"}
     ready = prepared(HospitalFiles(folder(tmp_path)), "one.xml")
     assert not isinstance(ready, ReadError) and not ready.crops_uv[0, 1:6].any() and ready.crops_uv[0, 0].any()
+
+
+@pytest.mark.parametrize(
+    ("declared", "written"),
+    [
+        ("ISO-8859-1", "latin-1"),
+        ("UTF-8", "utf-8-sig"),
+        ("UTF-16", "utf-16"),
+        ("UTF-16", "utf-16-le"),  # without a byte order mark
+        ("UTF-16", "utf-8"),
+        ("windows-1252", "cp1252"),
+    ],
+)
+def test_encodings(tmp_path: Path, declared: str, written: str) -> None:
+    text = muse(person="<PatientLastName>Müller</PatientLastName><PatientID>4711</PatientID>")
+    record = read(tmp_path, text.replace("ISO-8859-1", declared).encode(written))
+    assert (record.patient, len(record.leads)) == ("4711", 12)
+
+
+def test_other_leads_and_a_missing_one(tmp_path: Path) -> None:
+    more = {**steps(), "V3R": steps()["V1"], "V4R": steps()["V2"], "V7": steps()["V3"]}  # 15 leads with the computed ones
+    read(tmp_path, muse("".join(lead_xml(name, one) for name, one in more.items())))
+    fifteen = prepared(HospitalFiles(folder(tmp_path)), "one.xml")
+    read(tmp_path, muse())
+    twelve = prepared(HospitalFiles(folder(tmp_path)), "one.xml")
+    assert isinstance(fifteen, Prepared) and isinstance(twelve, Prepared)
+    np.testing.assert_array_equal(fifteen.crops_uv, twelve.crops_uv)
+    seven = {name: one for name, one in steps().items() if name != "II"}
+    assert set(read(tmp_path, muse("".join(lead_xml(name, one) for name, one in seven.items()))).leads) == set(seven)
 
 
 def all_leads(**fields: object) -> str:
