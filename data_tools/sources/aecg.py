@@ -80,7 +80,9 @@ def _microvolts(sequence: Element, lead: str) -> np.ndarray:
         step, offset = scale * _uv(unit), origin * _uv(origin_unit) if origin else 0.0
         if step <= 1000 and abs(offset) <= 1e6:
             digits = _digits(sequence.findtext("value/digits", ""), lead)
-            return np.where(digits == MISSING, np.nan, offset + digits * step)
+            uv = digits * step + offset
+            uv[digits == MISSING] = np.nan
+            return uv
     raise ReadError("gain", f"lead {lead}: scale {scale:g} {unit[:10]}, origin {origin:g} {origin_unit[:10]}")
 
 
@@ -90,13 +92,13 @@ def _uv(unit: str) -> float:
 
 def _digits(text: str, lead: str) -> np.ndarray:
     """numpy reads a lone `-` as 0 and `5-3` as two numbers: neither gets that far."""
-    text = text.strip()
-    letters = np.frombuffer(f" {text} ".encode(), np.uint8)
-    is_digit, is_sign, is_space = (letters >= ord("0")) & (letters <= ord("9")), letters == ord("-"), letters <= ord(" ")
-    signs = np.flatnonzero(is_sign)
-    if not ((is_digit | is_sign | is_space).all() and is_space[signs - 1].all() and is_digit[signs + 1].all()):
+    data = f" {text} ".encode()
+    letters = np.frombuffer(data, np.uint8)
+    signs = np.flatnonzero(letters == ord("-"))
+    lone = (letters[signs - 1] > ord(" ")) | (letters[signs + 1] < ord("0"))
+    if data.translate(None, b"0123456789- \n\r\t") or lone.any():
         raise ReadError("sample data", f"lead {lead}: digits that are no whole numbers")
-    digits = np.fromstring(text, np.int64, sep=" ")
+    digits = np.fromstring(text.strip(), np.int64, sep=" ")
     if np.abs(digits).max(initial=0) > 2**31:
         raise ReadError("sample data", f"lead {lead}: digits beyond 32 bits")
     return digits

@@ -114,12 +114,12 @@ def _xli(packed: bytes, leads: int, samples: int) -> list[np.ndarray]:
         if not 0 < size == len(chunks[-1]) <= 4 * samples:
             raise ReadError("signal count", f"lead {len(chunks)} of {leads} is cut off")
         place += 8 + size
-    return [_samples(codes.tolist(), start, samples) for codes, start in zip(_codes(chunks), starts, strict=True)]
+    return [_samples(codes, start, samples) for codes, start in zip(_codes(chunks), starts, strict=True)]
 
 
-def _samples(codes: list[int], start: int, samples: int) -> np.ndarray:
+def _samples(codes: np.ndarray, start: int, samples: int) -> np.ndarray:
     """From LZW: the high bytes, then the low bytes, of two samples and of what leads from each two to the next."""
-    planes = np.frombuffer(_lzw(codes[: codes.index(END)], 2 * samples).encode("latin-1"), np.uint8)
+    planes = np.frombuffer(_lzw(codes[: (codes == END).argmax()].tolist(), 2 * samples).encode("latin-1"), np.uint8)
     steps = (planes[:samples].astype(np.int16) << 8 | planes[samples:]).astype(np.int64)
     second = np.concatenate((steps[:1], steps[1:2] - 2 * steps[0], [-start], 64 - steps[2:-1]))
     counts = second.cumsum().cumsum()
