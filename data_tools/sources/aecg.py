@@ -4,6 +4,7 @@ A sample is origin + digits x scale, in the units that each lead states. Of all 
 reported age are read: no names, birth dates, comments or annotations.
 """
 
+from contextlib import suppress
 from xml.etree.ElementTree import Element
 
 import numpy as np
@@ -19,6 +20,7 @@ AGE_CODES = ("21612-7", "30525-0")  # LOINC: reported age, age
 LEAD_CODE = "MDC_ECG_LEAD_"
 MISSING = -32768  # the digit that some devices write where nothing was measured
 _SUBJECT = "componentOf/timepointEvent/componentOf/subjectAssignment/subject/trialSubject"
+_SEX = "administrativeGenderCode"
 _SKIPPED = frozenset(("derivation", "subjectOf", "author", "secondaryPerformer", "definition", "location", "clinicalTrial"))
 
 
@@ -42,13 +44,9 @@ def decode(data: bytes) -> Decoded:
             signals[lead] = _microvolts(sequence, lead)
     if len(rates) != 1:
         raise ReadError("sampling rate", f"{len(rates)} in one sequence set")
-    more = f"the first of {len(sets)} sequence sets was read"
-    subject = root.find(_SUBJECT)
-    patient, sex = ("", "")
-    if subject is not None:
-        patient, sex = _attribute(subject, "id", "extension"), _attribute(subject, "*/administrativeGenderCode", "code")
-    found = (("further waveforms", more),) if len(sets) > 1 else ()
-    return Decoded(signals, rates.pop(), patient or None, _age(root), sex, found)
+    notes = (("further waveforms", f"the first of {len(sets)} sequence sets was read"),) if len(sets) > 1 else ()
+    patient, sex = _attribute(root, f"{_SUBJECT}/id", "extension"), _attribute(root, f"{_SUBJECT}/*/{_SEX}", "code")
+    return Decoded(signals, rates.pop(), patient or None, _age(root), sex, notes)
 
 
 FORMAT = Format(lambda head, name: root_tag(head) == "AnnotatedECG", decode, MAX_BYTES)
@@ -107,9 +105,6 @@ def _digits(text: str, lead: str) -> np.ndarray:
 def _age(root: Element) -> float | None:
     for stated in root.iterfind("controlVariable/relatedObservation"):
         if _attribute(stated, "code", "code") in AGE_CODES:
-            age, unit = _attribute(stated, "value", "value"), _attribute(stated, "value", "unit")
-            try:
-                return float(age) * YEARS[unit]
-            except (KeyError, ValueError):
-                continue
+            with suppress(KeyError, ValueError):
+                return float(_attribute(stated, "value", "value")) * YEARS[_attribute(stated, "value", "unit")]
     return None

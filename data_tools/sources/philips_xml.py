@@ -1,12 +1,13 @@
 """Philips' Sierra XML 1.03 to 1.04.01, one resting ECG a file: leads in XLI, a compression of their second differences.
 
 The files hold 11 s, of which the last is for a calibration pulse of 1 mV in all leads. It is checked, since damage anywhere in
-a lead's differences changes it, and cut off. III, aVR, aVL and aVF are stored as residuals. Of all else in a file only the
+a lead's differences changes it, and is cut off. III, aVR, aVL and aVF are stored as residuals. Of all else in a file only the
 patient's id, age and sex are read; representative beats, which have a rate and resolution of their own, are not.
 """
 
 import binascii
 import math
+from contextlib import suppress
 from xml.etree.ElementTree import Element
 
 import numpy as np
@@ -17,7 +18,7 @@ from data_tools.sources.base import Decoded, Format
 from data_tools.sources.safe_xml import MAX_BYTES, root_tag, tree
 
 MAX_LEADS, MAX_SAMPLES = 32, 30_000
-FILE_S, ECG_S, PULSE_S, PULSE_UV = 11, 10, (10.7, 10.9), 1000
+ECG_S, PULSE_S, PULSE_UV = 10, (10.6, 10.7, 10.9, 11), 1000  # zeros from 10.6 s, the pulse from 10.7 to 10.9 s, zeros to 11 s
 STRINGS, END = 767, 1023  # LZW in codes of 10 bits: how many strings it learns, and the code that ends a lead
 YEARS = {"years": 1.0, "months": 1 / 12, "weeks": 7 / 365.25, "days": 1 / 365.25, "hours": 1 / 8766}
 # Fields that would shift, scale or hide the samples, and their only value that is read
@@ -25,6 +26,7 @@ _EXPECTED = {"dataencoding": "base64", "compression": "xli", "bitspersample": "1
 _IN_1_03 = {"compressmethod": "compression", "nbitspersample": "bitspersample", "signalresolution": "resolution"}
 _ALIASES = _IN_1_03 | {"samplespersecond": "samplingrate"}
 _SKIPPED = frozenset(("internalmeasurements", "measurements", "interpretations", "repbeats", "userdefines", "reportinfo"))
+_PERSON = "patient/generalpatientdata"
 _LETTERS = [chr(byte) for byte in range(256)]
 Stated = dict[str, list[str]]
 
@@ -55,11 +57,7 @@ def decode(data: bytes) -> Decoded:
         raise ReadError("gain", f"{uv_per_step:g} uV per step, calibration pulse of {height or 'no'} steps")
     end = int(ECG_S * fs_hz) if height else None
     signals = {name: counts[:end] * uv_per_step for name, counts in leads.items() if name in LEADS}
-    person = root.find("patient/generalpatientdata")
-    if person is None:
-        return Decoded(signals, fs_hz)
-    ids = (person.findtext(tag, "").strip() for tag in ("patientid", "MRN"))
-    return Decoded(signals, fs_hz, next(filter(None, ids), None), _age(person), person.findtext("sex"))
+    return Decoded(signals, fs_hz, root.findtext(f"{_PERSON}/patientid"), _age(root), root.findtext(f"{_PERSON}/sex"))
 
 
 FORMAT = Format(lambda head, name: root_tag(head) == "restingecgdata", decode, MAX_BYTES)
@@ -168,24 +166,18 @@ def _with_limb_leads(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def _pulse(leads: dict[str, np.ndarray], fs_hz: float) -> int:
     """The height of the calibration pulse, which all leads have or none: 0. Leads that are 0 throughout were off."""
-    start, stop = (round(second * fs_hz) for second in PULSE_S)
-    heights = {name: int(uv[start]) for name, uv in leads.items() if len(uv) == FILE_S * fs_hz and uv.any()}
-    for name, height in heights.items():
-        before, pulse, after = np.split(
-            leads[name][start - (stop - start) // 2 :], [(stop - start) // 2, -(len(leads[name]) - stop)]
-        )
-        if height <= 0 or before.any() or after.any() or (pulse != height).any():
-            heights[name] = 0
+    before, start, stop, end = (round(second * fs_hz) for second in PULSE_S)
+    shape = np.repeat([0, 1, 0], [start - before, stop - start, end - stop])
+    measured = {name: counts for name, counts in leads.items() if counts.any() and len(counts) == end}
+    heights = {name: int(x[start]) * bool((x[before:] == x[start] * shape).all()) for name, x in measured.items()}
     if len(set(heights.values())) > 1:
         wrong = min(heights, key=lambda name: heights[name])
         raise ReadError("calibration pulse", f"lead {wrong[:10]} has another or none: damaged")
     return max(heights.values(), default=0)
 
 
-def _age(person: Element) -> float | None:
+def _age(root: Element) -> float | None:
     for unit, years in YEARS.items():
-        try:
-            return float(person.findtext(f"age/{unit}", "")) * years
-        except ValueError:
-            continue
+        with suppress(ValueError):
+            return float(root.findtext(f"{_PERSON}/age/{unit}", "")) * years
     return None

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from data_tools.errors import ReadError
 from data_tools.record import LEADS
 from data_tools.sources.base import Decoded
-from data_tools.sources.philips_xml import ECG_S, FILE_S, PULSE_S
+from data_tools.sources.philips_xml import ECG_S, PULSE_S
 
 KIND, RATE = "philips-xml", 250
 TRUTH = leads_uv(ECG_S * RATE)
@@ -26,8 +26,8 @@ WAVE |= {"bitspersample": "16"}
 
 def with_pulse(leads: dict[str, np.ndarray], height: int = 200) -> dict[str, np.ndarray]:
     """Steps of 5 uV for 11 s, as the devices store them."""
-    start, stop = (round(second * RATE) for second in PULSE_S)
-    tail = np.zeros((FILE_S - ECG_S) * RATE)
+    start, stop = (round(second * RATE) for second in PULSE_S[1:3])
+    tail = np.zeros(RATE)
     tail[start - ECG_S * RATE : stop - ECG_S * RATE] = height
     return {name: np.concatenate((uv / 5, tail)).astype(int) for name, uv in leads.items()}
 
@@ -62,7 +62,7 @@ def text_of(chunks: list[bytes]) -> str:
 
 
 CHUNKS = [chunk(x) for x in stored(with_pulse(TRUTH))]
-SPARE = chunk(np.zeros(FILE_S * RATE, int))  # some files hold more leads than they name
+SPARE = chunk(np.zeros((ECG_S + 1) * RATE, int))  # some files hold more leads than they name
 
 
 def philips(chunks: list[bytes] = CHUNKS, version: str = "1.04", more: str = "", inner: str = "", **wave: str | None) -> str:
