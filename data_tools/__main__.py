@@ -61,6 +61,7 @@ def _number(kind: type[int] | type[float], low: float, high: float = math.inf) -
 
 
 WORKERS: Option = {"type": _number(int, 1), "default": os.cpu_count() or 1, "help": "processes (all cores)"}
+SHARE: Option = {"type": _number(float, 0, 1), "metavar": "SHARE"}
 SEED: Option = {"type": _number(int, 0), "default": 0}
 ANONYMOUS: Option = {"action": "store_true", "help": "read public buckets without credentials"}
 PLAN: Option = {"choices": ("paper", "all", "paper-split"), "default": "paper"}
@@ -80,12 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     synth: dict[str, Option] = {
         "out": {"metavar": "OUT", "help": "an empty or new folder"},
         "--patients": {"type": _number(int, 1), "default": 100, "help": "PTB-XL patients, and as many further records (100)"},
-        "--two-sessions": {
-            "type": _number(float, 0, 1),
-            "default": 0.11,
-            "metavar": "SHARE",
-            "help": "of the PTB-XL patients that have a second recording (0.11, as in the real PTB-XL)",
-        },
+        "--two-sessions": SHARE
+        | {"default": 0.11, "help": "of the PTB-XL patients: with a second recording (0.11, as the real)"},
         "--seed": SEED | {"help": "same seed, same bytes (0)"},
         "--layout": {"choices": ("physionet2021", "ptbxl"), "default": "physionet2021", "help": "of files (physionet2021)"},
         "--workers": WORKERS | {"default": 1, "help": "processes (1)"},
@@ -100,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dx-sources": NAMES | {"help": "sources whose records get diagnosis roles (cpsc_2018 georgia)"},
         "--id-sources": NAMES | {"help": "sources whose patients get gallery and probe (ptb-xl)"},
         "--pretrain-sources": NAMES | {"help": "sources for pre-training, or `all` (all but ptb and st_petersburg_incart)"},
-        "--id-share": {"type": _number(float, 0, 1), "metavar": "X", "help": "gallery and probe: at most this share (0.15)"},
+        "--id-share": SHARE | {"help": "gallery and probe: at most this share (0.15)"},
         "--seed": SEED | {"help": "of the order and of the roles (0)"},
         "--workers": WORKERS,
         "--cluster": {"metavar": "tcp://HOST:8786", "help": "a Dask scheduler instead of processes"},

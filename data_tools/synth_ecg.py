@@ -150,9 +150,8 @@ def draw_patients(key: Key, without: Names = ()) -> SyntheticPatients:
 
 def _draw_findings(rng: np.random.Generator, patients: SyntheticPatients, without: Names) -> Findings:
     """What the session's ECG shows: rhythm, ectopy, ST-T, and the chronic findings that the rhythm lets be seen."""
-    today, chronic = {kind: _choose(rng, table, without) for kind, table in VARYING.items()}, patients.chronic
-    for kind, usual in patients.usual.items():
-        today[kind] = np.where(rng.random(BLOCK) < KEPT[kind], usual, today[kind])
+    anew, chronic = {kind: _choose(rng, table, without) for kind, table in VARYING.items()}, patients.chronic
+    today = {kind: np.where(rng.random(BLOCK) < KEPT[kind], patients.usual[kind], anew[kind]) for kind in VARYING}
     present = {name: np.zeros(BLOCK, bool) for name in ABBREVIATIONS} | {k: v.copy() for k, v in chronic.items()}
     rhythm = np.where(chronic["PR"], "", today["rhythm"])
     present |= {name: rhythm == name for name in RHYTHM}
