@@ -17,7 +17,7 @@ from data_tools.errors import ReadError
 from data_tools.record import LEADS, MV_PER_UNIT, unit_name
 from data_tools.sources.base import Decoded, Format
 
-MAX_S, MAX_BYTES, MAX_ELEMENTS, MAX_DEPTH = 600, 24 * 2**20, 50_000, 12  # a 10 s ECG has 0.15 to 0.3 MB and 1,000 elements
+MAX_S, MAX_BYTES, MAX_ELEMENTS, MAX_DEPTH = 600, 16 * 2**20, 50_000, 12  # a 10 s ECG has 0.15 to 0.3 MB and 1,000 elements
 SYNTAXES = {"1.2.840.10008.1.2": False, "1.2.840.10008.1.2.1": True}  # little-endian; whether the elements state their types
 ECG_CLASSES = ("1.2.840.10008.5.1.4.1.1.9.1.1", "1.2.840.10008.5.1.4.1.1.9.1.2", "1.2.840.10008.5.1.4.1.1.9.1.3")
 LEAD_OF = {str(code): LEADS[i] for i, code in enumerate((1, 2, 61, 62, 63, 64, 3, 4, 5, 6, 7, 8))}
