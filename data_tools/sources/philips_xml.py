@@ -57,7 +57,8 @@ def decode(data: bytes) -> Decoded:
         raise ReadError("gain", f"{uv_per_step:g} uV per step, calibration pulse of {height or 'no'} steps")
     end = int(ECG_S * fs_hz) if height else None
     signals = {name: counts[:end] * uv_per_step for name, counts in leads.items() if name in LEADS}
-    return Decoded(signals, fs_hz, root.findtext(f"{_PERSON}/patientid"), _age(root), root.findtext(f"{_PERSON}/sex"))
+    patient, number, sex = (root.findtext(f"{_PERSON}/{tag}", "").strip() for tag in ("patientid", "MRN", "sex"))
+    return Decoded(signals, fs_hz, patient or number or None, _age(root), sex)
 
 
 FORMAT = Format(lambda head, name: root_tag(head) == "restingecgdata", decode, MAX_BYTES)

@@ -101,7 +101,7 @@ def check_truth(found: Decoded) -> None:
         ("philips_104_demo.xml", ("9999", None, "Male")),
         ("philips_104_ad4d.xml", ("9999", None, "Female")),
         ("philips_10401_tc.xml", ("xxxxxx", None, "Unknown")),
-        ("philips_10401_wrong_encoding.xml", (None, None, None)),
+        ("philips_10401_wrong_encoding.xml", (None, None, "")),
     ],
 )
 def test_real_files(file: str, person: tuple[str | None, float | None, str | None]) -> None:
@@ -143,6 +143,10 @@ def test_more_leads_fewer_leads_and_no_pulse() -> None:
     assert not off.signals["V6"].any() and off.signals["V5"].any()
     plain = [chunk(x) for x in stored({name: uv.astype(int) // 5 for name, uv in TRUTH.items()})]
     check_truth(read(philips([*plain, SPARE], durationperchannel="10000")))
+
+
+def test_the_medical_record_number_stands_in_for_the_patient_id() -> None:
+    assert read(philips().replace("<patientid>4711</patientid>", "<patientid/><MRN>12</MRN>")).patient == "12"
 
 
 @pytest.mark.parametrize(("age", "years"), [("<years>50</years>", 50.0), ("<days></days>", None), ("<years>?</years>", None)])
