@@ -67,8 +67,15 @@ def markdown(document: Row) -> str:
             share = "" if row["share"] is None else f"{row['share']:g}"
             table.append([row["leads"], share, f"{row['noise']:g}", row["model"], *cells])
         lost = {row["share"]: ", ".join(row["left_out"]) for row in rows if row.get("left_out")}
+        unit = f"probes against {rows[0]['gallery']:,} in the gallery" if "gallery" in rows[0] else "records"
         about = "".join(f"; share {share:g} without {names}" for share, names in lost.items())
-        text += ["", f"## {task}: {MAIN[metric]}", "", f"{rows[0]['n']:,} of {rows[0]['patients']:,} patients{about}.", ""]
+        text += [
+            "",
+            f"## {task}: {MAIN[metric]}",
+            "",
+            f"{rows[0]['n']:,} {unit}, of {rows[0]['patients']:,} patients{about}.",
+            "",
+        ]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         table.insert(1, ["-" * width for width in widths])
         text += ["| " + " | ".join(f"{c:{w}}" for c, w in zip(line, widths, strict=True)) + " |" for line in table]
