@@ -169,7 +169,8 @@ def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
     write_json(folder.path / "evidence.json", record)
     (part,) = report.load(folder.path / "evidence.json")
     write_whole(folder.path / "evidence.md", "\n\n".join([tables.headline(part), *report.published(part)]) + "\n")
-    report.share_curves(part).savefig(folder.path / "evidence.png", dpi=150)
+    if {"synthetic", "real"} & results.keys():
+        report.share_curves(part).savefig(folder.path / "evidence.png", dpi=150)
     print(f"{folder.path}: evidence.json, evidence.md, evidence.png: {', '.join(results)}", flush=True)
 
 

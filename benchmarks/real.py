@@ -34,7 +34,7 @@ from engine.common import ConfigError, Parser, positive, write_whole
 from engine.data.leakage import patient_ids
 from engine.evaluation.bench import DEFAULTS, Found, ProbedRecords, by_class, compared, drawn, resampled, whitening
 from engine.evaluation.bench_report import write
-from engine.evaluation.embedders import Embedder, Vectors, embedded, embedders_of
+from engine.evaluation.embedders import Vectors, embedded, embedders_of
 from engine.evaluation.metrics import Array, identification
 from engine.evaluation.probe import ProbeData, fit_scaled, linear
 from engine.evaluation.results import nullable
@@ -112,10 +112,9 @@ def score(options: argparse.Namespace) -> int:
                 scores, hit = crops.identification(vectors_F, task, width)
                 found[name, task, leads, None, 0.0] = scores
                 hits.setdefault((task, leads), {})[name] = hit
-    random = next(one.random for one in embedders.values())
-    document = compared(found, [embedders.get(name, Embedder(name, "", random=random)) for name in models])
+    document = compared(found, [embedders[of[0]]._replace(name=name) for name, of in models.items()])
     document |= {"data": str(options.data), "fingerprint": dataset.fingerprint}
-    document["models"] = {name: random if name in (BOTH, *own) else embedders[name].random for name in models}
+    document["models"] = {name: embedders[of[0]].random for name, of in models.items()}
     document["notes"] = [f"Diagnosis: {', '.join(crops.classes)}.", *(exact(*key, of) for key, of in hits.items())]
     write(nullable(document), options.out)
     return 0
