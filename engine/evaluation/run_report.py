@@ -136,13 +136,13 @@ def build(run: Path) -> str:
         ReportSection(tiles=list(summary(files, best))),
         ReportSection(remarks=[*files.remarks, *warnings(files, best)]),
     ]
+    if isinstance(rates := files.fact("rates"), list):
+        names = ("Learning rate", "Best step", f"{chosen_by(files)[0]} there", "Converged")
+        sections.append(ReportSection("Learning rates", grid=[names, *([str(cell) for cell in row] for row in rates)]))
     for title, charts in SECTIONS.items():
         drawn = [draw(chart, files, best, absent) for chart in charts]
         note = validation_note(files) if title == "Loss" else ""
         sections.append(ReportSection(title, charts=list(filter(None, drawn)), note=note))
-    if isinstance(rates := files.fact("rates"), list):
-        names = ("Learning rate", "Best step", f"{chosen_by(files)[0]} there", "Converged")
-        sections.append(ReportSection("Learning rates", grid=[names, *([str(cell) for cell in row] for row in rates)]))
     sections.append(ReportSection("Similarities", charts=list(diagnostic_charts(files.diagnostics))))
     sections.append(ReportSection("Inputs", charts=list(sample_charts(files.diagnostics.get("samples_mv"))), columns=2))
     table = [

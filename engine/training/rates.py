@@ -29,24 +29,23 @@ def train_rates(config: RunConfig, task: type[TrainingTask], profile: int = 0) -
         return train(config, task, profile)
     if not config.train.validate_every:
         raise ConfigError("train.validate_every=0: a learning rate is chosen by validation: --set train.validate_every=100")
+    if environment()[1] > 1:
+        raise ConfigError(f"{len(rates)} learning rates are tried by one process: start a run for each: --lr {rates[0]:g}")
     tried: list[dict[str, Any]] = []
     for rate in rates:
         place, t = run / f"lr-{rate!r}", config.train.model_copy(update={"lr": rate})
         if not train(config.model_copy(update={"run": str(place), "train": t, "rates": ()}), task, profile):
             return False
-        if environment()[0] > 0:
-            continue
         if not (place / RESULT).is_file():
             raise ConfigError(f"{run}: nothing was validated, so that no learning rate is the best: give one: --lr {rate:g}")
         tried.append({"lr": rate, "run": place.name} | json.loads((place / RESULT).read_text()))
         write_whole(run / RATES, json.dumps(tried, indent=1) + "\n")
-    if tried:
-        best = max(tried, key=lambda row: row["best"] if row["higher_is_better"] else -row["best"])
-        shutil.copytree(run / best["run"], run, ignore=OF_A_RUN, dirs_exist_ok=True)
-        shown = [[f"{row['lr']:g}", row["step"], f"{row['best']:.4f}", "yes" if row["converged"] else "no"] for row in tried]
-        facts = json.loads((run / "run.json").read_text())
-        write_whole(run / "run.json", json.dumps(facts | {"rates": shown}, indent=1) + "\n")
-        end = {max(rates): ", the highest tried", min(rates): ", the lowest tried"}.get(best["lr"], "")
-        say("\n".join(f"lr {row['lr']:g}: {row['text']}" for row in tried))
-        say(f"done: {run / 'model'} is that of lr {best['lr']:g}{end}, {write_report(run)}")
+    best = max(tried, key=lambda row: row["best"] if row["higher_is_better"] else -row["best"])
+    shutil.copytree(run / best["run"], run, ignore=OF_A_RUN, dirs_exist_ok=True)
+    shown = [[f"{row['lr']:g}", row["step"], f"{row['best']:.4f}", "yes" if row["converged"] else "no"] for row in tried]
+    facts = json.loads((run / "run.json").read_text())
+    write_whole(run / "run.json", json.dumps(facts | {"rates": shown}, indent=1) + "\n")
+    end = {max(rates): ", the highest tried", min(rates): ", the lowest tried"}.get(best["lr"], "")
+    say("\n".join(f"lr {row['lr']:g}: {row['text']}" for row in tried))
+    say(f"done: {run / 'model'} is that of lr {best['lr']:g}{end}, {write_report(run)}")
     return True
