@@ -184,7 +184,9 @@ def tuned(out: Path) -> Tree:
         whole = [read_json(out / "evaluate" / name / "scores.json") for name in names]
         scores = [one.get("record") or one for one in whole]
         metrics = {
-            key: [one["metrics"][key] for one in scores] for key in TUNED if all(one["metrics"].get(key) for one in scores)
+            key: [one["metrics"][key] for one in scores]
+            for key in TUNED
+            if all(one["metrics"].get(key) is not None for one in scores)
         }
         row = {"model": start, "task": task, "leads": leads, "share": None, "noise": 0.0, "n": scores[0]["n"], "each": metrics}
         row |= {

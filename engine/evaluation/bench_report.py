@@ -128,7 +128,7 @@ def _draw(axes: Axes, rows: list[Row], metric: str, position: int, style: Row) -
         axes.set(xscale="log", xlabel="patients with labels")
         axes.set_xticks(shares, [f"{100 * share:g} %" for share in shares])
         axes.set_xticks([], minor=True)
-    else:
+    elif rows:
         axes.errorbar([position], values[:, 0], abs(values[:, 1:] - values[:, :1]).T, capsize=3, **style)
         axes.set_xticks([])
         axes.margins(x=0.15)
