@@ -114,7 +114,8 @@ def picture(document: Row) -> Figure:
                 label = {"12": "12 leads", "1": "lead I"}.get(leads, f"leads {leads}" if "," in leads else f"{leads} leads")
                 axes.set_title(f"{task}, {label}" + (f", noise {noise:g}" if noise else ""), fontsize=9, loc="left")
             line[0].set_ylabel(MAIN[metric])
-        figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside upper left", ncols=4, frameon=False)
+        handles = {name: line for axes in grid.flat for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+        figure.legend(handles.values(), handles.keys(), loc="outside upper left", ncols=4, frameon=False)
     return figure
 
 
