@@ -7,7 +7,7 @@ RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
 help:
 	@echo "make test   install into .venv and run every test"
-	@echo "make demo   install into .venv; archive -> dataset -> pre-trained -> fine-tuned, against random weights"
+	@echo "make demo   install into .venv; archive -> dataset -> pre-trained model, against random weights and the mean beat"
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  measure this machine, 15 minutes; again: what is still missing; tables in benchmarks/RESULTS.md"
 	@echo "make bench-gpu   the same on a GPU, after checks and tests, 15 minutes; again: what is still missing"
@@ -27,15 +27,16 @@ test: .venv/installed
 
 demo: .venv/installed
 	rm -rf demo
-	$(RUN) -m data_tools synth demo/archive --patients 1200 --workers 2
-	$(RUN) -m data_tools shard demo/archive --out demo/dataset --format both --workers 2
+	$(RUN) -m data_tools synth demo/archive --patients 3000 --layout ptbxl --workers 2
+	$(RUN) -m data_tools shard demo/archive --out demo/dataset --format both --dx-sources ptb-xl --workers 2
 	$(RUN) -m data_tools verify demo/dataset --archive demo/archive
 	$(RUN) -m data_tools show demo/dataset --png demo/summary.png > demo/summary.txt
 	$(RUN) -m data_tools show demo/dataset --crop 0 --png demo/ecg.png
 	$(BIN)/python -m engine.data.picture demo/augmentations.png --data demo/dataset
-	$(RUN) -m engine.reproduce --table 1 --rows "Random Init." W2V+CMSC+RLM --leads 12 1 --seeds 1 --jobs 2 --scale demo \
-	    --data demo/dataset --out demo/tables
-	@echo "look at demo/summary.png, demo/ecg.png, demo/augmentations.png, demo/tables/pretrain/w2v_cmsc_rlm-12/report.html"
+	$(RUN) -m engine pretrain --config small --data demo/dataset --out demo/run --set train.steps=500 --set train.batch_crops=32 \
+	    --set train.lr=1e-3 --set train.validate_every=0
+	$(RUN) -m engine bench --models pre-trained=demo/run --data demo/dataset --tasks diagnosis --leads 12 1 --share 0.03 0.1 1 --out demo/bench
+	@echo "look at demo/summary.png, demo/ecg.png, demo/augmentations.png, demo/run/report.html, demo/bench/bench.png"
 
 lint: .venv/installed
 	$(BIN)/ruff check .
