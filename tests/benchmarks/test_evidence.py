@@ -32,12 +32,19 @@ def test_every_command_of_a_shipped_plan_is_one_that_its_program_takes(name: str
                 place = [f"data.datasets=[{args.data[0]}]", f"run={args.out}"]
                 own = [f"task.name={args.task}", f"start={args.start}"] if command == "finetune" else []
                 kind = {"kind": FinetuneConfig} if own else {}
-                config = load(args.config or CONFIGS / "finetune" / "diagnosis.yaml", [*args.set, *place, *own], **kind)
+                shipped = args.config if command == "pretrain" else CONFIGS / "finetune" / "diagnosis.yaml"
+                config = load(shipped, [*args.set, *place, *own], **kind)
                 check(config, 1)
     order = list(plan.jobs)
     assert order.index("bench/main") < order.index("pretrain/w2v"), "the main comparison comes first"
     assert set(plan.jobs["bench/main"].needs) == {"dataset", *(job for job in order[:5] if job.startswith("pretrain/"))}
-    assert {"real-data", "pretrain/random-1"} & set(plan.jobs["real-scores"].needs) == {"real-data"}
+    assert "real-data" in plan.jobs["real-scores"].needs
+    tuned = [job for job in plan.ordered if job.kind == "finetune"]
+    first = [job for job in tuned if "--lr" in job.command]
+    assert len(first) == 4 and all(
+        {one.name for one in first} & {job.name, *job.needs} for job in tuned
+    )  # one's rate is chosen
+    assert len({job.name for job in tuned}) == len([job for job in plan.ordered if job.kind == "evaluate"])
     assert all(order.index(need) < order.index(job.name) for job in plan.ordered for need in job.needs)
 
 
@@ -121,20 +128,21 @@ def test_the_record_of_all_scores(plan: Path, tmp_path: Path) -> None:
     for place, models in (("bench/main", names), ("bench/all", ("A", "B", *names[1:])), ("real-scores", names)):
         (tmp_path / place).mkdir(parents=True)
         (tmp_path / place / "bench.json").write_text(json.dumps(document(models, (0.9, 0.8, 0.7, 0.6)[: len(models)])))
-    for seed, score in ((1, 0.25), (2, 0.75)):
-        name = f"diagnosis-12-A-1-{seed}"
+    for start, seed, score in (("A", 1, 0.25), ("A", 2, 0.75), ("random", 1, 0.0), ("random", 2, 0.25)):
+        name = f"diagnosis-12-{start}-{seed}"
         for folder in ("evaluate", "finetune"):
             (tmp_path / folder / name).mkdir(parents=True)
         scores = {"n": 9, "patients": 7, "metrics": {"auroc": score, "brier": 0.1}}
         (tmp_path / "evaluate" / name / "scores.json").write_text(json.dumps({"record": scores}))
-        (tmp_path / "finetune" / name / "result.json").write_text(json.dumps({"converged": seed == 1}))
+        (tmp_path / "finetune" / name / "result.json").write_text(json.dumps({"converged": start == "random" or seed == 1}))
     evidence.write_record(evidence.WorkDir(tmp_path), read_yaml(plan), "mine")
     (part,) = report.load(tmp_path / "evidence.json")
     assert list(part["results"]) == ["synthetic", "real", "fine-tuned"] and "B" in part["results"]["synthetic"]["models"]
     text = (tmp_path / "evidence.md").read_text()
     assert "| synthetic: diagnosis, lead I, 1 % of labels, AUROC (n = 50) | 0.900 (0.890 to 0.910) |" in text
     assert text.count("+0.125 (+0.100 to +0.150) |") >= 4
-    assert "0.500 (0.250 to 0.750)" in text and "diagnosis, 12 leads, A-1: 1 of 2 not converged" in text
+    assert "0.500 (0.250 to 0.750)" in text and "diagnosis, 12 leads, A: 1 of 2 not converged" in text
+    assert "+0.375 (+0.250 to +0.500)" in text  # of the same seeds
     assert (tmp_path / "evidence.png").stat().st_size > 10_000
 
 
