@@ -32,7 +32,7 @@ from data_tools.errors import DataError, ReadError
 from data_tools.sources import open_sources
 from engine.common import ConfigError, Parser, positive, write_whole
 from engine.data.leakage import patient_ids
-from engine.evaluation.bench import DEFAULTS, Found, ProbedRecords, by_class, compared, drawn, resampled, whitening
+from engine.evaluation.bench import DEFAULTS, Found, ProbedRecords, by_class, compared, drawn, resampled, weighted, whitening
 from engine.evaluation.bench_report import write
 from engine.evaluation.embedders import Vectors, embedded, embedders_of
 from engine.evaluation.metrics import Array, identification
@@ -145,15 +145,18 @@ class RealCrops:
         self.second = rest[np.unique(self.people_B[rest], return_index=True)[1]]
 
     def diagnosis(self, vectors_F: Sequence[Vectors], share: float) -> Scores:
-        of, scores_NK = self.records, np.zeros(self.records.y_NK.shape)
-        fold_N, at_share_N = self.fold_B[of.rows[of.begins]], np.isin(np.arange(len(of.y_NK)), next(drawn(of.patient_N, share)))
-        for fold, vectors in enumerate(vectors_F):
-            x_ND, test_N, valid_N = of.means(vectors), fold_N == fold, fold_N == (fold + 1) % len(vectors_F)
-            train_N = at_share_N & ~test_N & ~valid_N
-            data = ProbeData(x_ND[train_N], of.y_NK[train_N], x_ND[valid_N], of.y_NK[valid_N], x_ND[test_N])
-            scores_NK[test_N] = fit_scaled(linear, data).scores_NK
-        samples = by_class("multilabel", of.y_NK, scores_NK, resampled(of.patient_N))
-        facts = {"n": len(of.y_NK), "patients": len(np.unique(of.patient_N)), "classes": len(self.classes)}
+        of, draws, samples = self.records, list(drawn(self.records.patient_N, share)), dict[str, Any]()
+        weight_NB, fold_N, x_FND = resampled(of.patient_N), self.fold_B[of.rows[of.begins]], [*map(of.means, vectors_F)]
+        for at, weight_B in weighted(draws):
+            scores_NK = np.zeros(of.y_NK.shape)
+            for fold, x_ND in enumerate(x_FND):
+                test_N, valid_N = fold_N == fold, fold_N == (fold + 1) % len(x_FND)
+                train_N = np.isin(np.arange(len(fold_N)), at) & ~test_N & ~valid_N
+                data = ProbeData(x_ND[train_N], of.y_NK[train_N], x_ND[valid_N], of.y_NK[valid_N], x_ND[test_N])
+                scores_NK[test_N] = fit_scaled(linear, data).scores_NK
+            for name, values_KB in by_class("multilabel", of.y_NK, scores_NK, weight_NB).items():
+                samples[name] = samples.get(name, 0) + weight_B * values_KB
+        facts = {"n": len(of.y_NK), "patients": len(np.unique(of.patient_N)), "classes": len(self.classes), "draws": len(draws)}
         return facts, {name: np.nanmean(values_KB, 0) for name, values_KB in samples.items()}
 
     def identification(self, vectors_F: Sequence[Vectors], task: str, width: int | None) -> tuple[Scores, Array]:

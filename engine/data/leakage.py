@@ -48,13 +48,19 @@ def find_leak(datasets: Sequence[Dataset], role: str) -> str | None:
     pretrain, for which valid and test of dx_role and gallery and probe of id_role are held out."""
     sides = [_sides(dataset, role) for dataset in datasets] if len(datasets) > 1 else []
     for a, b in permutations(range(len(sides)), 2):
-        for kind in ("record", "patient", "waveform"):
-            trained, held = sides[a][0][kind], sides[b][1][kind]
-            both = trained.filter(pc.is_in(trained, held))
-            if len(both):
-                a_url, b_url = datasets[a].root.url, datasets[b].root.url
-                return f"{kind} {both[0]} is trained on in {a_url} and held out in {b_url}"
+        if both := _in_both(sides[a][0], sides[b][1]):
+            return f"{both} is trained on in {datasets[a].root.url} and held out in {datasets[b].root.url}"
     return None
+
+
+def overlap(a: Dataset, rows: np.ndarray, b: Dataset, others: np.ndarray) -> str:
+    """A record, patient or waveform of these crops of `a` that is among the others of `b`, in words; "" if there is none."""
+    return _in_both(*(_names(one.table([*OWNER, "waveform"]).take(some)) for one, some in ((a, rows), (b, others))))
+
+
+def _in_both(a: dict[str, pa.Array], b: dict[str, pa.Array]) -> str:
+    both = {kind: names.filter(pc.is_in(names, b[kind])) for kind, names in a.items()}
+    return next((f"{kind} {names[0]}" for kind, names in both.items() if len(names)), "")
 
 
 def _sides(dataset: Dataset, role: str) -> tuple[dict[str, pa.Array], dict[str, pa.Array]]:

@@ -28,7 +28,7 @@ from data_tools.dataset import Dataset
 from engine.common import ConfigError, parse_leads
 from engine.data import counter
 from engine.data.augmenter import none_measured
-from engine.data.leakage import patient_ids
+from engine.data.leakage import overlap, patient_ids
 from engine.evaluation.bench_report import write
 from engine.evaluation.embedders import Embedder, Vectors, embedded, embedders_of
 from engine.evaluation.metrics import Array, identification, statistic_of, weighted_areas
@@ -153,6 +153,8 @@ def task_to_probe(word: str, fitted: Dataset, tested: Dataset, shares: Sequence[
         other = labels if tested is fitted else read_task(own, [tested])
         sides = (fitted, labels, "train"), (fitted, labels, "valid"), (tested, other, "test")
         train, valid, test = (records_of(*side, how.leads) for side in sides)
+        if tested is not fitted and (both := overlap(fitted, np.union1d(train.rows, valid.rows), tested, test.rows)):
+            labels.remarks.append(f"Possible leakage: {both} is in train or valid of --data and in test of --test-data.")
     except ConfigError as error:
         absent = how.labels and not table and not table_of(how.labels, word)
         raise ConfigError(f"--tasks {word}: {f'no {word}.parquet in --labels {how.labels}: ' * bool(absent)}{error}") from None
@@ -188,6 +190,12 @@ def drawn(patient_N: Array, share: float) -> Iterator[Array]:
     for draw in range(max(1, min(DRAWS, int(0.5 / share)))):
         order = np.argsort(counter.uniform(0, counter.RandomStream.LABELS, draw, patients))
         yield np.flatnonzero(np.isin(patient_N, patients[order[: max(1, round(share * len(patients)))]]))
+
+
+def weighted(draws: Sequence[Array]) -> Iterator[tuple[Array, Array]]:
+    """Each with its weights [B] in the mean over the draws and over resamples of them."""
+    weight_RB = resampled(np.arange(len(draws))) / len(draws) if len(draws) > 1 else np.ones((1, RESAMPLES + 1))
+    return zip(draws, weight_RB, strict=True)
 
 
 def unlike(y_NK: Array) -> Array:
@@ -227,9 +235,8 @@ def probe_scores(
     for share, draws in task.draws.items():
         used_K = task.used[share]
         solved_K = used_K | (kind == "multiclass")  # exclusive classes are solved together
-        weight_RB = resampled(np.arange(len(draws))) / len(draws) if len(draws) > 1 else np.ones((1, RESAMPLES + 1))
         sums: dict[float, dict[str, Any]] = {level: {} for level in tests}
-        for at, weight_B in zip(draws, weight_RB, strict=True):
+        for at, weight_B in weighted(draws):
             known = train.y_NK[at][:, solved_K], valid.y_NK[:, solved_K]
             scores_NK = fit_scaled(linear, ProbeData(x_ND[at], known[0], valid_ND, known[1], tests_ND, kind)).scores_NK
             for sum_, part_NK in zip(sums.values(), np.split(scores_NK[:, used_K[solved_K]], len(tests)), strict=True):

@@ -187,6 +187,7 @@ def test_held_out_records_are_scored_by_their_own_fold(folds: Path, capsys: pyte
     facts, found = crops.diagnosis([labels] * 3, 1.0)
     assert found["auroc"][0] > 0.8 and found["auroc"].shape == (1001,) and facts["classes"] == len(crops.classes)
     assert 0.3 < crops.diagnosis([bad] * 3, 1.0)[1]["auroc"][0] < 0.7
+    assert crops.diagnosis([labels] * 3, 0.25)[0]["draws"] == 2
     two_bad = crops.diagnosis([labels, bad, bad], 1.0)[1]["auroc"][0]
     assert two_bad < found["auroc"][0] - 0.05  # their records are guessed
     assert len(crops.second) > 50 and set(crops.people_B[crops.second]) <= set(crops.people_B[crops.first])

@@ -139,6 +139,12 @@ def test_trained_on_one_dataset_and_tested_on_another(
     assert main([*common, *words, str(tmp_path / "test")]) == 0
     one = json.loads((tmp_path / "OUT" / "bench.json").read_text())["rows"][0]
     assert list(one["per_class"]["auroc"]) == ["tall", "old"] and one["task"] == "body"
+    assert "leakage" not in (tmp_path / "OUT" / "bench.md").read_text()
+    (body := tmp_path / "test" / "body.csv").write_text(
+        re.sub("$", ",test", body.read_text().strip(), flags=re.M).replace("test", "split", 1)
+    )
+    assert main([*common, *words, str(tmp_path / "test")]) == 0  # all records are tested, those of train too
+    assert "- body: Possible leakage: record " in (tmp_path / "OUT" / "bench.md").read_text()
     assert main([*common, *words, str(tmp_path / "wrong")]) == 2 and "no column 'tall'" in capsys.readouterr().err
 
 
