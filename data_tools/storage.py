@@ -72,8 +72,8 @@ class LocalFolder:
     def path(self, name: str) -> str:
         return f"{self.url}/{name}"
 
-    def read(self, name: str, limit: int) -> bytes:
-        """A regular file of at most `limit` bytes; links, pipes and devices are refused."""
+    def read(self, name: str, limit: int, cut: bool = False) -> bytes:
+        """A regular file of at most `limit` bytes, or with `cut` the first ones; links, pipes and devices are refused."""
         try:
             file = os.open(self.path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
@@ -84,10 +84,10 @@ class LocalFolder:
             state = os.fstat(file)
             if not stat.S_ISREG(state.st_mode):
                 raise ReadError("not a regular file", name)
-            if state.st_size > limit:
+            if state.st_size > limit and not cut:
                 raise ReadError("file too large", f"{name}: {state.st_size} bytes")
-            if state.st_size < 2**30:
-                return os.read(file, state.st_size)
+            if (size := min(state.st_size, limit)) < 2**30:
+                return os.read(file, size)
             with open(file, "rb", closefd=False) as whole:  # os.read stops at 2 GiB
                 return whole.read(limit)
         finally:
@@ -227,14 +227,14 @@ class RemoteFolder:
             time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1) * (0.5 + random.random()))
         raise AssertionError
 
-    def read(self, name: str, limit: int) -> bytes:
+    def read(self, name: str, limit: int, cut: bool = False) -> bytes:
         try:  # one request: a byte more than the limit shows whether there is more
             data = self._retry(name, lambda: self._range(name, 0, limit + 1))
         except FileNotFoundError:
             raise ReadError("missing file", name) from None
-        if len(data) > limit:
+        if len(data) > limit and not cut:
             raise ReadError("file too large", f"{name}: over {limit} bytes")
-        return data
+        return data[:limit]
 
     def read_range(self, name: str, start: int, size: int) -> bytes:
         return self._retry(name, lambda: self._range(name, start, size), must_exist=True)

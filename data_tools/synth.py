@@ -28,9 +28,7 @@ from data_tools.record import ABBREVIATIONS, CLASSES, HEART_AXIS_CODES, LEADS, S
 from data_tools.synth_ecg import BLOCK, Findings, SyntheticPatients, draw_patients, simulate
 
 LAYOUTS = ("physionet2021", "ptbxl")
-VERSION = (
-    2  # archives of version 1 hold other ECGs: there, two sessions were less alike than real ones, and all patients had two
-)
+VERSION = 2  # in archives of version 1 two sessions were less alike than real ones, and all patients had two
 FOLDER_RECORDS = 1000
 TWO_SESSIONS = 0.11  # of PTB-XL's patients, as in the real one
 SMALL_SHARE = 0.01  # of the further patients, for each of the two databases that do not sample at 500 Hz

@@ -34,7 +34,7 @@ ROLES = ("pretrain", "dx_role", "id_role")
 FLAGS = (  # reasons in rejects.csv of records that were used
     *("lead not measured", "flat lead", "saturated", "large", "einthoven"),
     *("checksum differs", "first value differs", "diagnosis without a code", "not in ptbxl_database.csv"),
-    *("implausible amplitude", "shorter than stated", "SOP class"),
+    *("implausible amplitude", "shorter than stated", "SOP class", "further waveforms"),
 )
 CONTENT_COLUMNS = ["crc32c", "waveform", "halves", "missing_leads"]
 ARCHIVE_COLUMNS = ("patient", "dx", "age", "sex", "fs_source_hz", "halves", "missing_leads", "flags")

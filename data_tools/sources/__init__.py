@@ -47,9 +47,9 @@ def open_sources(url: str, kind: str = "auto", anonymous: bool = False) -> list[
     found: list[Source] = [source(place) for place, inside in places for source in ARCHIVES.values() if source.detect(inside)]
     if not found and root.url.rsplit("/", 1)[-1] in DATABASES:
         found = [PhysioNet2021(root)]
-    for general in (WfdbFolder(root), HospitalFiles(root)):
-        if not found and next(general.keys(), None):
-            found = [general]
+    for general in (WfdbFolder, HospitalFiles):
+        if not found and next(general(root).keys(), None):
+            found = [general(root)]
     if not found and META in names:
         raise StorageError(f"{root.url}: a dataset, not an archive: name the archives that it was made from")
     if not found:

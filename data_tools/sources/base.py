@@ -212,7 +212,7 @@ def path_name(key: str, stem: str) -> str:
 def located(key: str, detail: str) -> str:
     """The detail of a refusal, beginning with the record's path."""
     path = printable(key)
-    if detail.startswith(f"{path.rpartition('.')[0] or path}."):  # its signal's file
+    if detail.startswith((f"{path}: ", f"{path.rpartition('.')[0] or path}.")):  # or its signal's file
         return detail
     return f"{path}: {detail}" if detail else path
 

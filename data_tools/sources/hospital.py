@@ -51,11 +51,9 @@ class HospitalFiles(Source):
 
     def _format_of_file(self, key: str) -> str:
         try:
-            whole = not self.root.remote  # only `read` refuses links and pipes
-            head = self.root.read(key, MAX_BYTES) if whole else self.root.read_range(key, 0, HEAD_BYTES)
+            return self._format(self.root.read(key, HEAD_BYTES, cut=True), key)
         except ReadError:
             return ""
-        return self._format(head, key)
 
     def _format(self, data: bytes, key: str) -> str:
         head, name = data[:HEAD_BYTES], key.rpartition("/")[2]
@@ -107,18 +105,26 @@ def _record_name(key: str) -> str:
     try:
         return path_name(key, stem)
     except ReadError:  # too long
-        return f"{stem[:43]}_{sha256(key.encode()).hexdigest()[:20]}"
+        return _hashed(stem, key)
 
 
 def _patient(text: str | None) -> str | None:
     """A patient's id. What anonymised files have in its place would make all of them one patient."""
     text = (text or "").strip()
-    return None if text.lower() in NOBODY or len(set(text)) < 2 <= len(text) else text or None
+    if not text or text.lower() in NOBODY or len(set(text)) < 2 <= len(text):
+        return None
+    stem = record_stem(f"{text}.")
+    return text if stem == text else _hashed(stem, text)
+
+
+def _hashed(stem: str, text: str) -> str:
+    """A name of letters, digits, _ and - for a text that has others, or too many; different texts have different names."""
+    return f"{stem[:43]}_{sha256(text.encode()).hexdigest()[:20]}"
 
 
 def _with_limb_leads(signals: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Einthoven's and Goldberger's equations."""
-    if not {"I", "II"} <= set(signals) or len(signals["I"]) != len(signals["II"]):
+    """Einthoven's and Goldberger's equations, unless I or II never changes: it was not connected."""
+    i, ii = (signals.get(lead, np.zeros(1)) for lead in ("I", "II"))
+    if len(i) != len(ii) or (i == i[:1]).all() or (ii == ii[:1]).all():
         return signals
-    i, ii = signals["I"], signals["II"]
     return {"III": ii - i, "aVR": -(i + ii) / 2, "aVL": i - ii / 2, "aVF": ii - i / 2} | signals

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from test_dicom import BASE
 from test_dicom import file as dicom_file
 from test_muse_xml import lead_xml, muse, steps
+from twins import write_wfdb
 
 from data_tools.__main__ import main
 from data_tools.dataset import Dataset
 from data_tools.errors import ReadError
-from data_tools.record import VENDORS
+from data_tools.record import LEADS, VENDORS
 from data_tools.sources import open_sources
 from data_tools.sources.base import read_safely
 from data_tools.sources.hospital import FORMATS, HospitalFiles
@@ -43,6 +44,7 @@ def mixed(root: Path) -> Path:
         "a/other.xml": b"<html/>",
         "cut.dcm": BASE[:9000],
         "a/DICOMDIR": BASE,
+        "a/IM1": BASE.ljust(FORMATS["dicom"].max_bytes + 1),
     }
     for name, content in files.items():
         (root / name).write_bytes(content)
@@ -53,18 +55,24 @@ def test_a_mixed_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     command = ["shard", str(mixed(tmp_path / "src")), "--out", str(tmp_path / "out"), "--workers", "1"]
     assert main(command) == 0
     messages = capsys.readouterr().err
-    assert (
-        "--pseudonymize KEYFILE" in messages
-        and "3 files of no known format were left out (1 .pdf, 1 .txt, 1 no ending)" in messages
-    )
+    assert "--pseudonymize KEYFILE" in messages and messages.count("were left out") == 1
+    assert "3 files of no known format were left out (1 .pdf, 1 .txt, 1 no ending)" in messages
     made = Dataset.open(str(tmp_path / "out"))
     named = f"a_b_{UID.replace('.', '_')}"
     assert set(crops_of(made)) == {("muse-xml", "a_one"), ("dicom", "two"), ("dicom", named), ("dicom", f"{named}9")}
     assert sorted(made.rejects()) == [
+        ("dicom", "a_IM1", "file too large", f"a/IM1: {2**24 + 1} bytes"),
         ("dicom", "cut", "malformed DICOM", "cut.dcm: cut off"),
         ("hospital", "a_other", "unknown format", "a/other.xml: its root is html: none of " + ", ".join(FORMATS)),
     ]
     assert main(["verify", str(tmp_path / "out"), "--archive", str(tmp_path / "src"), "--workers", "1"]) == 0
+
+
+def test_beside_wfdb_records_they_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_wfdb(mixed(tmp_path / "src"), "rec_1", "16", LEADS)
+    assert main(["shard", f"{tmp_path}/src", "--out", f"{tmp_path}/out", "--plan", "all", "--workers", "1"]) == 0
+    message = "4 files of hospitals' formats were left out beside WFDB records: --source hospital reads them"
+    assert message in capsys.readouterr().err and {kind for kind, _ in crops_of(Dataset.open(f"{tmp_path}/out"))} == {"wfdb"}
 
 
 def test_one_format_of_a_mixed_folder(tmp_path: Path) -> None:
@@ -101,6 +109,21 @@ def test_long_names_are_shortened_and_stay_different(tmp_path: Path) -> None:
 def test_what_stands_for_an_unknown_patient_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "one").write_bytes(dicom_file(x00100020=("LO", text)))
     assert HospitalFiles(folder(tmp_path)).read("one").patient is None
+
+
+def test_patients_of_different_ids_stay_different(tmp_path: Path) -> None:
+    ids = ["4711", f"{UID}.1", f"{UID}.2", "A/7", "B/7", "7", "Ü 7", "Ö 7", "x.1", "x.2", "7" * 63 + "8", "7" * 64 + "8"]
+    for number, text in enumerate(ids):
+        (tmp_path / f"{number}.xml").write_text(muse().replace("4711", text), encoding="utf-8")
+    found = build(tmp_path, tmp_path / "out", plan="all").table(["record", "patient"]).to_pylist()
+    patients = {row["record"]: row["patient"] for row in found}
+    assert len(set(patients.values())) == len(ids) and patients["0"] == "4711" and max(map(len, patients.values())) == 64
+
+
+def test_nothing_is_computed_from_a_lead_that_was_off(tmp_path: Path) -> None:
+    flat = steps() | {"I": np.zeros_like(steps()["I"])}
+    (tmp_path / "one.xml").write_text(muse("".join(lead_xml(name, one) for name, one in flat.items())))
+    assert not {"III", "aVR", "aVL", "aVF"} & {*HospitalFiles(folder(tmp_path)).read("one.xml").leads}
 
 
 def test_a_large_file_is_not_parsed(tmp_path: Path) -> None:
