@@ -50,6 +50,7 @@ def test_python_runs(
     """On the tests' own dataset and a small model; an endless loop is left after its first turn."""
     (tmp_path / "dataset").symlink_to(dataset.root.url)
     saved_model("RUN/model", head={"task": "diagnosis", "classes": ["AF", "NSR"]})
+    (tmp_path / "KEYFILE").write_bytes(bytes(range(32)))
     monkeypatch.chdir(tmp_path)
     if "engine.pretrain(" in block:  # hours: tests/engine/training/test_trainings_from_python.py trains from Python
         assert load("w2v_cmsc_rlm", {"train.steps": 1000}).train.steps == 1000

@@ -29,7 +29,11 @@ def test_onnx_gives_the_same_numbers(saved_model: Saved, tmp_path: Path, capsys:
     assert str(out) in capsys.readouterr().out
     about = {entry.key: entry.value for entry in onnx.load(out).metadata_props}
     assert json.loads(about["preprocessing"])["leads"] == ["I", "II", "III"]
-    assert json.loads(about["config"])["head"] == head and json.loads(about["head"]) == head | {"thresholds": [], "sha256": ""}
+    assert json.loads(about["config"])["head"] == head and json.loads(about["head"]) == head | {
+        "thresholds": [],
+        "chosen": [],
+        "sha256": "",
+    }
     model, session = engine.load(folder), onnxruntime.InferenceSession(out)
     signal = np.random.default_rng(0).normal(0, 0.3, (3, 12_000))
     for x_RLT in (model.segments(signal, 500, "I,II,III"), torch.randn(7, 3, 999), torch.randn(1, 3, 64)):

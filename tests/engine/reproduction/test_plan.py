@@ -85,7 +85,7 @@ def test_commands_hold_what_makes_a_cell() -> None:
     assert "--leads 3 --role test" in commands["evaluate/w2v-12/diagnosis-P-3-seed1"]
 
 
-@pytest.mark.parametrize("name", ["demo", "paper", "small", "smoke"])
+@pytest.mark.parametrize("name", ["paper", "small", "smoke"])
 def test_a_scale_leaves_methods_alone_and_fits_every_method(name: str) -> None:
     scale = ReproductionScale.read(name)
     changed = {key.split(".")[0] for settings in scale.settings.values() for key in settings}
