@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from benchmarks import evidence, real, report
+from data_tools import synth
 from data_tools.dataset import Dataset
 from engine.common import CONFIGS, read_yaml
 from engine.config import FinetuneConfig, check, load
@@ -28,6 +29,8 @@ def test_every_command_of_a_shipped_plan_is_one_that_its_program_takes(name: str
         program, command, *words = shlex.split(evidence.said(job))
         if program == "omnilead":
             args = parse(command, words)
+            if command == "synth":
+                synth.plan(args.patients, args.two_sessions, args.seed, args.layout)
             if command in ("pretrain", "finetune") and not any("real-pretrain" in word for word in words):
                 place = [f"data.datasets=[{args.data[0]}]", f"run={args.out}"]
                 own = [f"task.name={args.task}", f"start={args.start}"] if command == "finetune" else []

@@ -105,7 +105,7 @@ def test_long_names_are_shortened_and_stay_different(tmp_path: Path) -> None:
     assert len(names) == 2 and {len(name) for name in names} == {64}
 
 
-@pytest.mark.parametrize("text", ["", " ", "Anonymous", "000000", "xxx"])
+@pytest.mark.parametrize("text", ["", " ", "Anonymous", "000000", "xxx", "0", "-"])
 def test_what_stands_for_an_unknown_patient_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "one").write_bytes(dicom_file(x00100020=("LO", text)))
     assert HospitalFiles(folder(tmp_path)).read("one").patient is None
