@@ -32,7 +32,7 @@ from data_tools.errors import DataError, ReadError
 from data_tools.sources import open_sources
 from engine.common import ConfigError, Parser, positive, write_whole
 from engine.data.leakage import patient_ids
-from engine.evaluation.bench import DEFAULTS, Found, ProbedRecords, by_class, compared, drawn, resampled, weighted, whitening
+from engine.evaluation.bench import DEFAULTS, ProbedRecords, Scored, by_class, compared, drawn, resampled, weighted, whitening
 from engine.evaluation.bench_report import write
 from engine.evaluation.embedders import Vectors, embedded, embedders_of
 from engine.evaluation.metrics import Array, identification
@@ -40,7 +40,6 @@ from engine.evaluation.probe import ProbeData, fit_scaled, linear
 from engine.evaluation.results import nullable
 
 FOLDS, BOTH = "folds.json", "with real ECGs"
-Scores = tuple[dict[str, Any], dict[str, Array]]  # facts, and metrics under all weightings of the patients
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,7 +93,8 @@ def folds_of(dataset: Dataset, folds: int) -> Array:
 
 def score(options: argparse.Namespace) -> int:
     folds = int(json.loads((options.data / FOLDS).read_text())["folds"])
-    dataset, found, hits = Dataset.open(str(options.data / "all")), Found(), dict[tuple[str, ...], dict[str, Array]]()
+    dataset, found = Dataset.open(str(options.data / "all")), dict[tuple[Any, ...], Scored]()
+    hits: dict[tuple[str, ...], dict[str, Array]] = {}
     crops = RealCrops(dataset, folds, options.positives)
     embedders = {one.name: one for one in embedders_of(options.models, Namespace(**DEFAULTS))}
     own = [name for name in (f"fold-{fold}" for fold in range(folds)) if name in embedders]
@@ -144,7 +144,7 @@ class RealCrops:
         self.first, rest = self.whole[order[first_N]], self.whole[order[~first_N]]
         self.second = rest[np.unique(self.people_B[rest], return_index=True)[1]]
 
-    def diagnosis(self, vectors_F: Sequence[Vectors], share: float) -> Scores:
+    def diagnosis(self, vectors_F: Sequence[Vectors], share: float) -> Scored:
         of, draws, samples = self.records, list(drawn(self.records.patient_N, share)), dict[str, Any]()
         weight_NB, fold_N, x_FND = resampled(of.patient_N), self.fold_B[of.rows[of.begins]], [*map(of.means, vectors_F)]
         for at, weight_B in weighted(draws):
@@ -159,7 +159,7 @@ class RealCrops:
         facts = {"n": len(of.y_NK), "patients": len(np.unique(of.patient_N)), "classes": len(self.classes), "draws": len(draws)}
         return facts, {name: np.nanmean(values_KB, 0) for name, values_KB in samples.items()}
 
-    def identification(self, vectors_F: Sequence[Vectors], task: str, width: int | None) -> tuple[Scores, Array]:
+    def identification(self, vectors_F: Sequence[Vectors], task: str, width: int | None) -> tuple[Scored, Array]:
         """The metrics, and the hits of whitened embeddings."""
         gallery, probes, half = (self.whole, self.whole, 1) if task == "other half" else (self.first, self.second, 0)
         hits = {name: np.zeros(len(probes)) for name in ("accuracy", "accuracy_whitened")}

@@ -81,14 +81,16 @@ class Input:
         if missing and not self.padded:
             raise SignalError(f"leads={describe_leads(given)}: the model needs {describe_leads(missing)} too")
 
-    def scaled(self, x_BSLT: Tensor, present_BSL: Tensor | None = None) -> Tensor:
-        """Leads in millivolts at 500 Hz, at its rate and in its scale. What is absent, by default leads that are zero in all
-        of a half, is zero afterwards and counts in no mean."""
+    def scaled(self, x_BSLT: Tensor, there_BS: Tensor | None = None) -> Tensor:
+        """Leads in millivolts at 500 Hz, at its rate and in its scale. A lead that is zero in all of a half, or of a crop if
+        its halves are told, is zero afterwards and counts in no mean."""
         if self.fs_hz != FS_HZ:
             x_BSLT = x_BSLT @ _resampling(self.fs_hz, x_BSLT.device)
         if (axes := TOGETHER.get(self.scale)) is None:
             return x_BSLT
-        there = ((x_BSLT != 0).any(-1) if present_BSL is None else present_BSL).double()[..., None]
+        there_BSL = (x_BSLT != 0).any(-1)
+        there_BSL = there_BSL if there_BS is None else there_BSL.any(1, keepdim=True) & there_BS[..., None]
+        there = there_BSL.double()[..., None]
         share = there.mean(axes, keepdim=True).clamp_min(1e-6)
         wide = x_BSLT.double()
         wide = (wide - (wide * there).mean(axes, keepdim=True) / share) * there
@@ -99,11 +101,10 @@ class Input:
         a first half."""
         picked = uv_BLT if self.leads == ALL else torch.stack([uv_BLT[:, lead] for lead in self.leads], 1)
         x_BSLT = (picked.float() * MV_PER_UV).unflatten(2, (2, HALF)).transpose(1, 2)
-        seen_L, there_BS = np.isin(self.leads, self.seen), np.arange(2) < halves_B[:, None]
-        for channel in np.flatnonzero(~seen_L).tolist():  # one by one: a GPU would wait for a list of them
+        there_BS, unseen_L = np.arange(2) < halves_B[:, None], ~np.isin(self.leads, self.seen)
+        for channel in np.flatnonzero(unseen_L).tolist():  # one by one: a GPU would wait for a list of them
             x_BSLT[:, :, channel] = 0.0
-        present_BSL = torch.from_numpy(there_BS[..., None] & seen_L).to(x_BSLT.device, non_blocking=True)
-        x_RLT = self.scaled(x_BSLT, present_BSL).flatten(0, 1)
+        x_RLT = self.scaled(x_BSLT, torch.from_numpy(there_BS).to(x_BSLT.device, non_blocking=True)).flatten(0, 1)
         there_R = torch.from_numpy(np.flatnonzero(there_BS)).to(x_RLT.device, non_blocking=True)
         return x_RLT if there_BS.all() else x_RLT[there_R]
 

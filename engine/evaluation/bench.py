@@ -45,7 +45,8 @@ LIMITS = {"share": (1e-4, 1.0), "noise": (0.0, 20.0)}
 DEFAULTS = {"test_data": "", "labels": "", "test_labels": "", "seed": 0, "code": False, "anonymous": False}
 DEFAULTS |= {"device": "auto", "precision": "auto", "batch": None}
 Samples = dict[str, Array]  # metrics [B]
-Found = dict[tuple[Any, ...], tuple[dict[str, Any], Samples]]  # facts and metrics by model, task, leads, share and noise
+Scored = tuple[dict[str, Any], Samples]  # facts, and metrics under all weightings
+Found = dict[tuple[Any, ...], Scored]  # by model, task, leads, share and noise
 
 
 class ProbedRecords(NamedTuple):
@@ -218,17 +219,13 @@ def identities(fitted: Dataset, tested: Dataset, leads: Sequence[str]) -> Identi
     for role, rows in zip(IDENTITY, (gallery, probe), strict=True):
         require(rows, tested, f"id={role}", "patients of ptb-xl with two sessions: shard --id-sources names others")
     within, patient_B = fitted.select(pretrain=True), patient_ids([tested])[0]
-    within = within[(fitted.column("halves") == 2)[within] & measured(fitted, leads)[within]][
-        :WITHIN
-    ]  # rows are in random order
+    within = within[((fitted.column("halves") == 2) & measured(fitted, leads))[within]]
     require(within, fitted, "pretrain=true and two halves", "records for pre-training")
-    return Identities(gallery, probe, within, patient_B, resampled(patient_B[probe]))
+    return Identities(gallery, probe, within[:WITHIN], patient_B, resampled(patient_B[probe]))  # rows are in random order
 
 
-def probe_scores(
-    task: ProbedTask, fit: Vectors, tests: Mapping[float, Vectors]
-) -> Iterator[tuple[Any, tuple[dict[str, Any], Samples]]]:
-    """For each share and level of noise: facts, and metrics under all weightings."""
+def probe_scores(task: ProbedTask, fit: Vectors, tests: Mapping[float, Vectors]) -> Iterator[tuple[Any, Scored]]:
+    """For each share and level of noise."""
     (train, valid, test), kind, names = task.parts, task.labels.task.kind, np.array(task.labels.classes)
     x_ND, valid_ND = train.means(fit), valid.means(fit)
     tests_ND = np.concatenate([test.means(vectors) for vectors in tests.values()])
@@ -245,14 +242,11 @@ def probe_scores(
         facts = {"n": len(test.y_NK), "patients": len(np.unique(test.patient_N)), "labelled": len(draws[0])}
         facts |= {"draws": len(draws), "classes": int(used_K.sum()), "left_out": names[~used_K].tolist()}
         for level, of in sums.items():
-            per_class = {
-                name: dict(zip(names[used_K].tolist(), of_KB[:, 0].tolist(), strict=True)) for name, of_KB in of.items()
-            }
+            used = names[used_K].tolist()
+            per_class = {name: dict(zip(used, of_KB[:, 0].tolist(), strict=True)) for name, of_KB in of.items()}
             with warnings.catch_warnings(action="ignore"):  # the mean of nothing but NaN is NaN
-                yield (
-                    (share, level),
-                    (facts | {"per_class": per_class}, {name: np.nanmean(of_KB, 0) for name, of_KB in of.items()}),
-                )
+                means = {name: np.nanmean(of_KB, 0) for name, of_KB in of.items()}
+            yield (share, level), (facts | {"per_class": per_class}, means)
 
 
 def by_class(kind: str, y_NK: Array, scores_NK: Array, weight_NB: Array) -> Samples:
@@ -264,9 +258,7 @@ def by_class(kind: str, y_NK: Array, scores_NK: Array, weight_NB: Array) -> Samp
     return dict(zip(("auroc", "auprc"), np.stack(areas, 1), strict=True))
 
 
-def identified(
-    of: Identities, fit: Vectors, known: Vectors, test: Vectors, width: int | None
-) -> tuple[dict[str, Any], Samples]:
+def identified(of: Identities, fit: Vectors, known: Vectors, test: Vectors, width: int | None) -> Scored:
     """Accuracy by cosine of the first `width` numbers, and by cosine after whitening."""
     gallery, probe = known.of(of.gallery).c_BSD[:, 0], test.of(of.probe).c_BSD[:, 0]
     center_D, white_DD = whitening(fit.of(of.within).c_BSD)

@@ -16,12 +16,8 @@ from matplotlib.figure import Figure
 
 from engine.common import write_whole
 
-MAIN = {
-    "auroc": "AUROC",
-    "mae": "mean absolute error",
-    "accuracy": "accuracy, cosine",
-    "accuracy_whitened": "accuracy, whitened",
-}
+MAIN = {"auroc": "AUROC", "mae": "mean absolute error"}
+MAIN |= {"accuracy": "accuracy, cosine", "accuracy_whitened": "accuracy, whitened"}
 KEYS = ("model", "task", "leads", "share", "noise")
 INTERVALS = "In brackets: 95 % intervals over the patients of test. Differences: of the same patients, in the same resamples."
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito: for all eyes
@@ -69,13 +65,8 @@ def markdown(document: Row) -> str:
         lost = {row["share"]: ", ".join(row["left_out"]) for row in rows if row.get("left_out")}
         unit = f"probes against {rows[0]['gallery']:,} in the gallery" if "gallery" in rows[0] else "records"
         about = "".join(f"; share {share:g} without {names}" for share, names in lost.items())
-        text += [
-            "",
-            f"## {task}: {MAIN[metric]}",
-            "",
-            f"{rows[0]['n']:,} {unit}, of {rows[0]['patients']:,} patients{about}.",
-            "",
-        ]
+        count = f"{rows[0]['n']:,} {unit}, of {rows[0]['patients']:,} patients{about}."
+        text += ["", f"## {task}: {MAIN[metric]}", "", count, ""]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         table.insert(1, ["-" * width for width in widths])
         text += ["| " + " | ".join(f"{c:{w}}" for c, w in zip(line, widths, strict=True)) + " |" for line in table]

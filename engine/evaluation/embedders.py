@@ -83,9 +83,8 @@ def embedders_of(models: Sequence[str], args: Namespace) -> list[Embedder]:
         if random not in found:
             kind = type(model.encoder) if config.encoder else None
             encoder = build_encoder(config, generator=torch.Generator().manual_seed(args.seed), kind=kind)
-            drawn = TrainedModel(encoder, None, model.config, model.preprocessing).to(
-                model.device, next(model.parameters()).dtype
-            )
+            drawn = TrainedModel(encoder, None, model.config, model.preprocessing)
+            drawn.to(model.device, next(model.parameters()).dtype)
             digest = hashlib.sha256(key.encode()).hexdigest()
             found[random] = Embedder(random, digest, model.input, drawn.pooled, drawn, random, batch)
     digest = hashlib.sha256(Path(mean_beat.__file__).read_bytes()).hexdigest()
@@ -108,9 +107,8 @@ def embedded(one: Embedder, dataset: Dataset, rows: Array, noise: float, leads: 
     device = one.model.device if one.model else torch.device("cpu")
     with progress_bar(len(missing), f" crops, {one.name}, leads {leads}") as bar:
         for block in (missing[at : at + BLOCK] for at in range(0, len(missing), BLOCK)):
-            batches = dataset_batches(
-                dataset, np.split(block, range(one.batch, len(block), one.batch)), pin=device.type == "cuda"
-            )
+            groups = np.split(block, range(one.batch, len(block), one.batch))
+            batches = dataset_batches(dataset, groups, pin=device.type == "cuda")
             parts = []
             for batch, y_RD in predict(noisy(batches, dataset, noise) if noise else batches, shown.halves, one.forward, device):
                 c_BSD = np.zeros((len(batch.crops), 2, y_RD.shape[1]), np.float32)

@@ -72,15 +72,8 @@ def test_every_row_and_its_differences_in_every_file(out: Path) -> None:
     gap = gaps["B", "random weights of B", "age", "V2,I", 0.3, 0.0, "mae"]
     pair = [rows[name, "age", "V2,I", 0.3, 0.0]["metrics"]["mae"] for name in ("B", "random weights of B")]
     assert gap["difference"] == pytest.approx(pair[0] - pair[1]) and gap["interval"][0] <= gap["interval"][1]
-    assert ("mean beat", "first", "sex", "V2,I", 1.0, 0.0, "auroc") in gaps and (
-        "first",
-        "first",
-        "sex",
-        "12",
-        1.0,
-        0.0,
-        "auroc",
-    ) not in gaps
+    of = ("first", "sex", "V2,I", 1.0, 0.0, "auroc")
+    assert ("mean beat", *of) in gaps and ("first", *of) not in gaps
     lines = list(csv.DictReader((out / "bench.csv").open()))
     assert len(lines) == sum(len(row["metrics"]) for row in found["rows"]) + len(gaps)
     text = (out / "bench.md").read_text()
@@ -97,28 +90,14 @@ def test_what_is_kept_is_used_again(
     monkeypatch.setattr(
         embedders, "dataset_batches", lambda d, rows, **how: made.append(sum(map(len, rows))) or batches(d, rows, **how)
     )
-    again = [
-        "bench",
-        *models,
-        "--data",
-        dataset.root.url,
-        "--tasks",
-        "identification",
-        "--leads",
-        "V2,I",
-        "--seed",
-        "3",
-        "--out",
-        str(copy),
-    ]
-    assert main(again) == 0 and made == []
+    again = ["bench", *models, "--data", dataset.root.url, *LEADS, "--seed", "3", "--out", str(copy), "--tasks"]
+    assert main([*again, "identification"]) == 0 and made == []
     found, before = (json.loads((folder / "bench.json").read_text())["rows"] for folder in (copy, out))
     of = [row for row in before if (row["task"], row["leads"], row["noise"]) == ("identification", "V2,I", 0)]
     assert [row["metrics"] for row in found] == [row["metrics"] for row in of]
     damaged = sorted((copy / "parts").rglob("*.npz"), key=lambda path: path.stat().st_size)[-1]
     damaged.write_bytes(damaged.read_bytes()[:-100])
-    every = ["bench", *models, "--data", dataset.root.url, *TASKS, *LEADS, "--seed", "3", "--out", str(copy)]
-    assert main(every) == 0 and len(made) == 1
+    assert main([*again, *TASKS[1:]]) == 0 and len(made) == 1
     assert damaged.stat().st_size == (out / damaged.relative_to(copy)).stat().st_size
 
 

@@ -202,6 +202,9 @@ def test_training_sees_what_inference_sees(scale: str) -> None:
     first = of.halves(uv_BLT, np.array([1]))
     x_BSLT[:, 1] = 0
     assert torch.allclose(of.scaled(x_BSLT)[0, 0], first[0], atol=1e-6) and not of.scaled(x_BSLT)[0, 1].any()
+    shown = of.limited_to("I,V2").halves(uv_BLT, np.array([2]))
+    uv_BLT[:, [lead for lead in range(12) if lead not in (0, 7)]] = 0  # not measured is as not shown
+    assert shown.any() and torch.equal(of.halves(uv_BLT, np.array([2])), shown)
 
 
 def test_fine_tuning_and_predicting_go_on_in_its_rate_and_scale(dataset: Dataset, tmp_path: Path) -> None:
