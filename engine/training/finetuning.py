@@ -37,6 +37,7 @@ from engine.model.config import ModelConfig, current_settings, validated
 from engine.model.encoder import Encoder, pool
 from engine.tasks import kinds
 from engine.tasks.labels import SPLITS, TaskLabels, read_task
+from engine.training.checkpoint import newest
 from engine.training.distributed import Ranks
 from engine.training.task import TrainingTask, best_metric, best_step_text, start_text
 from engine.training.validation import dtype_of, eval_mode, pairs, predict_on_ranks, to_device
@@ -171,7 +172,7 @@ class FinetuneTask(TrainingTask):
             encoder.conv.requires_grad_(False)
         model = Classifier(encoder, self.config.task, self.outputs, generator)
         means = self.kind == "identity" and self.config.task.class_vectors == "means"
-        if means and not Path(self.config.run, "checkpoints").exists():
+        if means and newest(Path(self.config.run)) is None:
             self._begin_at_means(model.to(self.ranks.device))
         return model
 
