@@ -229,7 +229,7 @@ class RemoteFolder:
 
     def read(self, name: str, limit: int, cut: bool = False) -> bytes:
         try:  # one request: a byte more than the limit shows whether there is more
-            data = self._retry(name, lambda: self._range(name, 0, limit + 1))
+            data = self._retry(name, lambda: self._range(name, 0, limit + 1), must_exist=cut)
         except FileNotFoundError:
             raise ReadError("missing file", name) from None
         if len(data) > limit and not cut:

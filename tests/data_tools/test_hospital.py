@@ -16,6 +16,7 @@ from test_dicom import file as dicom_file
 from test_muse_xml import lead_xml, muse, steps
 from twins import write_wfdb
 
+from data_tools import storage
 from data_tools.__main__ import main
 from data_tools.dataset import Dataset
 from data_tools.errors import ReadError
@@ -87,6 +88,20 @@ def test_a_mixed_folder_in_a_bucket() -> None:
     (source,) = open_sources("memory://mixed")
     assert sorted(record.source for record in source) == ["dicom", "muse-xml"]
     assert "2 files of no known format were left out (1 .pdf, 1 .txt)" in source.notes()[1]
+
+
+def test_a_file_that_a_store_denies_once_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.filesystem("memory").pipe(f"/once/{UID}", BASE)
+    answer, denials = storage.RemoteFolder._range, [FileNotFoundError()]
+
+    def denied(self: storage.RemoteFolder, name: str, start: int, size: int) -> bytes:
+        if denials:
+            raise denials.pop()
+        return answer(self, name, start, size)
+
+    monkeypatch.setattr(storage.RemoteFolder, "_range", denied)
+    monkeypatch.setattr(storage, "FIRST_WAIT_S", 0)
+    assert [*HospitalFiles(folder("memory://once")).keys()] == [UID]
 
 
 def test_show_draws_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
