@@ -24,7 +24,8 @@ FORMATS |= {"hl7-aecg": aecg.FORMAT, "scp-ecg": scp.FORMAT, "edf": edf.FORMAT}
 HEAD_BYTES = 4096  # that tell a file's format
 MAX_BYTES = max(one.max_bytes for one in FORMATS.values())
 ENDINGS = (".xml", ".dcm", ".scp", ".ecg", ".edf")  # a file with one of them has to be readable; others are looked into
-NOBODY = set("anonymous anonymized anonymised anon unknown none null n/a na 0 - . ?".split())  # in place of a patient's id
+# in place of a patient's id
+NOBODY = {"anonymous", "anonymized", "anonymised", "anon", "unknown", "none", "null", "n/a", "na", "0", "-", ".", "?"}
 
 
 class HospitalFiles(Source):
