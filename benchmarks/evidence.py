@@ -161,7 +161,8 @@ def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
     """DIR/evidence.json, .md and .png, of all scores that are there."""
     benches = sorted(map(read_json, folder.path.glob("bench/*/bench.json")), key=lambda found: len(found["models"]))
     found = {"synthetic": (benches or [{}])[-1], "real": read_json(folder.path / "real-scores/bench.json")}
-    results = {name: document for name, document in (found | {"fine-tuned": tuned(folder.path)}).items() if document}
+    found |= {"fine-tuned": tuned(folder.path)}
+    results = {name: one | {"data": Path(one["data"]).name} for name, one in found.items() if one}
     if not results:
         return print("no scores yet", flush=True)
     record = environment() | {"benchmark": "evidence", "config": {"plan": plan} | tree, "results": results}

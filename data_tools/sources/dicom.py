@@ -43,8 +43,8 @@ Elements = dict[int, Any]  # by tag: bytes, or a sequence's items
 def decode(data: bytes) -> Decoded:
     try:
         meta, at = _Reader(data, 0x30000, True).elements(132, len(data))
-        if (syntax := _text(meta, _SYNTAX)) not in SYNTAXES:
-            raise ReadError("transfer syntax", f"{syntax[:40] or 'none'}: only uncompressed little-endian files are read")
+        if (syntax := _uid(meta, _SYNTAX)) not in SYNTAXES:
+            raise ReadError("transfer syntax", f"{syntax or 'none'}: only uncompressed little-endian files are read")
         file, _ = _Reader(data, _PIXELS, SYNTAXES[syntax]).elements(at, len(data))
     except struct.error:
         raise ReadError("malformed DICOM", "cut off") from None
@@ -52,7 +52,7 @@ def decode(data: bytes) -> Decoded:
         raise ReadError("encrypted", "the file has encrypted attributes")
     if not (groups := [_Group(one) for one in file.get(_WAVEFORMS, [])]):
         what = next((words for tag, words in _OTHER.items() if tag in file), "")
-        raise ReadError("no waveform", what or f"SOP class {_text(file, _CLASS)[:40]}")
+        raise ReadError("no waveform", what or f"SOP class {_uid(file, _CLASS) or 'unknown'}")
     rhythms = sorted((one for one in groups if one.leads and not one.derived), key=lambda one: one.time)
     together = [[*same] for _, same in groupby(rhythms, key=lambda one: one.time)]
     most = max((sum(len(one.leads) for one in same) for same in together), default=0)
@@ -62,9 +62,13 @@ def decode(data: bytes) -> Decoded:
     if len({lead for one in chosen[0] for lead in one.leads}) != most:
         raise ReadError("duplicated lead", "in two waveforms of one time")
     signals = {lead: uv for one in chosen[0] for lead, uv in one.signals().items()}
-    age, kind = _text(file, _AGE), _text(file, _CLASS)
+    age, kind = _text(file, _AGE), _uid(file, _CLASS)
     years = int(age[:3]) * AGE.get(age[3], math.nan) if len(age) == 4 and age[:3].isdecimal() else None
-    note = () if kind in ECG_CLASSES else (("SOP class", f"{kind[:40]} is no resting ECG's: read for its ECG leads"),)
+    note = (
+        ()
+        if kind in ECG_CLASSES
+        else (("SOP class", f"{kind or 'an unknown one'} is no resting ECG's: read for its ECG leads"),)
+    )
     return Decoded(signals, chosen[0][0].fs_hz, _text(file, _PATIENT), years, _text(file, _SEX), note)
 
 
@@ -196,6 +200,12 @@ def _microvolts(channel: Elements) -> tuple[float, float]:
 def _text(fields: Elements, tag: int) -> str:
     value = fields.get(tag, b"")
     return value.decode("latin-1").strip(" \0") if isinstance(value, bytes) else ""
+
+
+def _uid(fields: Elements, tag: int) -> str:
+    """Empty if it is none: messages repeat no text of a file."""
+    text = _text(fields, tag)[:64]
+    return text if text.replace(".", "").isdecimal() else ""
 
 
 def _whole(fields: Elements, tag: int) -> int:

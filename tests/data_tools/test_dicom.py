@@ -259,3 +259,12 @@ def test_damaged_structure(row: int, tag: int, how: str, junk: bytes) -> None:
 
 def test_a_directory_of_a_medium_is_no_ecg() -> None:
     assert dicom.FORMAT.looks_like(BASE, "IM000001") and not dicom.FORMAT.looks_like(BASE, "DICOMDIR")
+
+
+def test_messages_repeat_no_text_of_a_file() -> None:
+    name = ("UI", "MILLER^JANE")
+    for content in (file(x54000100=None, x00080016=name), file(syntax=name[1])):
+        with pytest.raises(ReadError) as refused:
+            dicom.decode(content)
+        assert "MILLER" not in str(refused.value)
+    assert "MILLER" not in str(same(dicom.decode(file(x00080016=name))).warnings)
