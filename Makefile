@@ -33,9 +33,9 @@ demo: .venv/installed
 	$(RUN) -m data_tools show demo/dataset --png demo/summary.png > demo/summary.txt
 	$(RUN) -m data_tools show demo/dataset --crop 0 --png demo/ecg.png
 	$(BIN)/python -m engine.data.picture demo/augmentations.png --data demo/dataset
-	$(RUN) -m engine pretrain --config small --data demo/dataset --out demo/run --set train.steps=500 --set train.batch_crops=32 \
+	$(BIN)/python -m engine pretrain --config small --data demo/dataset --out demo/run --set train.steps=500 --set train.batch_crops=32 \
 	    --set train.lr=1e-3 --set train.validate_every=0
-	$(RUN) -m engine bench --models pre-trained=demo/run --data demo/dataset --tasks diagnosis --leads 12 1 --share 0.03 0.1 1 --out demo/bench
+	$(BIN)/python -m engine bench --models pre-trained=demo/run --data demo/dataset --tasks diagnosis --leads 12 1 --share 0.03 0.1 1 --out demo/bench
 	@echo "look at demo/summary.png, demo/ecg.png, demo/augmentations.png, demo/run/report.html, demo/bench/bench.png"
 
 lint: .venv/installed

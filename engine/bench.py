@@ -18,11 +18,12 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from data_tools.cli import show
-from engine.common import RUN_CODE, Parser, interruptible, positive
+from engine.common import RUN_CODE, Parser, interruptible, one_blas_thread, positive
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
+    one_blas_thread()
     from engine.evaluation import embedding  # PyTorch and others only now: --help does not wait for them
 
     return embedding.command("omnilead bench", args, run)

@@ -19,7 +19,7 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from engine.common import ARRAYS, RUN_CODE, ConfigError, Parser, interruptible, writable
+from engine.common import ARRAYS, RUN_CODE, ConfigError, Parser, interruptible, one_blas_thread, writable
 
 PER = ("crop", "record", "half")
 PROBE = """Score the embeddings of a model on the splits of a dataset: linear probe, k-NN, identification.
@@ -47,6 +47,7 @@ def checked_and_run(name: str, args: argparse.Namespace, check: Callable[[argpar
     except ConfigError as error:
         print(f"omnilead {name}: {error}", file=sys.stderr)
         return 2
+    one_blas_thread()
     from engine.evaluation import embedding  # PyTorch and others only now: --help does not wait for them
 
     output_of = embedding.predictions if name == "predict" else embedding.embeddings

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 import shlex
 import shutil
@@ -235,3 +236,13 @@ def test_the_commands_of_the_page_are_understood() -> None:
     assert len(commands) == 1 and parse("bench", shlex.split(commands[0])).share == [0.01, 0.1, 1.0]
     words = {word for words in re.findall(r"`(--[^`]*)`", page) for word in words.split() if word.startswith("--")}
     assert words <= {option for action in parser_of("bench")._actions for option in action.option_strings} | {"--plan"}
+
+
+@pytest.mark.parametrize("command", [["bench", "--tasks", "age"], ["embed"]])
+def test_numpy_has_one_thread_beside_pytorch(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    flag = ["--models" if command[0] == "bench" else "--model", str(tmp_path / "none")]
+    assert main([*command, *flag, "--data", str(tmp_path), "--out", str(tmp_path / "out.parquet")]) == 2
+    assert os.environ.pop("OPENBLAS_NUM_THREADS") == "1"
