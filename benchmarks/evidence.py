@@ -25,7 +25,6 @@ from typing import Any
 from benchmarks import report, tables
 from benchmarks.run import environment
 from engine.common import ConfigError, Parser, find_config, positive, read_yaml, write_whole
-from engine.evaluation import bench_report
 from engine.reproduction.jobs import duration, on_this_machine, run_jobs
 from engine.reproduction.paper import ReproductionScale, as_arguments
 from engine.reproduction.plan import DatasetInfo, Job, JobPlan
@@ -33,7 +32,7 @@ from engine.reproduction.workdir import WorkDir, read_json, write_json
 
 Tree = dict[str, Any]
 COMMANDS = "commands.json"
-TUNED = ("auroc", "challenge", "challenge_chosen", "accuracy")
+LISTS = ("rows", "differences", "notes")
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,8 @@ def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
     """DIR/evidence.json, .md and .png, of all scores that are there."""
     benches = sorted(map(read_json, folder.path.glob("bench/*/bench.json")), key=lambda found: len(found["models"]))
     found = {"synthetic": (benches or [{}])[-1], "real": read_json(folder.path / "real-scores/bench.json")}
-    found |= {"fine-tuned": tuned(folder.path)}
+    tuned = [*map(read_json, sorted(folder.path.glob("evaluate/*/bench.json")))]
+    found["fine-tuned"] = {**tuned[-1], **{key: [row for one in tuned for row in one[key]] for key in LISTS}} if tuned else {}
     results = {name: one | {"data": Path(one["data"]).name} for name, one in found.items() if one}
     if not results:
         return print("no scores yet", flush=True)
@@ -174,35 +174,6 @@ def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
     if {"synthetic", "real"} & results.keys():
         report.share_curves(part).savefig(folder.path / "evidence.png", dpi=150)
     print(f"{folder.path}: evidence.json, evidence.md, evidence.png: {', '.join(results)}", flush=True)
-
-
-def tuned(out: Path) -> Tree:
-    """As `omnilead bench` writes it: the mean over the seeds, of each start and of its difference from random weights with the
-    same seed; the interval is from the lowest to the highest."""
-    found: dict[tuple[str, ...], list[str]] = {}
-    for path in sorted(out.glob("evaluate/*/scores.json")):
-        found.setdefault(tuple(path.parent.name.rpartition("-")[0].split("-", 2)), []).append(path.parent.name)
-    rows, differences, notes = dict[tuple[str, ...], Tree](), [], list[str]()
-    for (task, leads, start), names in found.items():
-        whole = [read_json(out / "evaluate" / name / "scores.json") for name in names]
-        scores = [one.get("record") or one for one in whole]
-        each = {key: [one["metrics"].get(key) for one in scores] for key in TUNED}
-        each = {key: of for key, of in each.items() if None not in of}
-        row = {"model": start, "task": task, "leads": leads, "share": None, "noise": 0.0, "n": scores[0]["n"], "each": each}
-        row |= {"patients": scores[0].get("patients", scores[0]["n"]), "metrics": {key: fmean(of) for key, of in each.items()}}
-        rows[task, leads, start] = row | {"intervals": {key: [min(of), max(of)] for key, of in each.items()}}
-        ended = [read_json(out / "finetune" / name / "result.json").get("converged") for name in names]
-        notes += [f"{task}, {leads} leads, {start}: {ended.count(False)} of {len(names)} not converged"] * (False in ended)
-    for (task, leads, start), row in rows.items():
-        random = rows.get((task, leads, "random"), {"each": {}})["each"]
-        for key in row["each"].keys() & random.keys() if start != "random" else ():
-            gaps = [a - b for a, b in zip(row["each"][key], random[key], strict=False)]
-            gap = {"against": "random", "metric": key, "difference": fmean(gaps), "interval": [min(gaps), max(gaps)]}
-            differences.append({name: row[name] for name in bench_report.KEYS} | gap)
-    notes.append("Mean over the seeds, in brackets the lowest and the highest; differences are of the same seed.")
-    models = dict.fromkeys(sorted((start for _, _, start in rows), key="random".__eq__), "random")
-    document = {"data": "fine-tuned", "models": models, "rows": list(rows.values()), "differences": differences, "notes": notes}
-    return document if rows else {}
 
 
 if __name__ == "__main__":

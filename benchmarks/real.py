@@ -32,7 +32,18 @@ from data_tools.errors import DataError, ReadError
 from data_tools.sources import open_sources
 from engine.common import ConfigError, Parser, positive, write_whole
 from engine.data.leakage import patient_ids
-from engine.evaluation.bench import DEFAULTS, ProbedRecords, Scored, by_class, compared, drawn, resampled, weighted, whitening
+from engine.evaluation.bench import (
+    DEFAULTS,
+    ProbedRecords,
+    Scored,
+    by_class,
+    compared,
+    drawn,
+    over_classes,
+    resampled,
+    weighted,
+    whitening,
+)
 from engine.evaluation.bench_report import write
 from engine.evaluation.embedders import Vectors, embedded, embedders_of
 from engine.evaluation.metrics import Array, identification
@@ -112,9 +123,8 @@ def score(options: argparse.Namespace) -> int:
                 scores, hit = crops.identification(vectors_F, task, width)
                 found[name, task, leads, None, 0.0] = scores
                 hits.setdefault((task, leads), {})[name] = hit
-    document = compared(found, [embedders[of[0]]._replace(name=name) for name, of in models.items()])
-    document |= {"data": str(options.data), "fingerprint": dataset.fingerprint}
-    document["models"] = {name: embedders[of[0]].random for name, of in models.items()}
+    random = {name: embedders[of[0]].random for name, of in models.items()}
+    document = compared(found, random) | {"data": str(options.data), "fingerprint": dataset.fingerprint, "models": random}
     document["notes"] = [f"Diagnosis: {', '.join(crops.classes)}.", *(exact(*key, of) for key, of in hits.items())]
     write(nullable(document), options.out)
     return 0
@@ -157,7 +167,7 @@ class RealCrops:
             for name, values_KB in by_class("multilabel", of.y_NK, scores_NK, weight_NB).items():
                 samples[name] = samples.get(name, 0) + weight_B * values_KB
         facts = {"n": len(of.y_NK), "patients": len(np.unique(of.patient_N)), "classes": len(self.classes), "draws": len(draws)}
-        return facts, {name: np.nanmean(values_KB, 0) for name, values_KB in samples.items()}
+        return facts, over_classes(samples)
 
     def identification(self, vectors_F: Sequence[Vectors], task: str, width: int | None) -> tuple[Scored, Array]:
         """The metrics, and the hits of whitened embeddings."""

@@ -52,7 +52,6 @@ def decode(data: bytes) -> Decoded:
     if len(rates) > 1 or duration_s <= 0:
         raise ReadError("sampling rate", f"leads with {', '.join(map(str, sorted(rates)))} samples in {duration_s:g} s")
     rate_ratio(fs_hz := rates.pop() / duration_s)  # refuses other rates than a dataset is made from
-    found = {lead: uv for lead, uv in found.items() if np.ptp(uv)}  # a lead that never changes was not connected
     return Decoded(found, fs_hz, *_person(data), _doubts(list(found.values()), fs_hz))
 
 
@@ -112,8 +111,8 @@ def _person(data: bytes) -> tuple[str | None, None, str | None]:
 def _doubts(leads: list[np.ndarray], fs_hz: float) -> tuple[tuple[str, str], ...]:
     """A warning, if the amplitude is not that of an ECG."""
     second = int(fs_hz)
-    seconds = [uv[: len(uv) // second * second].reshape(-1, second) for uv in leads]
-    typical_uv = float(np.median(np.ptp(np.concatenate(seconds), axis=1))) if leads and len(seconds[0]) else PLAUSIBLE_UV[0]
+    seconds = [uv[: len(uv) // second * second].reshape(-1, second) for uv in leads if np.ptp(uv)]
+    typical_uv = float(np.median(np.ptp(np.concatenate(seconds), axis=1))) if seconds and len(seconds[0]) else PLAUSIBLE_UV[0]
     if PLAUSIBLE_UV[0] <= typical_uv <= PLAUSIBLE_UV[1]:
         return ()
     return (("implausible amplitude", f"{typical_uv / 1000:.3g} mV within a second: is the scale in the header right?"),)

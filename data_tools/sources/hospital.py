@@ -92,7 +92,7 @@ class HospitalFiles(Source):
         if len(data) > FORMATS[kind].max_bytes:
             raise ReadError("file too large", f"{len(data)} bytes of {kind}, {FORMATS[kind].max_bytes} at most")
         found = FORMATS[kind].decode(data)
-        signals = _with_limb_leads(found.signals)
+        signals = _with_limb_leads({lead: uv for lead, uv in found.signals.items() if np.ptp(uv)})  # constant: not connected
         if len({len(uv) for uv in signals.values()}) != 1:
             raise ReadError("sample count", "the leads have different lengths" if signals else "no lead was measured")
         patient, age, sex = _patient(found.patient), clean_age(found.age), clean_sex(found.sex)
@@ -124,8 +124,8 @@ def _hashed(stem: str, text: str) -> str:
 
 
 def _with_limb_leads(signals: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Einthoven's and Goldberger's equations, unless I or II never changes: it was not connected."""
-    i, ii = (signals.get(lead, np.zeros(1)) for lead in ("I", "II"))
-    if len(i) != len(ii) or (i == i[:1]).all() or (ii == ii[:1]).all():
+    """By Einthoven's and Goldberger's equations, where I and II were measured."""
+    i, ii = (signals.get(lead, np.zeros(0)) for lead in ("I", "II"))
+    if len(i) != len(ii) or not len(i):
         return signals
     return {"III": ii - i, "aVR": -(i + ii) / 2, "aVL": i - ii / 2, "aVF": ii - i / 2} | signals

@@ -161,8 +161,7 @@ def _sums(steps: np.ndarray, order: int) -> np.ndarray:
 
 
 def _on_one_axis(leads: dict[str, tuple[int, np.ndarray]]) -> dict[str, np.ndarray]:
-    """{lead: (first sample, signal)} -> signals of one length; leads that never change were not connected."""
-    leads = {lead: (first, uv) for lead, (first, uv) in leads.items() if np.ptp(uv)}
+    """{lead: (first sample, signal)} -> signals of one length."""
     begin = min((first for first, _ in leads.values()), default=0)
     length = max((first + len(uv) for first, uv in leads.values()), default=0) - begin
     if length > MAX_SAMPLES:

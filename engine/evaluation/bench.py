@@ -117,8 +117,8 @@ def bench(
                     row = identified(persons, clean[fitted], clean[tested], test, one.compared)
                     found[one.name, IDENTIFICATION, lead, None, level] = row
     about = {"data": data, "fingerprint": fitted.fingerprint, "test_data": how.test_data or None, "seed": how.seed}
-    about |= {"models": {one.name: one.random for one in embedders}, "notes": notes}
-    document: dict[str, Any] = nullable({**about, **compared(found, embedders)})
+    random = {one.name: one.random for one in embedders}
+    document: dict[str, Any] = nullable({**about, "models": random, "notes": notes, **compared(found, random)})
     write(document, Path(out))
     return document
 
@@ -193,7 +193,7 @@ def drawn(patient_N: Array, share: float) -> Iterator[Array]:
         yield np.flatnonzero(np.isin(patient_N, patients[order[: max(1, round(share * len(patients)))]]))
 
 
-def weighted(draws: Sequence[Array]) -> Iterator[tuple[Array, Array]]:
+def weighted(draws: Sequence[Any]) -> Iterator[tuple[Any, Array]]:
     """Each with its weights [B] in the mean over the draws and over resamples of them."""
     weight_RB = resampled(np.arange(len(draws))) / len(draws) if len(draws) > 1 else np.ones((1, RESAMPLES + 1))
     return zip(draws, weight_RB, strict=True)
@@ -244,9 +244,7 @@ def probe_scores(task: ProbedTask, fit: Vectors, tests: Mapping[float, Vectors])
         for level, of in sums.items():
             used = names[used_K].tolist()
             per_class = {name: dict(zip(used, of_KB[:, 0].tolist(), strict=True)) for name, of_KB in of.items()}
-            with warnings.catch_warnings(action="ignore"):  # the mean of nothing but NaN is NaN
-                means = {name: np.nanmean(of_KB, 0) for name, of_KB in of.items()}
-            yield (share, level), (facts | {"per_class": per_class}, means)
+            yield (share, level), (facts | {"per_class": per_class}, over_classes(of))
 
 
 def by_class(kind: str, y_NK: Array, scores_NK: Array, weight_NB: Array) -> Samples:
@@ -256,6 +254,12 @@ def by_class(kind: str, y_NK: Array, scores_NK: Array, weight_NB: Array) -> Samp
         return dict(zip(statistic.names, np.stack([statistic(w_N) for w_N in weight_NB.T], 1)[:, None], strict=True))
     areas = [weighted_areas(y_N, score_N, weight_NB) for y_N, score_N in zip(y_NK.T, scores_NK.T, strict=True)]
     return dict(zip(("auroc", "auprc"), np.stack(areas, 1), strict=True))
+
+
+def over_classes(of: Samples) -> Samples:
+    """Means of metrics [K, B] over the classes for which they are defined."""
+    with warnings.catch_warnings(action="ignore"):  # the mean of nothing but NaN is NaN
+        return {name: np.nanmean(of_KB, 0) for name, of_KB in of.items()}
 
 
 def identified(of: Identities, fit: Vectors, known: Vectors, test: Vectors, width: int | None) -> Scored:
@@ -284,15 +288,15 @@ def whitening(c_BSD: Array) -> tuple[Array, Array]:
     return c_BSD.mean((0, 1)), basis_DD / np.sqrt(np.maximum(values_D, 1e-12 * max(values_D[-1], 1e-12)))
 
 
-def compared(found: Found, embedders: Sequence[Embedder]) -> dict[str, Any]:
-    """Rows, and the difference of each from random weights of its architecture and from the first model."""
-    rows, differences, random = [], [], {one.name: one.random for one in embedders}
+def compared(found: Found, random: Mapping[str, str]) -> dict[str, Any]:
+    """Rows, and the difference of each from random weights of its architecture, which `random` names, and from the first."""
+    rows, differences, first = [], [], next(iter(random))
     place = {key[1:]: i for i, key in reversed(list(enumerate(found)))}
     for key, (facts, samples) in sorted(found.items(), key=lambda one: place[one[0][1:]]):
         about = dict(zip(("model", "task", "leads", "share", "noise"), key, strict=True))
         metrics = {name: float(of_B[0]) for name, of_B in samples.items()}
         rows.append(about | facts | {"metrics": metrics, "intervals": {name: interval(of_B) for name, of_B in samples.items()}})
-        for other in dict.fromkeys([random[key[0]], embedders[0].name]):
+        for other in dict.fromkeys([random[key[0]], first]):
             for name, of_B in samples.items() if other not in ("", key[0]) else ():
                 gap_B = of_B - found[other, *key[1:]][1][name]
                 one = {"against": other, "metric": name, "difference": float(gap_B[0]), "interval": interval(gap_B)}

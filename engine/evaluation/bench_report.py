@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from engine.common import write_whole
 
 MAIN = {"auroc": "AUROC", "mae": "mean absolute error"}
+MAIN |= {"challenge": "Challenge score at 0.5", "challenge_chosen": "Challenge score, chosen thresholds"}
 MAIN |= {"accuracy": "accuracy, cosine", "accuracy_whitened": "accuracy, whitened"}
 KEYS = ("model", "task", "leads", "share", "noise")
 INTERVALS = "In brackets: 95 % intervals over the patients of test. Differences: of the same patients, in the same resamples."

@@ -1,0 +1,99 @@
+"""Fine-tuned models of several seeds on the test split of a dataset, with paired differences of patients and seeds.
+
+    python -m benchmarks.finetuned NAME=RUN ... --task diagnosis --leads 12 --data DATASET --out OUT
+
+NAME is TASK-LEADS-START-SEED; runs of other tasks and leads are left out. A row is the mean over the seeds of a START, for
+whole records; its interval is from resamples of the patients and of the seeds, the same for each START. OUT/bench.json and the
+others are as `omnilead bench` writes them.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import engine
+from benchmarks.measure import say
+from data_tools.dataset import Dataset
+from data_tools.errors import DataError
+from engine.common import ConfigError, Parser
+from engine.evaluation.bench import Found, Scored, by_class, compared, over_classes, resampled, weighted
+from engine.evaluation.bench_report import write
+from engine.evaluation.metrics import Array, challenge_statistic
+from engine.evaluation.results import CHOSEN, EvalOptions, by_record, chosen_task, identify, nullable, score_task
+from engine.model.inference import THRESHOLD
+
+RANDOM = "random"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser("python -m benchmarks.finetuned", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", metavar="NAME=RUN")
+    parser.add_argument("--task", required=True, metavar="TASK")
+    parser.add_argument("--leads", default="12", metavar="L", help="that the models are shown (12)")
+    parser.add_argument("--data", required=True, metavar="DATASET")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    try:
+        return score(options)
+    except (ConfigError, DataError, OSError) as error:
+        print(f"benchmarks.finetuned: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def score(options: argparse.Namespace) -> int:
+    dataset, starts, found = Dataset.open(options.data), dict[str, list[Path]](), Found()
+    for name, _, run in (text.partition("=") for text in options.runs):
+        if name.startswith(prefix := f"{options.task}-{options.leads}-"):
+            starts.setdefault(name.removeprefix(prefix).rpartition("-")[0], []).append(Path(run))
+    if not starts:
+        raise ConfigError(f"no run is named {options.task}-{options.leads}-START-SEED")
+    names = sorted(starts, key=RANDOM.__eq__)
+    notes = ["Means over seeds of pre-training and fine-tuning; intervals over patients and seeds."]
+    for start in names:
+        samples: dict[str, Any] = {}
+        each: dict[str, list[float]] = {}
+        facts: dict[str, Any] = {}
+        for run, weight_B in weighted(starts[start]):
+            say(f"{run.name} on {options.leads} leads ...")
+            facts, of = scores_of(run, dataset, options.leads)
+            for name, of_B in of.items():
+                samples[name] = samples.get(name, 0) + weight_B * of_B
+                each.setdefault(name, []).append(float(of_B[0]))
+        found[start, options.task, options.leads, None, 0.0] = facts | {"each": each}, samples
+        ended = [json.loads((run / "result.json").read_text()).get("converged") for run in starts[start]]
+        if False in ended:
+            notes.append(f"{options.task}, leads {options.leads}, {start}: {ended.count(False)} of {len(ended)} not converged.")
+    models = {name: RANDOM if RANDOM in names and name != RANDOM else "" for name in names}
+    document = {"data": options.data, "models": models, **compared(found, models), "notes": notes}
+    options.out.mkdir(parents=True, exist_ok=True)
+    write(nullable(document), options.out)
+    return 0
+
+
+def scores_of(run: Path, dataset: Dataset, leads: str) -> Scored:
+    """Facts, and metrics under all weightings of the patients."""
+    model, how = engine.load(str(run)), EvalOptions(leads=leads)
+    task = chosen_task(model)
+    if task.kind == "identity":
+        result = identify(model, dataset, how)
+        hits, weight_NB = result.scores["hits"], resampled(np.array(result.probe_ids))
+        facts = {"n": len(hits), "patients": len(set(result.probe_ids)), "gallery": len(result.gallery_ids)}
+        return facts, {"accuracy": hits @ weight_NB / weight_NB.sum(0)}
+    halves = score_task(model, dataset, task, how)
+    y_NK, scores_NK, people = by_record(halves.labels_NK, halves.scores_NK, halves.records_N, halves.patients_N)
+    weight_NB, samples = resampled(np.array(people)), dict[str, Array]()
+    for name, thresholds in (("challenge", THRESHOLD), (CHOSEN, halves.head.chosen)):
+        if thresholds:
+            statistic = challenge_statistic(y_NK, scores_NK > np.asarray(thresholds))
+            samples[name] = np.array([statistic(weight_N) for weight_N in weight_NB.T])
+    samples |= over_classes(by_class("multilabel", y_NK, scores_NK, weight_NB))
+    return {"n": len(y_NK), "patients": len(set(people))}, samples
+
+
+if __name__ == "__main__":
+    sys.exit(main())

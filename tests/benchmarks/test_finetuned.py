@@ -1,0 +1,61 @@
+"""Fine-tuned models are scored as `omnilead evaluate` scores them; starts are compared seed by seed, patient by patient."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import engine
+from benchmarks import finetuned
+from data_tools.dataset import CLASSES, Dataset
+from engine.evaluation.results import EvalOptions, identify, score_task
+from tests.conftest import save_model
+
+DIAGNOSIS = {"task": "diagnosis", "classes": list(CLASSES), "thresholds": [0.5] * 25 + [0.9]}
+Row = dict[str, Any]
+
+
+def run_of(folder: Path, name: str, converged: bool = True, **model: Any) -> str:
+    save_model(folder / name / "model", **model)
+    (folder / name / "result.json").write_text(json.dumps({"converged": converged}))
+    return f"{name}={folder / name}"
+
+
+def test_means_over_seeds_and_their_differences(dataset: Dataset, tmp_path: Path) -> None:
+    runs = [run_of(tmp_path, f"diagnosis-12-random-{seed}", head=DIAGNOSIS) for seed in (1, 2)]
+    runs += [run_of(tmp_path, f"diagnosis-12-w2v-x-{n + 1}", not n, head=DIAGNOSIS, layers=2 - n) for n in (0, 1)]
+    runs += [run_of(tmp_path, "diagnosis-1-random-1", head=DIAGNOSIS), run_of(tmp_path, "identification-12-random-1")]
+    words = ["--data", dataset.root.url, "--out", str(tmp_path / "out"), "--task"]
+    assert finetuned.main([*runs, *words, "diagnosis"]) == 0
+    found: Row = json.loads((tmp_path / "out/bench.json").read_text())
+    tuned, random = found["rows"]
+    assert list(found["models"]) == ["w2v-x", "random"] == [tuned["model"], random["model"]]
+
+    model = engine.load(str(tmp_path / "diagnosis-12-random-1"))
+    task = finetuned.chosen_task(model)
+    whole = score_task(model, dataset, task, EvalOptions(leads="12")).record
+    assert tuned["n"] == random["n"] == whole["n"] and random["patients"] == whole["patients"]
+    for name, of in random["each"].items():
+        assert of == pytest.approx([whole["metrics"][name]] * 2, abs=1e-6)
+    assert {"auroc", "auprc", "challenge", "challenge_chosen"} == set(random["each"])
+    gaps = [gap for gap in found["differences"] if gap["against"] == "random"]
+    assert [gap["metric"] for gap in gaps] == list(tuned["metrics"])
+    for gap in gaps:
+        of = tuned["each"][gap["metric"]]
+        assert gap["model"] == "w2v-x" and of[0] == pytest.approx(random["each"][gap["metric"]][0], abs=1e-9)
+        assert gap["difference"] == pytest.approx((of[1] - of[0]) / 2, abs=1e-6)
+        assert gap["interval"][0] <= gap["difference"] <= gap["interval"][1]
+    assert found["notes"][-1] == "diagnosis, leads 12, w2v-x: 1 of 2 not converged."
+
+    assert finetuned.main([*runs, *words, "identification"]) == 0
+    (row,) = json.loads((tmp_path / "out/bench.json").read_text())["rows"]
+    probes = identify(engine.load(str(tmp_path / "identification-12-random-1")), dataset, EvalOptions(leads="12")).scores
+    assert row["metrics"]["accuracy"] == pytest.approx(np.mean(probes["hits"])) and row["n"] == probes["n_probes"]
+
+
+def test_no_such_run_is_one_line(dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--task", "diagnosis", "--data", dataset.root.url, "--out", str(tmp_path)]
+    assert finetuned.main(["a=b", *words]) == 2
+    assert capsys.readouterr().err == "benchmarks.finetuned: no run is named diagnosis-12-START-SEED\n"
