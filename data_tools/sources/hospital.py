@@ -92,7 +92,7 @@ class HospitalFiles(Source):
         if len(data) > FORMATS[kind].max_bytes:
             raise ReadError("file too large", f"{len(data)} bytes of {kind}, {FORMATS[kind].max_bytes} at most")
         found = FORMATS[kind].decode(data)
-        signals = _with_limb_leads({lead: uv for lead, uv in found.signals.items() if np.ptp(uv)})  # constant: not connected
+        signals = _with_limb_leads({lead: uv for lead, uv in found.signals.items() if changes(uv)})
         if len({len(uv) for uv in signals.values()}) != 1:
             raise ReadError("sample count", "the leads have different lengths" if signals else "no lead was measured")
         patient, age, sex = _patient(found.patient), clean_age(found.age), clean_sex(found.sex)
@@ -121,6 +121,11 @@ def _patient(text: str | None) -> str | None:
 def _hashed(stem: str, text: str) -> str:
     """A name of letters, digits, _ and - for a text that has others, or too many; different texts have different names."""
     return f"{stem[:43]}_{sha256(text.encode()).hexdigest()[:20]}"
+
+
+def changes(uv: np.ndarray) -> bool:
+    """A lead that does not was not connected."""
+    return bool(np.fmax.reduce(uv, initial=-np.inf) != np.fmin.reduce(uv, initial=np.inf))
 
 
 def _with_limb_leads(signals: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -135,10 +135,13 @@ def test_patients_of_different_ids_stay_different(tmp_path: Path) -> None:
     assert len(set(patients.values())) == len(ids) and patients["0"] == "4711" and max(map(len, patients.values())) == 64
 
 
-def test_nothing_is_computed_from_a_lead_that_was_off(tmp_path: Path) -> None:
+def test_a_constant_lead_was_not_measured_and_nothing_is_computed_from_it(tmp_path: Path) -> None:
     flat = steps() | {"I": np.zeros_like(steps()["I"])}
     (tmp_path / "one.xml").write_text(muse("".join(lead_xml(name, one) for name, one in flat.items())))
-    assert not {"III", "aVR", "aVL", "aVF"} & {*HospitalFiles(folder(tmp_path)).read("one.xml").leads}
+    assert HospitalFiles(folder(tmp_path)).read("one.xml").leads == ("II", "V1", "V2", "V3", "V4", "V5", "V6")
+    (tmp_path / "two.dcm").write_bytes(dicom_file(x00100020=("LO", "12")))
+    whole = HospitalFiles(folder(tmp_path)).read("two.dcm")
+    assert set(whole.leads) == set(LEADS) and np.ptp(whole.signal, axis=1).all()
 
 
 def test_a_large_file_is_not_parsed(tmp_path: Path) -> None:
