@@ -158,8 +158,10 @@ def forecast(plan: StepPlan, folder: WorkDir, jobs: int) -> str:
 
 def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
     """DIR/evidence.json, .md and .png, of all scores that are there."""
-    benches = sorted(map(read_json, folder.path.glob("bench/*/bench.json")), key=lambda found: len(found["models"]))
-    found = {"synthetic": (benches or [{}])[-1], "real": read_json(folder.path / "real-scores/bench.json")}
+    found = {
+        "synthetic": read_json(folder.path / "bench/bench.json"),
+        "real": read_json(folder.path / "real-scores/bench.json"),
+    }
     tuned = [*map(read_json, sorted(folder.path.glob("evaluate/*/bench.json")))]
     found["fine-tuned"] = {**tuned[-1], **{key: [row for one in tuned for row in one[key]] for key in LISTS}} if tuned else {}
     results = {name: one | {"data": Path(one["data"]).name} for name, one in found.items() if one}
