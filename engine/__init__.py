@@ -1,4 +1,4 @@
-"""Verified datasets -> weights, scores, embeddings.
+"""Pre-train, fine-tune and use ECG models on verified datasets.
 
 import engine
 run = engine.pretrain("w2v_cmsc_rlm", data="DATASET", out="RUN", **{"train.steps": 1000})
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from engine.model.inference import TrainedModel
     from engine.pretrain import pretrain as pretrain
 
-CALLABLE = ("finetune", "pretrain")  # modules that are commands and can be called
+CALLABLE = ("finetune", "pretrain")  # command modules that can also be called as functions
 
 __version__ = "0.1.0"
 
 
 def load(path: str | os.PathLike[str], code: bool = False, **classes: "type[nn.Module]") -> "TrainedModel":
-    """A model that was trained here or converted, in eval mode. torch is imported now and not with the package.
+    """Loads a trained or converted model in eval mode. PyTorch is imported here, not with the package.
 
-    If its encoder or its head is not one of omnilead's, its code lies in the folder and is refused: `code=True` runs it;
-    `encoder=Class` and `head=Class` are used instead.
+    A custom encoder or head keeps its code in the model folder. That code runs only with `code=True`; alternatively, pass
+    the classes as `encoder=Class` and `head=Class`.
     """
     from engine.model.inference import load
 

@@ -1,6 +1,6 @@
-"""ECG archives to datasets, pre-trained encoders, fine-tuned models and their scores.
+"""Turn ECG archives into datasets, pre-trained encoders, fine-tuned models and scores.
 
-    omnilead synth archive --patients 1000                      synthetic ECGs, to try everything with
+    omnilead synth archive --patients 1000                      synthetic ECGs to try everything with
     omnilead shard archive --out dataset                        a dataset for training
     omnilead pretrain --data dataset --out RUN                  a small model: a minute on a CPU
     omnilead COMMAND --help                                     the options of a command, with examples
@@ -17,9 +17,9 @@ from typing import NoReturn
 import engine
 from engine.common import Parser, interruptible, leave
 
-COMMANDS = {  # name: module with main(arguments), perhaps the first of its arguments; what it does
+COMMANDS = {  # name: (module with main(arguments), optionally its first arguments; what it does)
     "synth": ("data_tools.__main__ synth", "make a synthetic archive"),
-    "shard": ("data_tools.__main__ shard", "make a dataset of archives"),
+    "shard": ("data_tools.__main__ shard", "make a dataset from archives"),
     "verify": ("data_tools.__main__ verify", "check every byte of a dataset"),
     "show": ("data_tools.__main__ show", "print or draw a dataset, a crop or a record"),
     "labels": ("data_tools.__main__ labels", "write an archive's published labels as tables"),
@@ -38,13 +38,13 @@ COMMANDS = {  # name: module with main(arguments), perhaps the first of its argu
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Imports the module of one command only, so that --help does not wait for PyTorch."""
+    """Imports only the module of the chosen command, so that --help does not wait for PyTorch."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     listed = "\n".join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items())
     about = {"description": __doc__, "epilog": f"commands:\n{listed}"}
     parser = Parser("omnilead", **about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"omnilead {engine.__version__}")
-    parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help="one of those below")
+    parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help="one of the commands listed below")
     module, *first = COMMANDS[parser.parse_args(given[:1]).command][0].split()
     code: int = importlib.import_module(module).main([*first, *given[1:]])
     return code

@@ -1,12 +1,12 @@
-"""Compare models by their frozen embeddings: linear probes over shares of the labels, leads and noise, and identification.
+"""Compare models on frozen embeddings: linear probes over shares of the labels, leads and noise, and identification.
 
     omnilead bench --models A=RUN B=hf://org/name --data DATASET --tasks sex identification --leads 12 1 --out OUT
     omnilead bench --models RUN --data DATASET --labels LABELS --tasks ptbxl-rhythm --share 0.01 0.1 1 --out OUT
     omnilead bench --models RUN --data A --test-data B --tasks rhythm.csv --noise 0 1 --out OUT      trained on A, tested on B
 
-Random weights of each architecture and the mean beat, which needs no training, are compared too. OUT has bench.md, bench.csv,
-bench.json and bench.png; in OUT/parts are the embeddings: stopped and started again, or with more tasks, the command computes
-what is missing. How to compare fairly: docs/comparing.md. Exit code 2: an argument or a file is wrong.
+Two baselines are included: random weights of each architecture, and the mean beat, which needs no training. OUT holds bench.md,
+bench.csv, bench.json and bench.png; OUT/parts caches the embeddings. Run again after an interruption or with more tasks, the
+command computes only what is missing. How to compare fairly: docs/comparing.md. Exit code 2: an argument or a file is wrong.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from engine.common import RUN_CODE, Parser, interruptible, one_blas_thread, posi
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     one_blas_thread()
-    from engine.evaluation import embedding  # PyTorch and others only now: --help does not wait for them
+    from engine.evaluation import embedding  # imported late, so that --help does not wait for PyTorch
 
     return embedding.command("omnilead bench", args, run)
 
@@ -48,27 +48,27 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="RUN, RUN/model, s3://... or hf://org/name; the first is the reference",
     )
     add("--code", **RUN_CODE)
-    add("--data", required=True, metavar="DATASET", help="fitted and chosen on its train and valid, scored on its test")
-    add("--test-data", default="", metavar="DATASET", help="scored on the test split of this one instead")
+    add("--data", required=True, metavar="DATASET", help="probes are fitted on train, chosen on valid, scored on test")
+    add("--test-data", default="", metavar="DATASET", help="score on the test split of this dataset instead")
     add("--tasks", required=True, nargs="+", metavar="TASK", help="shipped tasks such as age, label tables, identification")
-    add("--labels", default="", metavar="DIR", help="tables of the tasks, as `omnilead labels` writes them")
-    add("--test-labels", default="", metavar="DIR", help="the same of --test-data")
+    add("--labels", default="", metavar="DIR", help="folder of label tables, as `omnilead labels` writes them")
+    add("--test-labels", default="", metavar="DIR", help="the same for --test-data")
     add(
         "--leads",
         nargs="+",
         default=["12"],
         metavar="L",
-        help='12, 6, 3, 2, 1 or names such as "I,II,V2"; others are zeros (12)',
+        help='12, 6, 3, 2, 1 or names such as "I,II,V2"; other leads are set to zero (12)',
     )
-    add("--share", nargs="+", type=float, default=[1.0], metavar="S", help="of the patients of train whose labels are used (1)")
-    add("--noise", nargs="+", type=float, default=[0.0], metavar="N", help="in test; 1: as strong as the paper's (0)")
-    add("--out", type=Path, required=True, metavar="OUT", help="folder of the results, and of embeddings")
-    add("--seed", type=int, default=0, help="of the random weights (0)")
+    add("--share", nargs="+", type=float, default=[1.0], metavar="S", help="share of training patients with labels (1)")
+    add("--noise", nargs="+", type=float, default=[0.0], metavar="N", help="noise in test; 1: the paper's strength (0)")
+    add("--out", type=Path, required=True, metavar="OUT", help="folder for the results and the embeddings")
+    add("--seed", type=int, default=0, help="seed of the random weights (0)")
     add("--batch", type=positive, metavar="N", help="crops encoded at a time (16, on a GPU 256)")
     add("--device", default="auto", help="cpu, cuda, cuda:1, ... (auto: a GPU if there is one)")
-    precision = "of the encoder; auto: bf16 on a GPU for a model trained in it, else fp32"
+    precision = "precision of the encoder; auto: bf16 on a GPU if the model was trained in bf16, else fp32"
     add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help=precision)
-    add("--anonymous", action="store_true", help="public s3:// data, without credentials")
+    add("--anonymous", action="store_true", help="read public s3:// data without credentials")
     parser.set_defaults(began=False)
     return parser.parse_args(arguments)
 

@@ -1,15 +1,15 @@
-"""Shared by all of the engine: lead names, errors, YAML files, atomic writes, and the start of a command.
+"""Shared by the whole engine: lead names, errors, YAML files, atomic writes, and command start-up.
 
 parse_leads("3")                  # (0, 1, 7); also "12", "6", "2", "1" or names: "I,II,V2"
 describe_leads((0, 1, 7))         # "I,II,V2"
-find_config("w2v", "pretrain")    # a file, or a config that comes with the package
+find_config("w2v", "pretrain")    # a file, or a shipped config
 read_yaml(path)                   # merged over the file that its `base:` names
 parse_yaml("5e-5", "--set lr")    # 5e-5
-write_whole(path, text)           # all of it or nothing
-interruptible("engine.x")         # before torch is imported
-callable_as(__name__, pretrain)   # engine.pretrain(...) calls it
+write_whole(path, text)           # atomic: the whole file or nothing
+interruptible("engine.x")         # call it before importing torch
+callable_as(__name__, pretrain)   # makes the module engine.pretrain callable
 
-A signal holds all twelve leads in the order of LEADS up to the last step of the augmentation, where a subset of leads either
+Signals hold all twelve leads in the order of LEADS until the last step of augmentation. For a subset of leads, that step either
 sets the others to zero (padded: the paper's "P-N leads", for a model of twelve channels) or drops them (a model of N channels).
 """
 
@@ -36,28 +36,28 @@ from data_tools.storage import write_whole as write_whole
 
 ARRAYS = (".npy", ".npz")
 LENGTHS = ("train.steps", "train.epochs")
-# A copy of the data tools' list, which comes with their code for reading records. A test compares the two.
+# A copy of data_tools' list, whose module would also import the record readers. A test compares the two.
 LEADS = ("I", "II", "III", "aVR", "aVL", "aVF", "V1", "V2", "V3", "V4", "V5", "V6")
 LIMB, ALL = tuple(range(6)), tuple(range(12))
 SUBSETS = {"12": ALL, "6": LIMB, "3": (0, 1, 7), "2": (0, 1), "1": (0,)}  # Oh et al. 2022, section 4
 _INDEX = {lead.upper(): i for i, lead in enumerate(LEADS)}
 HERE = Path(__file__).resolve().parent
-CONFIGS = HERE / "configs" if (HERE / "configs").is_dir() else HERE.parent / "configs"  # of the wheel, or of the repository
-RUN_CODE: Any = {"action": "store_true", "help": "run the code of its encoder that the model's folder holds, if it has any"}
-OWN = re.compile(r"(?s).+\.py:\w+")  # file.py:Name, code of one's own
+CONFIGS = HERE / "configs" if (HERE / "configs").is_dir() else HERE.parent / "configs"  # in the wheel, or in the repository
+RUN_CODE: Any = {"action": "store_true", "help": "allow running the custom encoder or head code in the model folder"}
+OWN = re.compile(r"(?s).+\.py:\w+")  # file.py:Name, the user's own code
 MAX_YAML_BYTES, MAX_YAML_VALUES, MAX_INTEGER = 2**20, 10_000, 2**63
 
 
 class ConfigError(Exception):
-    """A wrong setting: one line that names the key, its value and what to write instead."""
+    """A setting is wrong: the message is one line with the key, its value and what to write instead."""
 
 
 class OutputError(Exception):
-    """A result cannot be written: one line."""
+    """A result cannot be computed or written: the message is one line."""
 
 
 def leads_in_order(leads: str | int | Iterable[str], key: str = "leads") -> tuple[int, ...]:
-    """Indices into LEADS, in the order in which they are named."""
+    """Indices into LEADS, in the order given."""
     mend = f'use {", ".join(SUBSETS)}, or names out of {" ".join(LEADS)} such as "I,II,V2"'
     text = str(leads) if isinstance(leads, str | int) else ",".join(map(str, leads))
     if text.strip() in SUBSETS:
@@ -72,17 +72,17 @@ def leads_in_order(leads: str | int | Iterable[str], key: str = "leads") -> tupl
 
 
 def parse_leads(leads: str | int | Iterable[str], key: str = "leads") -> tuple[int, ...]:
-    """The same, ascending: a model takes leads in the order of LEADS, whatever order they are named in."""
+    """Indices into LEADS, ascending: a model takes its leads in the order of LEADS, whatever order is given."""
     return tuple(sorted(leads_in_order(leads, key)))
 
 
 def describe_leads(leads: Iterable[int]) -> str:
-    """The inverse of `parse_leads`, by names."""
+    """The names of leads; the inverse of `parse_leads`."""
     return ",".join(LEADS[i] for i in leads)
 
 
 def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """`above` over `below`, section by section."""
+    """`below` updated with `above`, section by section."""
     both = dict(below)
     for name, value in above.items():
         inner = both.get(name)
@@ -92,7 +92,7 @@ def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def blaming(setting: str, hint: str = "") -> Iterator[None]:
-    """Around code that was plugged in: whatever it raises is one line about the setting that named it."""
+    """Wraps plugged-in code: whatever it raises becomes one line about the setting that named it."""
     try:
         yield
     except Exception as error:
@@ -100,29 +100,29 @@ def blaming(setting: str, hint: str = "") -> Iterator[None]:
 
 
 class _YamlLoader(yaml.SafeLoader):  # type: ignore[misc]
-    """Bounded, as a file may come from anyone: an alias counts as many values as it repeats ("billion laughs"), and integers
-    have at most 63 bits. And 5e-5 is a number, not a string as in YAML 1.1."""
+    """Has limits, because a file may come from anyone: an alias counts as all the values it repeats ("billion laughs"), and
+    integers have at most 63 bits. Reads 5e-5 as a number, where YAML 1.1 has a string."""
 
     def __init__(self, stream: bytes | str) -> None:
         super().__init__(stream)
         self.values = 0
-        self.sizes: dict[int, int] = {}  # of each finished node, by its id
+        self.sizes: dict[int, int] = {}  # number of values of each finished node, by its id
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         is_alias, before = self.check_event(yaml.AliasEvent), self.values
         node = super().compose_node(parent, index)
-        self.values += self.sizes.get(id(node), MAX_YAML_VALUES) if is_alias else 1  # an unfinished node: an alias of itself
+        self.values += self.sizes.get(id(node), MAX_YAML_VALUES) if is_alias else 1  # an unfinished node contains itself
         if self.values > MAX_YAML_VALUES:
             raise yaml.YAMLError(f"more than {MAX_YAML_VALUES:,} values, counting those that aliases repeat")
         self.sizes.setdefault(id(node), self.values - before)
         return node
 
     def construct_integer(self, node: Any) -> int | str:
-        if ":" in node.value:  # 8:1:1 is text, not a number to the base of 60 as in YAML 1.1
+        if ":" in node.value:  # 8:1:1 is text, not a base-60 number as in YAML 1.1
             return str(node.value)
         value: int = self.construct_yaml_int(node)
         if abs(value) >= MAX_INTEGER:
-            raise yaml.YAMLError("an integer of more than 63 bits")
+            raise yaml.YAMLError("an integer has more than 63 bits")
         return value
 
 
@@ -133,25 +133,25 @@ _YamlLoader.add_implicit_resolver(
 
 
 def find_config(name: str | Path, folder: str = "", key: str = "--config", beside: str | Path = "") -> Path:
-    """A file, by its path from the folder `beside`; or a shipped config, by its name with or without suffix."""
+    """Finds a file by its path relative to `beside`, or a shipped config by its name, with or without suffix."""
     shipped = CONFIGS / folder
     stem = str(name).removeprefix("configs/").removeprefix(f"{folder}/")
     for path in (Path(beside, name), *(shipped / f"{stem}{suffix}" for suffix in ("", ".yaml", ".json"))):
-        if os.path.lexists(path) and not os.path.isdir(path):  # a pipe will do
+        if os.path.lexists(path) and not os.path.isdir(path):  # named pipes are allowed
             return path
     names = sorted(path.stem for path in shipped.glob("*.*"))
     near = difflib.get_close_matches(Path(stem).stem, names, 3, 0.5)
-    mend = f"did you mean {', '.join(near)}?" if near else f"shipped are {', '.join(names)}"
+    mend = f"did you mean {', '.join(near)}?" if near else f"use {', '.join(names)}"
     raise ConfigError(f"{key}{' ' if key[0] == '-' else '='}{str(name)!r}: no such file or shipped config: {mend}"[:500])
 
 
 def read_yaml(path: Path, folder: str = "", above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A file, merged over the one that its `base:` names: a path from there, or a config shipped in `folder`."""
+    """Reads a file and merges it over its `base:`, a path relative to the file or a config shipped in `folder`."""
     try:
         path = path.resolve()
         with open(path, "rb") as file:
             content = file.read(MAX_YAML_BYTES + 1)
-    except (OSError, ValueError, RuntimeError) as error:  # also a name with NUL, a circle of links
+    except (OSError, ValueError, RuntimeError) as error:  # also NUL in a name, or a loop of symbolic links
         raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}: give another --config") from None
     if path in above or len(content) > MAX_YAML_BYTES:
         raise ConfigError(f"{path}: `base` refers back to itself, or the file exceeds {MAX_YAML_BYTES:,} bytes")
@@ -167,12 +167,12 @@ def read_yaml(path: Path, folder: str = "", above: tuple[Path, ...] = ()) -> dic
 def parse_yaml(text: str | bytes, source: str) -> Any:
     try:
         return yaml.load(text, _YamlLoader)
-    except Exception as error:  # PyYAML raises whatever the constructor of a scalar does; RecursionError if nested too deeply
+    except Exception as error:  # scalar constructors raise any error; RecursionError if nested too deeply
         raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}"[:300]) from None
 
 
 def overridden(tree: dict[str, Any], overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """`overrides`: of --set, or values by dotted key. A length of the training replaces that in its other unit."""
+    """Applies --set strings, or values by dotted key. Setting train.steps unsets train.epochs, and the reverse."""
     pairs = list(overrides.items() if isinstance(overrides, Mapping) else map(_parsed, overrides))
     given = dict(pairs)
     pairs += [(other, None) for one, other in zip(LENGTHS, LENGTHS[::-1], strict=True) if given.get(one) and other not in given]
@@ -191,19 +191,19 @@ def _parsed(override: str) -> tuple[str, Any]:
 
 
 def writable(place: Path, flag: str) -> None:
-    """Raises before hours of work, rather than after them, if a file cannot be written."""
+    """Raises before hours of work, not after them, if a file cannot be written."""
     folder, mend = place.parent, "name a file in an existing folder"
     if place.is_dir():
         raise ConfigError(f"{flag} {place}: is a folder: {mend}")
     if not folder.is_dir():
-        raise ConfigError(f"{flag} {place}: no folder {folder}: {mend}")
+        raise ConfigError(f"{flag} {place}: the folder {folder} does not exist: {mend}")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"{flag} {place}: no permission to write in {folder}: choose another folder")
 
 
 @contextmanager
 def writing(place: Path, flag: str) -> Iterator[None]:
-    """Around the writing of a command's result."""
+    """Turns an OSError while a result is written into an OutputError."""
     try:
         yield
     except OSError as error:
@@ -211,7 +211,7 @@ def writing(place: Path, flag: str) -> Iterator[None]:
 
 
 def environment() -> tuple[int, int, int]:
-    """rank, world size, local rank, as set by the launcher."""
+    """Rank, world size and local rank, as set by the launcher."""
     names = ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")
     try:
         rank, world, local = (int(os.environ.get(name, default)) for name, default in names)
@@ -225,32 +225,32 @@ def environment() -> tuple[int, int, int]:
 
 
 def cores_per_rank() -> int:
-    """Of this machine's."""
+    """CPU cores of this machine for each of its ranks."""
     here = next((int(os.environ[name]) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE") if os.environ.get(name)), 1)
     return max(1, len(os.sched_getaffinity(0)) // here)
 
 
 def positive(text: str) -> int:
-    """For argparse."""
+    """An argparse type."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from 1")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
     return int(text)
 
 
 def leave(code: int) -> NoReturn:
-    """Exits without shutting down the interpreter: gloo's threads may still hold tensors, which would end it with SIGABRT."""
+    """Exits without shutting down the interpreter, where gloo threads that still hold tensors would raise SIGABRT."""
     code = show("") or code
     sys.stderr.flush()
     os._exit(code)
 
 
 def one_blas_thread() -> None:
-    """Before NumPy is imported: else its threads and PyTorch's keep each other waiting, and probes take ten times as long."""
+    """Call before importing NumPy: its threads and PyTorch's would block each other, and probes take ten times as long."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def interruptible(name: str) -> None:
-    """One line, not a traceback, after Ctrl-C while torch is being imported, which takes seconds."""
+    """Prints one line instead of a traceback for Ctrl-C (importing torch takes seconds) or a lack of memory."""
     guard_streams()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -1,7 +1,7 @@
-"""Settings: YAML files and `--set a.b=c` become one frozen, validated object, or an error of one line that names the key.
+"""Settings: YAML files and `--set a.b=c` become one frozen, validated object. Errors are one line that names the key.
 
     config = load("w2v_cmsc_rlm", ["train.steps=100", "data.datasets=[DATASET]"])
-    check(config, world=8)                    # settings that contradict each other, before any work is done
+    check(config, world=8)                    # rejects contradictory settings before any work is done
     load("diagnosis", ["start=RUN"], FinetuneConfig)
     omnilead pretrain --schema                # JSON schema, for editors
 
@@ -67,9 +67,9 @@ class Section(BaseModel):
 class RoleSelection(Section):
     """Selects crops of a dataset by role: see data_tools.dataset.Dataset.select."""
 
-    pretrain: bool | None = None  # with the role of pre-training; null: whatever it is
-    dx: Literal["train", "valid", "test"] | None = None  # with this role in diagnosis
-    identity: Literal["train", "valid", "gallery", "probe"] | None = None  # with this role in identification
+    pretrain: bool | None = None  # with (true) or without (false) the role of pre-training; null: both
+    dx: Literal["train", "valid", "test"] | None = None  # the role in diagnosis; null: any
+    identity: Literal["train", "valid", "gallery", "probe"] | None = None  # the role in identification; null: any
 
 
 class DataConfig(Section):
@@ -81,42 +81,42 @@ class DataConfig(Section):
 
 
 class TrainConfig(Section):
-    steps: int | None = Field(default=None, ge=1)  # give steps or epochs
+    steps: int | None = Field(default=None, ge=1)  # set either steps or epochs
     epochs: float | None = Field(default=None, gt=0, le=1e6)  # passes over the training crops
     batch_crops: int = Field(default=512, ge=1)  # global batch size, over all ranks
-    # Crops per rank and forward pass; None: all of them. Fewer means gradient accumulation, but then crops are contrasted only
+    # Crops per rank and forward pass; None: all of them. Fewer means gradient accumulation, where crops are contrasted only
     # within a micro-batch (of all ranks): CMSC, SimCLR, 3KG see micro_batch x ranks candidates. Code diversity likewise.
     micro_batch: int | None = Field(default=None, ge=1)
-    precision: Literal["auto", "bf16", "fp32"] = "bf16"  # auto: bf16 if the hardware computes in it
-    zero_stage: int | None = Field(default=None, ge=0, le=3)  # None: that of the DeepSpeed JSON, else 1
-    deepspeed: str | None = None  # DeepSpeed JSON file, or zero0 to zero3: ZeRO and communication only
+    precision: Literal["auto", "bf16", "fp32"] = "bf16"  # auto: bf16 if the hardware supports it, else fp32
+    zero_stage: int | None = Field(default=None, ge=0, le=3)  # None: the stage in the DeepSpeed JSON, else 1
+    deepspeed: str | None = None  # DeepSpeed JSON file, or zero0 to zero3; it may set ZeRO and communication only
     compile: Literal["eager", "layers", "step"] | None = None  # scope of torch.compile; None: layers on CUDA, else eager
-    lr: Rate = 5e-5  # highest learning rate
-    schedule: Literal["fixed", "warmup_cosine", "tri_stage"] = "fixed"  # fixed: lr as it is; tri_stage: warm-up, hold, decay
+    lr: Rate = 5e-5  # peak learning rate
+    schedule: Literal["fixed", "warmup_cosine", "tri_stage"] = "fixed"  # fixed: constant lr; tri_stage: warm-up, hold, decay
     warmup: float = Field(default=0.1, ge=0, le=1)  # share of all steps
     hold: float = Field(default=0.2, ge=0, le=1)  # share of all steps, tri_stage only
-    start_factor: float = Field(default=0.01, ge=0, le=1)  # of lr
-    end_factor: float = Field(default=0.01, ge=0, le=1)  # of lr, at the last step
+    start_factor: float = Field(default=0.01, ge=0, le=1)  # first learning rate, as a fraction of lr
+    end_factor: float = Field(default=0.01, ge=0, le=1)  # last learning rate, as a fraction of lr
     weight_decay: float = Field(default=0.01, ge=0, le=1)  # decoupled, on every parameter
     betas: tuple[Beta, Beta] = (0.9, 0.98)  # of AdamW
     eps: float = Field(default=1e-6, gt=0, le=1)  # of AdamW
     clip_norm: float = Field(default=0.0, ge=0)  # 0: no gradient clipping
-    max_nonfinite: int = Field(default=10, ge=1, le=10**6)  # stop after so many non-finite steps in a row; checked when logging
-    seed: int = Field(default=0, ge=0, lt=2**63)  # of the order, the augmentation and the initial weights
-    deterministic: bool = False  # deterministic GPU kernels, or an error that names the operation that has none
+    max_nonfinite: int = Field(default=10, ge=1, le=10**6)  # stop after N non-finite steps in a row; checked when logging
+    seed: int = Field(default=0, ge=0, lt=2**63)  # of data order, augmentation and initial weights
+    deterministic: bool = False  # deterministic GPU kernels; an operation that has none is an error that names it
     track: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)  # besides metrics.jsonl
     log_every: int = Field(default=10, ge=1)  # steps
     validate_every: int = Field(default=0, ge=0)  # steps; 0: never
-    valid_batches: int = Field(default=16, ge=1)  # at most, in a validation
-    # The metric that chooses the best checkpoint; None: the first that the task validates
+    valid_batches: int = Field(default=16, ge=1)  # at most, per validation
+    # The metric that chooses the best checkpoint; None: the task's first validation metric
     best: BestMetric | None = None
-    patience: int = Field(default=0, ge=0)  # stop after so many validations in a row without a better one; 0: never
-    probe_patients: int = Field(default=256, ge=0)  # identified in each validation of pre-training; 0: none
-    save_every_steps: int = Field(default=0, ge=0)  # 0: by time only, and at the end
-    save_every_minutes: float = Field(default=30.0, gt=0)  # between checkpoints
+    patience: int = Field(default=0, ge=0)  # early stopping after this many validations in a row without improvement; 0: never
+    probe_patients: int = Field(default=256, ge=0)  # patients to identify in each validation of pre-training; 0: none
+    save_every_steps: int = Field(default=0, ge=0)  # steps between checkpoints; 0: by time only, and at the end
+    save_every_minutes: float = Field(default=30.0, gt=0)  # minutes between checkpoints
     keep: int = Field(default=3, ge=1)  # newest checkpoints to keep, besides the best
     peak_tflops: float | None = Field(default=None, gt=0)  # of one device, for MFU; None: measured at the start
-    timeout_s: float = Field(default=600.0, gt=0, le=1e6)  # the run ends when a rank does not answer for so long
+    timeout_s: float = Field(default=600.0, gt=0, le=1e6)  # the run ends when a rank does not respond for this long
 
     @field_validator("precision")
     @classmethod
@@ -151,8 +151,8 @@ class Tuning(Section):
 class RunConfig(Section):
     """Settings of every training run."""
 
-    folder: ClassVar[str] = "pretrain"  # of the configs that are found by name
-    defaults: ClassVar[dict[str, Any]] = {}  # where they differ from those of the sections
+    folder: ClassVar[str] = "pretrain"  # subfolder of configs/ in which a config is found by name
+    defaults: ClassVar[dict[str, Any]] = {}  # where they differ from the sections' own
     run: str  # folder of the run
     data: Any
     pipeline: PipelineConfig = PipelineConfig()
@@ -174,7 +174,7 @@ class Config(RunConfig):
     """Pre-training."""
 
     run: str = "runs/pretrain"  # folder of the run; an unfinished run there is resumed
-    start: str = ""  # run or model folder whose weights training goes on from; "": random weights
+    start: str = ""  # run or model folder to continue training from; "": random weights
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
@@ -183,9 +183,9 @@ class Config(RunConfig):
 class FinetuneConfig(RunConfig):
     folder: ClassVar[str] = "finetune"
     run: str = "runs/finetune"  # folder of the run; an unfinished run there is resumed
-    start: str = ""  # pre-trained run or model folder; a pre-training YAML: its architecture with random weights
-    rates: tuple[Rate, ...] = ()  # a list in train.lr: learning rates to try in RUN/lr-RATE; RUN is the best by validation
-    code: bool = False  # run the code of a plugged-in encoder in the folder that `start` names
+    start: str = ""  # pre-trained run or model folder; or a pre-training YAML: its architecture with random weights
+    rates: tuple[Rate, ...] = ()  # set by a list in train.lr: tried in RUN/lr-RATE; the best by validation becomes RUN
+    code: bool = False  # run the code of a plugged-in encoder in the folder `start`
     data: FinetuneData = FinetuneData()
     defaults: ClassVar[dict[str, Any]] = {"augment": {"rlm": 0.0}}  # no lead masking unless asked for
     augment: AugmentConfig = AugmentConfig(rlm=0.0)
@@ -203,7 +203,7 @@ class ZeroSection(BaseModel):
 
 
 class DeepSpeedFile(Section):
-    """What a DeepSpeed JSON may set; all else comes from `train`."""
+    """What a DeepSpeed JSON may set; everything else comes from `train`."""
 
     zero_optimization: ZeroSection = ZeroSection()
     communication_data_type: str | None = None
@@ -220,7 +220,7 @@ def load(
     overrides: Sequence[str] | Mapping[str, Any] = (),
     kind: type[Kind] = Config,  # type: ignore[assignment]
 ) -> Kind:
-    """A YAML file, or a shipped config by name, with overrides: "key=value", or values by key."""
+    """Reads a YAML file, or a shipped config by name, and applies overrides: "key=value", or values by dotted key."""
     return build(overridden(read_yaml(find_config(path, kind.folder), kind.folder), overrides), kind)
 
 
@@ -288,11 +288,11 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def deepspeed_json(config: RunConfig, world: int, universal: bool = False) -> dict[str, Any]:
-    """DeepSpeed's configuration: ZeRO and communication from the file, all else from the settings."""
+    """DeepSpeed's configuration: ZeRO and communication from the file, everything else from the settings."""
     own = _deepspeed_file(config).model_dump(exclude_unset=True)
     zero: dict[str, Any] = own.pop("zero_optimization", {}) | {"stage": zero_stage(config)}
     if zero["stage"] in (1, 2):
-        zero["compute_grad_norm"] = False  # the optimizer computes it, without waiting for the device
+        zero["compute_grad_norm"] = False  # the optimizer computes it without waiting for the device
     elif zero["stage"] == 3:
         zero["sub_group_size"] = 10**12  # one call of the optimizer per step
     micro, accumulation = micro_batch(config, world)
@@ -341,12 +341,12 @@ def micro_batch(config: RunConfig, world: int) -> tuple[int, int]:
 
 
 def candidates(config: Config, world: int) -> int:
-    """Crops among which each is contrasted."""
+    """Number of crops that are contrasted with each other."""
     return micro_batch(config, world)[0] * (world if config.objective.across_ranks else 1)
 
 
 def check(config: RunConfig, world: int) -> None:
-    """Settings that contradict each other."""
+    """Raises ConfigError if settings contradict each other."""
     t, weights, datasets = config.train, config.pipeline.weights, config.data.datasets
     stage = zero_stage(config)
     micro_batch(config, world)
@@ -359,7 +359,7 @@ def check(config: RunConfig, world: int) -> None:
         (stage == 0 and t.precision == "bf16", "train.zero_stage=0: DeepSpeed's bf16 Adam is one step off there: use stage 1"),
         (
             t.schedule == "tri_stage" and t.warmup + t.hold > 1,
-            f"train.warmup={t.warmup}, train.hold={t.hold}: shares of all steps: must add up to 1 at most",
+            f"train.warmup={t.warmup}, train.hold={t.hold}: are shares of all steps and must add up to 1 at most",
         ),
         (weights and len(weights) != len(datasets), f"pipeline.weights={weights}: give one for each of data.datasets"),
     ]

@@ -1,14 +1,14 @@
-"""Embeddings of ECGs by a trained model, as parquet.
+"""Write the embeddings that a trained model gives ECGs, as parquet.
 
     omnilead embed --model RUN --data DATASET --out F.parquet                  one row for each crop of 10 s
     omnilead embed --model RUN --data FOLDER A.hea B.dcm --out F.parquet       records, known archives, hospital files
     omnilead embed --model RUN --data A.npy --fs 250 --leads II,V1 --unit uV --out F.parquet
-    torchrun --nproc-per-node 8 -m engine.embed --model RUN --data DATASET --out F.parquet        a GPU each; also deepspeed
+    torchrun --nproc-per-node 8 -m engine.embed --model RUN --data DATASET --out F.parquet        a GPU per rank; also deepspeed
 
-F.parquet: source, record, patient, row (of the dataset), start_s, embedding (fixed_size_list<float32>). It is written in parts:
-stopped and started again, the command goes on and ends with the same bytes. .npy files hold [leads, samples] or
-[ECGs, leads, samples], .npz files any number of the former. --leads: those that the model is shown, the others are zeros; for
-arrays also the names of the rows. Exit code 2: an argument or a file is wrong. Exit code 1: writing failed.
+Columns: source, record, patient, row (of the dataset), start_s, embedding (fixed_size_list<float32>). F.parquet is written in
+parts: run the same command again to resume; the result has the same bytes. .npy files hold [leads, samples] or
+[ECGs, leads, samples]; .npz files hold any number of [leads, samples]. --leads: the leads shown to the model, others are zeros;
+for arrays, also the names of the rows. Exit code 2: an argument or a file is wrong. Exit code 1: writing failed.
 """
 
 import argparse
@@ -41,14 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def checked_and_run(name: str, args: argparse.Namespace, check: Callable[[argparse.Namespace], None]) -> int:
-    """embed, probe and predict. -> the exit code."""
+    """Runs embed, probe or predict; returns the exit code."""
     try:
         check(args)
     except ConfigError as error:
         print(f"omnilead {name}: {error}", file=sys.stderr)
         return 2
     one_blas_thread()
-    from engine.evaluation import embedding  # PyTorch and others only now: --help does not wait for them
+    from engine.evaluation import embedding  # imported late, so that --help does not wait for PyTorch
 
     output_of = embedding.predictions if name == "predict" else embedding.embeddings
     return embedding.command(f"omnilead {name}", args, lambda given: embedding.run(given, output_of))
@@ -74,31 +74,31 @@ def parse_probe(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def add_inputs(parser: argparse.ArgumentParser) -> None:
-    """The options of embed, probe and predict: a model, its ECGs, and how they are read and computed."""
+    """Adds the options that embed, probe and predict share."""
     add = parser.add_argument
     add("--model", required=True, metavar="RUN", help="RUN, RUN/model, s3://... or hf://org/name")
     add("--code", **RUN_CODE)
     inputs = "a dataset; or folders, .hea, .npy and .npz files, vendors' .xml, .dcm, .scp and .edf"
     add("--data", required=True, nargs="+", metavar="DATASET|FILE", help=inputs)
-    add("--leads", metavar="L", help='12, 6, 3, 2, 1 or names such as "I,II,V2"; others are zeros (default: all)')
+    add("--leads", metavar="L", help='12, 6, 3, 2, 1 or names such as "I,II,V2"; other leads are set to zero (default: all)')
     add("--fs", type=float, metavar="HZ", help="sampling rate of .npy and .npz files")
     add("--unit", help="unit of .npy and .npz files: V, mV, uV (mV)")
     add("--batch", type=int, metavar="N", help="crops encoded at a time (16, on a GPU 256)")
-    add("--workers", type=int, metavar="N", help="threads that read (a quarter of the cores, with a GPU all of them)")
+    add("--workers", type=int, metavar="N", help="reading threads (a quarter of the cores; with a GPU, all)")
     add("--device", default="auto", help="cpu, cuda, cuda:1, ... (auto: a GPU if there is one)")
-    precision = "of the encoder; auto: bf16 on a GPU for a model trained in it, else fp32"
+    precision = "precision of the encoder; auto: bf16 on a GPU if the model was trained in bf16, else fp32"
     add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help=precision)
-    corrupt = "stop at data that cannot be read, or name and skip them (stop)"
+    corrupt = "stop at unreadable data, or report and skip them (stop)"
     add("--on-corrupt", choices=("stop", "skip"), default="stop", help=corrupt)
-    add("--anonymous", action="store_true", help="public s3:// data, without credentials")
-    add("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it; LOCAL_RANK counts
+    add("--anonymous", action="store_true", help="read public s3:// data without credentials")
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # added by deepspeed's launcher; LOCAL_RANK is used instead
     parser.set_defaults(began=False)
 
 
 def check(args: argparse.Namespace) -> None:
-    """Arguments that contradict each other, and files that cannot be written: refused before the work."""
+    """Refuses contradictory arguments and files that cannot be written, before the work starts."""
     if args.out.suffix not in ("", ".parquet"):
-        raise ConfigError(f"--out {args.out}: a parquet file is written: use {args.out.with_suffix('.parquet').name}")
+        raise ConfigError(f"--out {args.out}: must end in .parquet: use {args.out.with_suffix('.parquet').name}")
     check_inputs(args)
 
 

@@ -1,15 +1,15 @@
-"""Score a trained model on held-out ECGs: a table, JSON, an HTML report.
+"""Score a trained model on held-out ECGs, as a table, JSON or an HTML report.
 
     omnilead evaluate --model RUN --data DATASET                        # a fine-tuned model, on the test split
     omnilead evaluate --model RUN --data DATASET --leads I,II,V2        # a 12-lead model that is shown three leads
-    omnilead evaluate --model RUN --data DATASET --labels my.csv        # a table that has the columns of the model's task
+    omnilead evaluate --model RUN --data DATASET --labels my.csv        # a label table with the columns of the model's task
     omnilead evaluate --model RUN --data DATASET --json F.json --report F.html
-    torchrun --nproc-per-node 8 -m engine.evaluate --model RUN --data DATASET       # a GPU each; also under deepspeed
+    torchrun --nproc-per-node 8 -m engine.evaluate --model RUN --data DATASET       # a GPU per rank; also deepspeed
 
-Classes: AUROC, AUPRC, accuracy, F measure, sensitivity and specificity at the model's thresholds; for diagnosis also the CinC
-2021 Challenge score. Values: mean absolute error, RMSE, R2, Pearson r. Each is given for halves of 5 s, as in the paper, and
-for whole records. Identification: the share of probes whose most similar gallery crop (cosine) is of the same patient; this
-works for a model that was only pre-trained, too. All have 95 % intervals, by bootstrap over patients.
+Classification: AUROC, AUPRC, accuracy, F measure, sensitivity and specificity at the model's thresholds; for diagnosis also the
+CinC 2021 Challenge score. Regression: mean absolute error, RMSE, R2, Pearson r. Each is given for halves of 5 s, as in the
+paper, and for whole records. Identification: the share of probes whose most similar gallery crop (cosine) is of the same
+patient; it also works for a model that was only pre-trained. All scores have 95 % intervals from a bootstrap over patients.
 """
 
 import argparse
@@ -26,23 +26,23 @@ if not __package__:
 from data_tools.cli import show
 from engine.common import RUN_CODE, ConfigError, OutputError, Parser, interruptible, read_yaml, writable, write_whole, writing
 
-CLASSES_SHOWN = 12  # on the terminal
+CLASSES_SHOWN = 12  # printed on the terminal
 NAMES = {"challenge": "challenge at 0.5", "challenge_chosen": "challenge, chosen"}  # thresholds
 COLUMNS = ("positives", "threshold", "auroc", "auprc", "f_measure", "mae", "r2", "n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
-    from data_tools.dataset import DataError  # PyTorch and others only now: --help does not wait for them
+    from data_tools.dataset import DataError  # imported late, so that --help does not wait for PyTorch
     from engine.training.distributed import close, lost_a_rank
 
-    heard = os.environ.get("RANK", "0") == "0"  # all ranks meet wrong arguments alike
+    reports = os.environ.get("RANK", "0") == "0"  # wrong arguments fail on every rank: only rank 0 reports them
     try:
         return evaluate(args)
-    except OutputError as error:  # not to be scored, or not to be written
+    except OutputError as error:  # cannot be scored or written
         message, code = str(error), 1
     except (ConfigError, DataError) as error:
-        message, code, heard = str(error), 2, heard or isinstance(error, DataError)
+        message, code, reports = str(error), 2, reports or isinstance(error, DataError)
     except OSError as error:
         message, code = f"{error.filename or args.data}: {error.strerror or error}", 2
     except KeyboardInterrupt:
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message, code = f"another rank died ({str(error).splitlines()[0][:150]}): start again", 1
     finally:
         close()
-    if heard or code == 1:
+    if reports or code == 1:
         print(f"omnilead evaluate: {' '.join(message.split())}", file=sys.stderr)
     return code
 
@@ -63,17 +63,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", required=True, metavar="RUN", help="a run, or a folder with model.safetensors")
     add("--code", **RUN_CODE)
-    add("--data", required=True, metavar="DATASET", help="a dataset of omnilead shard; s3:// works too")
-    add("--leads", default="", metavar="L", help='12, 6, 3, 2, 1 or names such as "I,II,V2"; others are zeros (default: all)')
-    add("--task", default="auto", metavar="NAME", help="a shipped task such as age, or a YAML file (the model's own)")
+    add("--data", required=True, metavar="DATASET", help="a dataset made by omnilead shard; s3:// works too")
+    add("--leads", default="", metavar="L", help='12, 6, 3, 2, 1 or names such as "I,II,V2"; others are set to zero (all)')
+    add("--task", default="auto", metavar="NAME", help="a shipped task such as age, or a YAML file (default: the model's)")
     add("--labels", default="", metavar="CSV", help="a table of labels, CSV or parquet, with the columns of the task")
     add("--role", choices=("test", "valid"), default="test", help="the split to score (test)")
     add("--json", type=Path, metavar="F", help="write the scores as JSON")
     add("--report", type=Path, metavar="F.html", help="write an HTML page with curves and tables")
     add("--batch", type=int, default=32, metavar="N", help="crops of 10 s encoded at a time (32)")
     add("--device", default="auto", help="cpu, cuda, cuda:1, ... (auto: a GPU if there is one)")
-    add("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it; LOCAL_RANK counts
-    add("--anonymous", action="store_true", help="public s3:// data, without credentials")
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # added by deepspeed's launcher; LOCAL_RANK is used instead
+    add("--anonymous", action="store_true", help="read public s3:// data without credentials")
     return parser.parse_args(arguments)
 
 
@@ -113,7 +113,7 @@ def evaluate(args: argparse.Namespace) -> int:
 
 
 def labels_of_run(model: str) -> str:
-    """The label table that RUN was trained with, if it is still where it was: a model folder alone holds only its name."""
+    """The label table that RUN was trained with, if the file still exists. A model folder alone holds only its name."""
     config = Path(model, "config.yaml")
     task = read_yaml(config).get("task") if config.is_file() else None
     labels = str(task.get("labels", "")) if isinstance(task, dict) else ""

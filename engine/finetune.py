@@ -1,20 +1,20 @@
-"""Fine-tune a pre-trained ECG encoder: on a table of labels of your own, on a shipped task, or with a config.
+"""Fine-tune a pre-trained ECG encoder on your own table of labels, on a shipped task, or with a config.
 
     omnilead finetune --start RUN --data DATASET --labels my.csv --out OUT       a column `record` and one for each label
     omnilead finetune --start RUN --data DATASET --labels my.csv --columns rhythm --kind multiclass --out OUT
     omnilead finetune --start RUN --data DATASET --task age --out AGE            also sex, diagnosis, identification ...
     omnilead finetune --start RUN --data DATASET --config diagnosis --out DX     the paper's settings; also identification
-    ... --lr 1e-4 3e-4 1e-3                                   each in OUT/lr-RATE; OUT is the best by validation
-    ... --set augment.leads=3                                 on three leads, the others zero; 12, 6, 3, 2, 1 or I,II,V2
-    ... --set augment.leads=3 --set augment.padded=false      a model of three leads
+    ... --lr 1e-4 3e-4 1e-3                                   tries each in OUT/lr-RATE; the best by validation becomes OUT
+    ... --set augment.leads=3                                 on three leads, others set to zero; 12, 6, 3, 2, 1 or I,II,V2
+    ... --set augment.leads=3 --set augment.padded=false      a model with three input leads
     ... --start w2v_cmsc_rlm.yaml                             its architecture with random weights, for comparison
     omnilead finetune --export RUN                            RUN/model from the best checkpoint
     omnilead finetune --schema                                JSON schema of the settings
 
-Labels are 0 and 1, true and false, text or numbers; an empty cell is unknown. Columns `fold` or `split` split the records, else
-patients are drawn 8:1:1. Without --config, batch, steps and learning rate suit the data, and training ends early.
-Also under `deepspeed --module engine.finetune` or torchrun. RUN/ has the same files as in pre-training, and resumes the same
-way. RUN/model/ is the step that validates best (train.best); `omnilead evaluate --model OUT --data DATASET` tests it.
+Labels are 0 and 1, true and false, text or numbers; an empty cell is unknown. A column `fold` or `split` splits the records;
+without one, patients are split 8:1:1. Without --config, batch size, steps and learning rate are chosen to suit the data, with
+early stopping. Also under `deepspeed --module engine.finetune` or torchrun. OUT/ has the same files as in pre-training and
+resumes the same way. OUT/model/ is the best step by validation (train.best); test it with `omnilead evaluate --model OUT ...`.
 In Python: tuned = engine.finetune("RUN", data="DATASET", labels="my.csv", out="OUT")
 SIGTERM or Ctrl-C: a checkpoint at the next step, exit 0. Exit 2: a setting or a file is wrong. Exit 1: the run failed.
 """
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from engine.training.run import Data, TrainingRun
 
 KINDS = ("binary", "multilabel", "multiclass", "regression")
-RATES = "learning rate; of several, each in RUN/lr-RATE, the best by validation becomes RUN"
+RATES = "learning rate; several are tried in RUN/lr-RATE, and the best by validation becomes RUN"
 OWN: dict[str, Shortcut] = {
     "--labels": ("task.labels", {"metavar": "CSV", "help": "a table of labels, CSV or parquet, with a column `record`"}),
     "--task": ("task.name", {"metavar": "NAME|F", "help": "a shipped task such as age or ptbxl-form, or a YAML file"}),
@@ -69,9 +69,9 @@ def finetune(
 ) -> "TrainingRun":
     """Fine-tunes a run or a model on a table of labels, a shipped task or a config. Called again, it resumes.
 
-    The arguments are the options of `omnilead finetune`, `settings` those of --set by their dotted names. Without `config`
-    batch, steps and learning rate suit the data. Ctrl-C writes a checkpoint and raises KeyboardInterrupt. Other errors are
-    exceptions of one line, such as engine.common.ConfigError.
+    The arguments are the options of `omnilead finetune`, `settings` those of --set by their dotted names. Without `config`,
+    batch size, steps and learning rate are chosen to suit the data. Ctrl-C writes a checkpoint and raises KeyboardInterrupt.
+    Other errors have one-line messages, such as engine.common.ConfigError.
     """
     from engine.training.run import trained
 

@@ -1,10 +1,10 @@
 """Share a model on the Hugging Face Hub, or fetch one.
 
     omnilead hub push RUN org/name --private --licence cc-by-4.0     RUN/model: weights, settings, model card
-    omnilead hub pull org/name OUT                                   the same; org/name@v1 for a branch, tag or commit
+    omnilead hub pull org/name OUT                                   downloads; org/name@v1 selects a branch, tag or commit
 
-Only the files of the model folder are uploaded, after their checksums were verified: no data, no logs, no checkpoints; paths on
-this machine are reduced to file names. `hf auth login`, or HF_TOKEN in the environment, says who you are. In Python:
+Only the files of the model folder are uploaded, after their checksums are verified: no data, no logs, no checkpoints. Paths on
+this machine are reduced to file names. Log in with `hf auth login`, or set HF_TOKEN in the environment. In Python:
 engine.load("hf://org/name"). Needs `pip install 'omnilead[hub]'`.
 """
 
@@ -21,14 +21,14 @@ from engine.common import ConfigError, Parser
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
-    from engine.model import hub  # PyTorch only now: --help does not wait for it
+    from engine.model import hub  # imported late, so that --help does not wait for PyTorch
 
     try:
         if args.action == "push":
             print(hub.push(args.model, args.repo, args.private, args.licence))
         else:
             hub.pull(args.repo, args.out)
-            print(f"{args.out}: a model: engine.load({str(args.out)!r})")
+            print(f"{args.out}: downloaded; use it with engine.load({str(args.out)!r})")
         return 0
     except (ConfigError, OSError) as error:
         message, code = str(error), 2
@@ -44,9 +44,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     example = "example: omnilead hub push RUN org/name --private"
     upload = commands.add_parser("push", help="upload RUN/model", description="Upload RUN/model.", epilog=example)
     upload.add_argument("model", metavar="RUN", help="a run, or a model folder")
-    upload.add_argument("repo", metavar="org/name", help="repository on the Hub; made if it does not exist")
-    upload.add_argument("--private", action="store_true", help="if it is made now: only you and your organisation see it")
-    upload.add_argument("--licence", metavar="ID", help="of the weights, for the model card: mit, cc-by-4.0, ...")
+    upload.add_argument("repo", metavar="org/name", help="repository on the Hub; created if it does not exist")
+    upload.add_argument("--private", action="store_true", help="if it is created: visible to you and your organisation only")
+    upload.add_argument("--licence", metavar="ID", help="licence of the weights, for the model card: mit, cc-by-4.0, ...")
     example = "example: omnilead hub pull org/name OUT"
     fetch = commands.add_parser("pull", help="download a model", description="Download a model.", epilog=example)
     fetch.add_argument("repo", metavar="org/name", help="repository on the Hub, or org/name@revision")

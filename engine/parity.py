@@ -2,12 +2,12 @@
 
     omnilead parity DIR [--json F]
 
-DIR holds, for each case NAME: NAME_cfg.json (their settings), NAME_state_dict.safetensors and, of NAME_eval.npz and
-NAME_train.npz, at least one: source [R, L, T], mask_indices, neg_idxs, patient_id, segment, with train also gumbel_noise and
-temp, and their results. Beside train.npz there may be NAME_train_grads_of_sum_loss.safetensors and
-NAME_state_dict_after_3_steps.safetensors. Results that are missing or unknown are listed as not compared. Prints the largest
-error of every quantity: of a tensor, relative to the largest number in the reference. Exit 0 if all are within their limits, 1
-if one is not, 2 if DIR cannot be read.
+DIR holds, for each case NAME: NAME_cfg.json (their settings), NAME_state_dict.safetensors, and NAME_eval.npz, NAME_train.npz or
+both. These hold the inputs source [R, L, T], mask_indices, neg_idxs, patient_id, segment (train also gumbel_noise and temp) and
+the authors' results. With train.npz there may be NAME_train_grads_of_sum_loss.safetensors and
+NAME_state_dict_after_3_steps.safetensors. Missing or unknown results are listed as not compared. Prints the largest error of
+every quantity; for tensors it is relative to the largest number in the reference. Exit 0: all errors are within their limits.
+Exit 1: one is not. Exit 2: DIR cannot be read.
 """
 
 import argparse

@@ -1,14 +1,14 @@
-"""Predictions of a fine-tuned model: class probabilities and decisions, or values in their unit, as parquet or CSV.
+"""Write a fine-tuned model's predictions as parquet or CSV: class probabilities and decisions, or values in their unit.
 
     omnilead predict --model TUNED --data DATASET --out F.csv                  one row for each record
     omnilead predict --model TUNED --data FOLDER A.hea B.dcm --out F.parquet   records, known archives, hospital files
     omnilead predict --model TUNED --data A.npy --fs 250 --leads II,V1 --unit uV --out F.csv
-    torchrun --nproc-per-node 8 -m engine.predict --model TUNED --data DATASET --out F.parquet    a GPU each; also deepspeed
+    torchrun --nproc-per-node 8 -m engine.predict --model TUNED --data DATASET --out F.parquet    a GPU per rank; also deepspeed
 
-Columns: source, record, patient, row (of the dataset), start_s, then by the kind of the model's task: AF (probability) and
-AF_predicted (true above the threshold that was chosen in validation) for each class; `predicted` (the most probable class) and
-the probability of each; age_years (values). A record is the mean over its segments of 5 s. Inputs, and how it goes on after it
-was stopped: as `omnilead embed`. Exit code 2: an argument or a file is wrong. Exit code 1: writing failed.
+Columns: source, record, patient, row (of the dataset), start_s, then, by the kind of task: for each class AF (probability) and
+AF_predicted (true above the threshold chosen in validation); or `predicted` (the most probable class) and the probability
+of each class; or values such as age_years. The prediction of a record is the mean over its segments of 5 s. Inputs and resuming
+work as in `omnilead embed`. Exit code 2: an argument or a file is wrong. Exit code 1: writing failed.
 """
 
 import argparse
@@ -38,8 +38,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def check(args: argparse.Namespace) -> None:
     if args.out.suffix not in (".csv", ".parquet"):
         raise ConfigError(f"--out {args.out}: must end in .csv or .parquet")
-    if args.out.suffix == ".csv" and args.out.exists():  # it does not say which job wrote it
-        raise ConfigError(f"--out {args.out}: is there already: remove it, or choose another --out")
+    if args.out.suffix == ".csv" and args.out.exists():  # a CSV does not record which job wrote it
+        raise ConfigError(f"--out {args.out}: already exists: remove it, or choose another --out")
     check_inputs(args)
 
 

@@ -2,18 +2,18 @@
 
     omnilead pretrain --data DATASET --out RUN                the quick start: a small model, a minute or two on a CPU
     omnilead pretrain --config w2v_cmsc_rlm --data DATASET --out RUN --set train.steps=1000
-    omnilead pretrain --start MODEL --data MORE --out RUN2 --set train.steps=1000         from the weights of another model
+    omnilead pretrain --start MODEL --data MORE --out RUN2 --set train.steps=1000         continues from another model's weights
     deepspeed --module engine.pretrain --config w2v_cmsc_rlm ...              on all GPUs of this machine
     torchrun --nproc-per-node 8 --module engine.pretrain --config F ...       the same
     deepspeed --hostfile H --no_ssh --node_rank I --master_addr A --module engine.pretrain ...          on each of many nodes
-    omnilead pretrain --export RUN                            RUN/model from the newest checkpoint
+    omnilead pretrain --export RUN                            writes RUN/model from the newest checkpoint
     omnilead pretrain --schema                                JSON schema of the settings
 
 In a clone of the repository `deepspeed engine/pretrain.py` is the same program, and `python engine/pretrain.py` in one process.
 
-RUN/ holds config.yaml, run.json, metrics.jsonl, validation.jsonl, tensorboard/, checkpoints/ and in the end model/, report.html
+RUN/ holds config.yaml, run.json, metrics.jsonl, validation.jsonl, tensorboard/, checkpoints/ and finally model/, report.html.
 Started again with the same RUN, training resumes from the last checkpoint: bit for bit with the same number of ranks; with
-another number of ranks the batches are the same, and losses are equal to rounding. Other data or settings are refused by name.
+another number, batches are the same and losses are equal to rounding. An error names data or settings that have changed.
 In Python: run = engine.pretrain("w2v_cmsc_rlm", data="DATASET", out="RUN", **{"train.steps": 1000})
 SIGTERM or Ctrl-C: a checkpoint at the next step, exit 0. Exit 2: a setting or a file is wrong. Exit 1: the run failed.
 """
@@ -54,8 +54,8 @@ def pretrain(
 
     config: a shipped configuration by name, or a YAML file; by default the quick start, or with `start` that model's own
     architecture and objective. data: a dataset or several. out: RUN, where everything is written.
-    settings: as of --set, by their dotted names: start="RUN", **{"train.steps": 1000, "augment.rlm": 0.5}. Ctrl-C writes a
-    checkpoint and raises KeyboardInterrupt. Other errors are exceptions of one line, such as engine.common.ConfigError.
+    settings: those of --set, by their dotted names: start="RUN", **{"train.steps": 1000, "augment.rlm": 0.5}. Ctrl-C writes a
+    checkpoint and raises KeyboardInterrupt. Other errors have one-line messages, such as engine.common.ConfigError.
     """
     from engine.training.run import trained
 

@@ -235,6 +235,6 @@ def test_shipped_files_are_found_by_name_from_any_folder(tmp_path: Path, monkeyp
     assert mine.objective.local == 0 and zero_stage(mine) == 2
     (tmp_path / "cmsc.yaml").write_text("base: mine.yaml\ntrain: {lr: 1}")  # the nearer one of two
     assert load("cmsc.yaml", [DATA]).train.lr == 1 and load("cmsc", [DATA]).train.lr != 1
-    for name, says in (("w2v_cmcs", "did you mean w2v_cmsc"), ("xyz", "shipped are authors, cmsc"), ("", "shipped are")):
+    for name, says in (("w2v_cmcs", "did you mean w2v_cmsc"), ("xyz", "use authors, cmsc"), ("", "use ")):
         with pytest.raises(ConfigError, match=says):
             load(name)

@@ -85,7 +85,7 @@ def test_csv_holds_the_same_also_from_two_ranks(
         table
     )
     arguments = ["--model", str(out.parent / "rhythm"), "--data", dataset.root.url, "--out", str(out)]
-    assert predict.main(arguments) == 2 and f"--out {out}: is there already" in capsys.readouterr().err
+    assert predict.main(arguments) == 2 and f"--out {out}: already exists" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)
