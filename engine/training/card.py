@@ -19,11 +19,11 @@ CARD = """# {title}
 {parameters:,} parameters.
 
 {lines}
-- Input: {leads} at {rate:g} Hz, 5 s at a time, {meaning}: preprocessing.json.
+- Input: {leads} at {rate:g} Hz, 5 s at a time, {meaning} (preprocessing.json).
 - Trained for {state[step]:,} steps of {t.batch_crops} crops of 10 s, {t.precision}, AdamW, lr {t.lr} ({t.schedule}).
 - Augmentation: lead masking {augment.rlm}, noise {noise}.
 - Data: {sources} (fingerprints of the datasets: {datasets}).
-- Steps skipped as not finite: {state[skipped_steps]}.
+- Steps skipped because loss or gradient was not finite: {state[skipped_steps]}.
 
 {table}This is not a medical device: whatever is built on it must be validated for its use and its population. config.json
 holds the settings; weights are float32 in safetensors. Usage:
@@ -77,7 +77,7 @@ def model_card(
 
 
 def _validated(run: Path, step: int) -> dict[str, float]:
-    """The validation of the exported step."""
+    """The validation metrics of the exported step."""
     for row in StepLog(run / VALIDATION).rows:
         if row["step"] == step:
             return {name: value for name, value in row.items() if isinstance(value, float)}

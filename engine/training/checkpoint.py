@@ -1,14 +1,14 @@
-"""Checkpoints that are complete or do not exist: RUN/checkpoints/step-N/, and `latest`, which names the last one.
+"""Atomic checkpoints: RUN/checkpoints/step-N/, and `latest`, which names the last complete one.
 
     save(engine, run, state, loader_state, ranks, keep=3)
-    path = newest(run)                        # the one that `latest` names; if it is damaged or gone, the newest complete one
-    load(engine, path, universal=False)       # True after to_universal(path): for another number of ranks
+    path = newest(run)                        # the one `latest` names; if that is damaged or missing, the newest complete one
+    load(engine, path, universal=False)       # universal=True after to_universal(path)
 
-All ranks write. Then rank 0 writes manifest.json (size and crc32c of every file), waits for the disk, and only then replaces
-`latest`: a kill at any moment leaves the last checkpoint in force. state.json beside the weights holds the training progress,
+All ranks write. Then rank 0 writes manifest.json (size and crc32c of every file), syncs it to disk, and only then replaces
+`latest`: a kill at any moment leaves the last checkpoint valid. state.json beside the weights holds the training progress,
 loader-rankR.json the loader's state.
 
-For another number of ranks, ZeRO's partitions are converted to DeepSpeed's universal format when the run is started again.
+To resume on another number of ranks, ZeRO's partitions are first converted to DeepSpeed's universal format.
 DeepSpeed's files are pickles. They are read with weights_only, by DeepSpeed too, so no code in them is ever run.
 """
 
@@ -37,22 +37,22 @@ from engine.training.distributed import Ranks, lost_a_rank, on_first_rank, quiet
 LATEST, BEST, MANIFEST, STATE, UNIVERSAL, LOCK = "latest", "best", "manifest.json", "state.json", "universal", ".lock"
 RESTORE = "restore the file, or begin a new run with --out NEW"
 CHUNK_BYTES = 16 * 2**20
-CLASSES = (  # besides tensors and plain containers, all that DeepSpeed's checkpoints hold; they keep values and do nothing
+CLASSES = (  # DeepSpeed's checkpoints hold only these besides tensors and plain containers; they just keep values
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
-FORCE, FORBID = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # torch.load refuses both together
+FORCE, FORBID = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # torch.load refuses to have both set
 Count = Annotated[int, Field(ge=0, lt=2**63)]
-_LOCKS: dict[Path, os.stat_result] = {}  # of the runs that this process trains
+_LOCKS: dict[Path, os.stat_result] = {}  # lock files of the runs that this process trains
 
 
 class CheckpointError(Exception):
-    """One line: the file and what is wrong with it."""
+    """The message is one line: the file and what is wrong with it."""
 
 
 class WriteError(Exception):
-    """A checkpoint cannot be written; those that are there are good."""
+    """A checkpoint cannot be written; existing checkpoints are intact."""
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def _lock(run: Path, held: ExitStack) -> None:
     except BlockingIOError:
         raise CheckpointError(f"{run}: another process trains here: wait for it, or use --out NEW") from None
     except OSError as error:
-        if not (run / LOCK).exists():  # else this file system has no locks
+        if not (run / LOCK).exists():  # otherwise the file system does not support locks
             raise CheckpointError(f"{run}: {error.strerror}: choose another with --out RUN") from None
     _LOCKS[run] = os.stat(run / LOCK)
     held.callback(_LOCKS.pop, run)
@@ -95,10 +95,10 @@ def save(engine: Any, run: Path, state: dict[str, Any], loader_state: dict[str, 
 
 
 def _make_room(root: Path, path: Path) -> None:
-    """Removes what a kill has left unfinished."""
+    """Removes unfinished checkpoints that a kill left behind."""
     lock = root.parent / LOCK
     if root.parent in _LOCKS and not (lock.exists() and os.path.samestat(lock.stat(), _LOCKS[root.parent])):
-        raise WriteError(f"{root.parent}: was moved or deleted during training: the same command starts anew")
+        raise WriteError(f"{root.parent}: was moved or deleted during training: run the same command to start anew")
     root.mkdir(exist_ok=True)
     for unfinished in root.glob("step-*"):
         if step_of(unfinished) >= 0 and not (unfinished / MANIFEST).is_file():
@@ -124,10 +124,10 @@ def _publish(root: Path, path: Path, state: dict[str, Any], keep: int) -> None:
 
 
 def _prune(root: Path, newest: Path, keep: int) -> None:
-    """Keeps the last `keep` up to `newest`, the best, and those of later steps: this run has not done them."""
+    """Keeps the last `keep` up to `newest`, the best, and any of later steps, which this run has not reached."""
     for path in [path for path in _complete(root) if step_of(path) <= step_of(newest)][keep:]:
         if path != _named(root, BEST):
-            (path / MANIFEST).unlink()  # from here on it is no checkpoint
+            (path / MANIFEST).unlink()  # without it the folder is no checkpoint
             shutil.rmtree(path)
 
 
@@ -142,7 +142,7 @@ def crc32c(path: Path, sync: bool = False) -> int:
 
 
 def step_of(path: Path) -> int:
-    """-1 if this is no checkpoint's name."""
+    """The step that a checkpoint's name holds; -1 if it is not a checkpoint's name."""
     number = path.name.removeprefix("step-")
     return int(number) if number.isascii() and number.isdigit() and len(number) < 19 else -1
 
@@ -163,7 +163,7 @@ def _complete(root: Path) -> list[Path]:
 
 
 def fault(path: Path) -> str | None:
-    """What is missing or damaged in a checkpoint; None if it is as it was written."""
+    """What is missing or damaged in a checkpoint; None if it is intact."""
     try:
         for name, expected in json.loads((path / MANIFEST).read_text()).items():
             file = path / name
@@ -229,17 +229,17 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def read_loader_state(path: Path, ranks: Ranks, world_then: int) -> dict[str, Any]:
-    """This rank's; if the number of ranks has changed, rank 0's without what belongs to a rank."""
+    """The loader's state for this rank. If the number of ranks has changed: rank 0's, without what is specific to a rank."""
     same = world_then == ranks.world
     file = path / f"loader-rank{ranks.rank if same else 0}.json"
     state = _read_json(file)
     recipe = state.get("recipe")
     if not isinstance(recipe, dict) or (same and recipe.get("backend") == "dali" and state.get("dali") is None):
-        raise CheckpointError(f"{file}: is incomplete, so the next crops are not known: {RESTORE}")
+        raise CheckpointError(f"{file}: is incomplete, so the next crops are unknown: {RESTORE}")
     if not same:
         of_rank = {"rank": ranks.rank, "world": ranks.world}
         recipe |= {name: value for name, value in of_rank.items() if name in recipe}
-        state["dali"] = None  # its white noise begins another stream
+        state["dali"] = None  # DALI's white noise starts a new random stream
     return state
 
 
@@ -255,12 +255,12 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def to_universal(path: Path) -> None:
-    """Makes step-N/universal, all of it or nothing."""
+    """Writes step-N/universal, atomically."""
     quiet_deepspeed()
     from deepspeed.checkpoint import ds_to_universal  # type: ignore[import-untyped]
 
     done, temporary = path / UNIVERSAL, path / f".{UNIVERSAL}"
-    for old in (done, temporary):  # of an earlier start; no manifest covers it
+    for old in (done, temporary):  # left by an earlier resume; not covered by the manifest
         shutil.rmtree(old, ignore_errors=True)
     options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
     arguments = Namespace(input_folder=str(path), output_folder=str(temporary), inject_missing_state=True, **options)
@@ -283,13 +283,13 @@ def load(engine: Any, path: Path, universal: bool) -> None:
         with _reading(source):
             loaded, _ = engine.load_checkpoint(str(source.parent), tag=source.name)
     finally:
-        engine._config.load_universal_checkpoint = False  # or DeepSpeed would write the next checkpoint in another form
+        engine._config.load_universal_checkpoint = False  # otherwise DeepSpeed writes the next checkpoint in that format
     if loaded is None:
         raise CheckpointError(f"{source}: DeepSpeed cannot read it: {RESTORE}")
 
 
 def full_weights(path: Path) -> dict[str, torch.Tensor]:
-    """All weights in float32, by the model's own names. Frozen ones have the precision of training."""
+    """All weights in float32, by the model's own names. Frozen weights have the precision of training."""
     stage = read_state(path)["zero_stage"]
     weights: dict[str, torch.Tensor] = {}
     with _reading(path), _silence():
@@ -305,7 +305,7 @@ def full_weights(path: Path) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """No code in a checkpoint is run, and whatever DeepSpeed cannot read is an error of one line."""
+    """Runs no code in a checkpoint, and turns whatever DeepSpeed cannot read into a one-line CheckpointError."""
     try:
         with weights_only():
             yield
@@ -322,7 +322,7 @@ def _reading(path: Path) -> Iterator[None]:
 @contextmanager
 def weights_only() -> Iterator[None]:
     """Every torch.load in this process reads tensors, plain containers and CLASSES, and refuses everything else. DeepSpeed asks
-    for weights_only=False; an environment variable of PyTorch overrules that."""
+    for weights_only=False, which an environment variable of PyTorch overrides."""
     quiet_deepspeed()
     before = {name: os.environ.pop(name, None) for name in (FORCE, FORBID)}
     os.environ[FORCE] = "1"

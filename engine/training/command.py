@@ -17,12 +17,12 @@ from typing import Any
 from data_tools.cli import say, show
 from engine.common import Parser, positive
 
-Shortcut = tuple[str, dict[str, Any]]  # the setting that an option stands for, and how argparse shall read it
+Shortcut = tuple[str, dict[str, Any]]  # the setting that an option sets, and its arguments for argparse
 SHORTCUTS: dict[str, Shortcut] = {
     "--start": ("start", {"metavar": "RUN", "help": "a run or model folder whose weights training starts from"}),
     "--data": ("data.datasets", {"nargs": "+", "metavar": "DATASET", "help": "one or more datasets; s3:// works too"}),
     "--out": ("run", {"metavar": "RUN", "help": "the run's folder; a run that was interrupted is resumed"}),
-    "--anonymous": ("data.anonymous", {"action": "store_const", "const": True, "help": "public s3:// data, no credentials"}),
+    "--anonymous": ("data.anonymous", {"action": "store_const", "const": True, "help": "s3:// data without credentials"}),
 }
 
 
@@ -34,7 +34,7 @@ def command(
     shortcuts: Mapping[str, Shortcut],
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """`default`: what --help says is used if no config is named. An error is one line and an exit code."""
+    """Parses the arguments and trains. `default`: the default config, for --help. Errors are one line and an exit code."""
     parser = Parser(f"omnilead {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     which = f" (default: {default})" if default else ""
@@ -42,11 +42,11 @@ def command(
     for option, (setting, how) in shortcuts.items():
         add(option, **how | {"help": f"{how['help']}; --set {setting}=..."})
     add("--set", action="append", default=[], metavar="a.b=c", help="one setting; may be given many times")
-    traced = "trace N steps after a warm-up into RUN/profile, print the operations that take longest, and train on"
+    traced = "trace N steps after a warm-up into RUN/profile, print the slowest operations, and continue training"
     add("--profile", type=positive, metavar="N", help=traced)
     add("--export", metavar="RUN", help="write RUN/model and exit")
     add("--schema", action="store_true", help="print the JSON schema of the settings and exit")
-    add("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it; LOCAL_RANK counts
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # added by deepspeed's launcher; LOCAL_RANK is used instead
     args = parser.parse_args(arguments)
     settings = ((setting, getattr(args, option.removeprefix("--"))) for option, (setting, _) in shortcuts.items())
     overrides = [f"{setting}={json.dumps(value)}" for setting, value in settings if value is not None]
@@ -66,7 +66,7 @@ def command(
             train_rates(read(args.config, [*overrides, *args.set]), task, args.profile or 0)
     except (Exception, KeyboardInterrupt) as error:
         message, code = explain(error)
-        if code == 1 or os.environ.get("RANK", "0") == "0":  # all ranks meet bad input alike
+        if code == 1 or os.environ.get("RANK", "0") == "0":  # bad input fails on every rank: only rank 0 reports it
             with suppress(OSError):
                 print(f"omnilead {name}: {' '.join(message.split())}", file=sys.stderr, flush=True)
         return code

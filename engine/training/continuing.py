@@ -1,10 +1,10 @@
-"""Pre-training that goes on from the weights of another model: `start`, a run, a model folder or one that was converted.
+"""Continues pre-training from the weights of another model: `start` is a run, a model folder or a converted model.
 
-    started = read_weights(config)            # ConfigError if its architecture is another
-    print(started.into(model))                # what was taken, and what begins anew
+    started = read_weights(config)            # ConfigError if the architectures differ
+    print(started.into(model))                # what was loaded, and what starts afresh
 
-The optimiser, the learning rate and the order of the data begin anew: this is a run of its own. The heads of the local
-objective are taken if all of them fit. No code that the folder may hold is run.
+This is a separate run: optimiser, learning rate and data order start afresh. The heads of the local objective are loaded if
+all of them fit. Code in the folder is never run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,10 +25,10 @@ from engine.model.encoders import portable
 from engine.model.folder import CONFIG, PREPROCESSING, WEIGHTS, document_of, misfits, model_folder
 from engine.model.inference import config_of
 
-QUICKSTART = "quickstart"  # if none is named
-SHARED = ("encoder", "options", "leads")  # settings on which the weights of every encoder depend
+QUICKSTART = "quickstart"  # the config if none is given
+SHARED = ("encoder", "options", "leads")  # settings that the weights of every encoder depend on
 AUTHORS = ("conv", "conv_norm", "width", "layers", "heads", "ffn", "position_kernel", "position_groups")
-PLUGGED = ("model.encoder", "augment.extra")  # may name code of one's own
+PLUGGED = ("model.encoder", "augment.extra")  # may name the user's own code
 MASK = "encoder.mask_embedding"  # only the local objective has it
 
 
@@ -37,7 +37,7 @@ class StartingWeights:
     start: str
     weights: dict[str, Tensor]
     facts: dict[str, Any]  # for checkpoints and config.json
-    scale: str  # of the signals that they were trained on
+    scale: str  # of their training signals
 
     @torch.no_grad()
     def into(self, model: nn.Module) -> str:
@@ -52,13 +52,13 @@ class StartingWeights:
         model.load_state_dict(own | theirs | ({name: self.weights[name] for name in heads} if fit else {}))
         taken = "the encoder" + " and the heads of the local objective" * fit
         anew += ["the heads of the local objective"] * (bool(heads) and not fit) + ["the optimiser"]
-        scale = "" if self.scale == "millivolt" else f"; it was trained on signals in {self.scale}, and goes on with millivolts"
-        return f"start={self.start}: {taken} came from it; begun anew: {', '.join(anew)}{scale}"
+        scale = "" if self.scale == "millivolt" else f"; it was trained on signals in {self.scale}, now millivolts"
+        return f"start={self.start}: {taken} loaded; new: {', '.join(anew)}{scale}"
 
 
 def read_config(config: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
-    """As engine.config.load. If no config is named: the settings of the run `start`; of a model folder, which has no others,
-    those of model and objective; without `start` the quick start's."""
+    """Like engine.config.load. Without a config, the settings are those of the run `start`. If `start` is a model folder, they
+    are its model and objective, which is all it holds. Without `start`, they are the quick start's."""
     given = overridden({}, overrides)
     start = given.get("start")
     if config or not start or not isinstance(start, str):
@@ -71,7 +71,7 @@ def read_config(config: str | Path | None, overrides: Sequence[str] | Mapping[st
         tree = {name: document[name] for name in ("model", "objective") if name in document}
     named = flatten(given)
     for key, value in flatten(tree).items():
-        if key in PLUGGED and ":" in str(value) and key not in named:  # it may come from anyone
+        if key in PLUGGED and ":" in str(value) and key not in named:  # the run may come from anyone
             raise ConfigError(f"start={start}: {key}={value} is code: to run it, name the file: --set {key}={value}")
     return build(overridden(tree, overrides))
 

@@ -2,11 +2,11 @@
 
     ranks = start(timeout_s=600)              # ranks.rank, ranks.world, ranks.device
     on_first_rank(ranks, work)                # work() on rank 0; its result or its error on every rank
-    with process_restored(): ...              # environment, threads, compiled graphs as before
+    with process_restored(): ...              # restores environment, threads, compiled graphs
     any_rank = AnyRank(ranks)
     stop, save = any_rank(stop, save)         # in each step: flags that any rank set one step before
 
-A single process opens no port. DeepSpeed uses the process group that is there.
+A single process opens no port. DeepSpeed uses this process group.
 """
 
 import logging
@@ -72,7 +72,7 @@ def start(timeout_s: float, deterministic: bool = False) -> Ranks:
 
 
 def share_work() -> int:
-    """The rank; with a group for gathering results, if there are several."""
+    """Returns the rank. With several ranks it also creates a process group to gather results."""
     rank, world, _ = environment()
     if world > 1:
         torch.set_num_threads(cores_per_rank())
@@ -82,7 +82,7 @@ def share_work() -> int:
 
 @contextmanager
 def process_restored() -> Iterator[None]:
-    """Around a training: what it changes in this process for good, such as a notebook's, is put back."""
+    """Restores what a training changes in its process, which may be a notebook's."""
     environment, threads, hook = dict(os.environ), torch.get_num_threads(), sys.excepthook  # torch.distributed replaces it
     deterministic, linear = torch.are_deterministic_algorithms_enabled(), F.linear
     cudnn: Any = torch.backends.cudnn
@@ -92,7 +92,7 @@ def process_restored() -> Iterator[None]:
         try:
             yield
         finally:
-            if "torch._dynamo" in sys.modules:  # compiled graphs keep the model alive, and only eight are made of a function
+            if "torch._dynamo" in sys.modules:  # compiled graphs keep the model alive, and a function has at most eight
                 torch.compiler.reset()
             for name in os.environ.keys() - environment.keys():
                 del os.environ[name]
@@ -101,12 +101,12 @@ def process_restored() -> Iterator[None]:
             torch.use_deterministic_algorithms(deterministic)
             cudnn.allow_tf32 = "tf32" in tf32  # sets both, and the older flag
             cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = tf32
-            F.linear = linear  # ZeRO 3 replaces it, and gradients would differ by rounding ever after
+            F.linear = linear  # ZeRO 3 replaces it, and later gradients would differ by rounding
             sys.excepthook = hook
 
 
 def quiet_deepspeed() -> Any:
-    """DeepSpeed without log lines and without compiling its own replacement of gloo (80 s; needs a compiler)."""
+    """Imports DeepSpeed without log lines and without compiling its own replacement of gloo (80 s; needs a compiler)."""
     deprecated = r".*_all_gather_base|.*all_gather_into_tensor|.*reduce_scatter|torch.distributed.nn.functional"
     warnings.filterwarnings("ignore", category=FutureWarning, message=deprecated)
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -132,7 +132,7 @@ def close() -> None:
 
 
 def on_first_rank(ranks: Ranks, work: Callable[[], T]) -> T:
-    """work() on rank 0; its result, or its error, on every rank."""
+    """Runs work() on rank 0; every rank returns its result or raises its error."""
     answer: list[Any] = [None, None]
     if ranks.first:
         try:
@@ -162,7 +162,7 @@ class AnyRank:
         return before or [False] * len(flags)
 
     def finish(self) -> list[bool]:
-        """Also called before the process group is closed."""
+        """Waits for the exchange. Also called before the process group is closed."""
         if self.pending is None:
             return []
         (work, flags_F), self.pending = self.pending, None

@@ -2,9 +2,9 @@
 
 | | labels | identity |
 |---|---|---|
-| trained on | each half with its record's labels; unknown ones count nowhere | each half with its patient, or its record |
-| validated on | AUROC, mean absolute error, or what train.best names | second half of a crop among all first halves |
-| exported | encoder, linear layer, thresholds chosen in validation | encoder; the class vectors are dropped |
+| trained on | each half with its record's labels; unknown ones are ignored | each half with its patient, or its record |
+| validated on | AUROC, mean absolute error, or train.best | second half of a crop against all first halves |
+| exported | encoder, linear layer, thresholds chosen in validation | encoder, without the class vectors |
 
 Source: paper, sections "Fine-tuning" and "Datasets"; fairseq-signals tasks/ecg_identification.py. `start` is a run or model
 folder; a pre-training YAML gives its architecture with random weights.
@@ -43,7 +43,7 @@ from engine.training.task import TrainingTask, best_metric, best_step_text, star
 from engine.training.validation import dtype_of, eval_mode, pairs, predict_on_ranks, to_device
 
 DIAGNOSED = 64  # crops
-RANDOM = "random "  # before the settings, in the name of a start without weights
+RANDOM = "random "  # prefix of the name of a start with random weights
 
 
 class FinetuneTask(TrainingTask):
@@ -87,7 +87,7 @@ class FinetuneTask(TrainingTask):
         self.held_out_y = np.array([labels.y[n][row] for n, row in held_out])  # of identity: patients
         self.held_out_halves = np.array([self.halves[n][row] for n, row in held_out], np.int64)
         if not held_out:
-            self.remarks.append("no crop to validate on: the newest model counts as the best")
+            self.remarks.append("no validation crops: the newest checkpoint counts as the best")
         elif self.kind in kinds.WITH_THRESHOLDS:
             absent = named(labels, ~(self.held_out_y > 0).any(0))
             self.remarks += [f"no positive examples in validation, threshold 0.5: {absent}"] if absent else []
@@ -98,7 +98,7 @@ class FinetuneTask(TrainingTask):
         self.flops_per_crop, self.kept_per_crop = (part * self.input.fs_hz / FS_HZ for part in cost)
 
     def _use_labels(self, labels: TaskLabels) -> None:
-        """Targets and weights of labels that can be learnt; ConfigError if they cannot."""
+        """Sets targets and class weights; ConfigError if the labels cannot be learnt."""
         y_NK, name = labels.of("train"), self.config.task.labels or "data.datasets"
         self.y, self.outputs = labels.y, len(labels.classes)
         if unknown := named(labels, np.isnan(y_NK).all(0)):
@@ -119,21 +119,21 @@ class FinetuneTask(TrainingTask):
             self.balanced_2K = kinds.balanced(self.kind, y_NK)
 
     def facts(self) -> dict[str, Any]:
-        """The model it starts from: a resumed run must have the same one, and an export needs its architecture."""
+        """Adds the starting model: a resumed run must start from the same one, and an export needs its architecture."""
         architecture = asdict(self.architecture) | {"encoder": encoders.portable(self.architecture.encoder)}
         facts = super().facts() | {"finetuning": {"architecture": architecture, "start": self.start.name}}
         scaled = {"center": self.center_K.tolist(), "scale": self.scale_K.tolist()} if self.kind == "regression" else {}
         facts["labels"] = self.labels.facts | scaled
-        plain: dict[str, Any] = json.loads(json.dumps(facts))  # as it comes back from a checkpoint
+        plain: dict[str, Any] = json.loads(json.dumps(facts))  # as a checkpoint returns it
         signals = {"fs_hz": self.input.fs_hz, "scale": self.input.scale}
         plain |= {"input": signals} if signals != DEFAULT_INPUT else {}
         return plain | ({"splits_before": self.start.splits} if self.start.splits else {})
 
     def saved_facts(self, state: dict[str, Any]) -> dict[str, Any]:
-        """An earlier version saved settings of the model that no longer exist, and not those that were added since."""
+        """Updates what an earlier version saved: some model settings no longer exist, others were added since."""
         saved, now = super().saved_facts(state), self.facts()["labels"]
         saved["labels"] = now | {name: (saved["labels"] or now).get(name) for name in ("classes", "sha256")}
-        # What cannot be read as settings stays as it is, and differs
+        # What cannot be read as settings stays as it is, and counts as changed
         with suppress(ConfigError, LookupError, TypeError, AttributeError, SyntaxError, ValueError, RecursionError):
             architecture, start = saved["finetuning"]["architecture"], saved["finetuning"]["start"]
             if start.startswith(RANDOM):
@@ -178,7 +178,7 @@ class FinetuneTask(TrainingTask):
 
     @torch.no_grad()
     def _begin_at_means(self, model: Classifier) -> None:
-        """Class vectors: the means of the unit embeddings of a class, less the mean of all, which is most of each of them."""
+        """Sets each class vector to the mean unit embedding of its class, minus the mean of all, which dominates every one."""
         places = [(n, row) for n in range(len(self.y)) for row in self.labels.rows(n, "train").tolist()]
         crops, encoder = [(self.datasets[n], row) for n, row in places], model.encoder.eval()
 
@@ -280,15 +280,15 @@ class FinetuneTask(TrainingTask):
 
 
 class Start(NamedTuple):
-    """The model to begin from."""
+    """The model that fine-tuning starts from."""
 
     model: ModelConfig
-    input: Input  # rate and scale of its signals, which fine-tuning keeps
+    input: Input  # sampling rate and scale of its signals; fine-tuning keeps them
     name: str
     splits: list[Any]  # of the datasets it was trained on
     weights: dict[str, Tensor] | None  # of its encoder; None: random
     kind: type[nn.Module] | None  # of its encoder; None: as `model` names it
-    code: dict[str, bytes]  # files that it brings
+    code: dict[str, bytes]  # its plugged-in files
 
 
 def _current(settings: dict[str, Any], now: ModelConfig) -> ModelConfig:
@@ -296,7 +296,7 @@ def _current(settings: dict[str, Any], now: ModelConfig) -> ModelConfig:
 
 
 def read_start(start: str, code: bool = False) -> Start:
-    """`code`: run an encoder's own code, which the folder may hold."""
+    """`code`: allow running encoder code that the folder holds."""
     if Path(start).suffix in (".yaml", ".yml"):
         config = load(start, kind=Config)
         brought = encoders.code_of({"model.encoder": config.model.encoder}, start)
@@ -320,7 +320,7 @@ def read_start(start: str, code: bool = False) -> Start:
 
 
 def select_leads(start: Start, config: FinetuneConfig) -> dict[str, Tensor]:
-    """The encoder's weights for the leads of this fine-tuning: the output is the same as with zeros for the other leads."""
+    """The encoder's weights for these leads only: the output is the same as with the other leads set to zero."""
     assert start.weights is not None
     had, leads, setting = list(start.input.leads), list(config.augment.output_leads), f"augment.leads={config.augment.leads!r}"
     if not set(leads) <= set(had):
@@ -331,7 +331,7 @@ def select_leads(start: Start, config: FinetuneConfig) -> dict[str, Tensor]:
     select: Any = getattr(start.kind, "select_leads", None)
     if select is None:
         raise ConfigError(
-            f"{setting}: {start.model.encoder} cannot take fewer leads: use augment.padded=true: the others are zeros"
+            f"{setting}: {start.model.encoder} cannot take fewer leads: use augment.padded=true, which sets the others to zero"
         )
     chosen: dict[str, Tensor] = select(start.weights, [had.index(lead) for lead in leads], len(had))
     return chosen
@@ -344,8 +344,8 @@ def named(labels: TaskLabels, these_K: Any) -> str:
 def split_remark(labels: TaskLabels) -> str:
     counts = [sum(len(labels.rows(n, split)) for n in range(len(labels.y))) for split in SPLITS[1:]]
     what = f"{labels.task.name}: {labels.task.kind}" + f" of {', '.join(labels.classes)}" * (0 < len(labels.classes) <= 10)
-    told = ", ".join(f"{count:,} {split}" for count, split in zip(counts, SPLITS[1:], strict=True))
-    return f"{what}; crops: {told}" + ": nothing to evaluate on" * (not counts[-1])
+    shares = ", ".join(f"{count:,} {split}" for count, split in zip(counts, SPLITS[1:], strict=True))
+    return f"{what}; crops: {shares}" + ": nothing to evaluate on" * (not counts[-1])
 
 
 def identity_classes(labels: TaskLabels) -> tuple[list[np.ndarray], int]:

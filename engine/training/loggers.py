@@ -8,10 +8,10 @@
     logger.close()
 
 MFU: the floating-point operations that the model needs by formula (engine.model.config.flops_per_crop, forward and backward),
-divided by what the devices can do: train.peak_tflops, or a matrix product timed at the start, which is below the data sheet.
+divided by the peak of the devices: train.peak_tflops, or a matrix product timed at the start, which is below the data sheet.
 Project and account are set by the services' own environment variables: WANDB_PROJECT, MLFLOW_TRACKING_URI,
-MLFLOW_EXPERIMENT_NAME. A resumed run continues under the same name there (RUN/boards.json). A service that fails is dropped;
-training goes on. Lines of steps that a resumed run does again move to metrics.cut.jsonl and validation.cut.jsonl.
+MLFLOW_EXPERIMENT_NAME. A resumed run keeps its id there (RUN/boards.json). If a service fails, it is dropped and training
+continues. Lines of steps that a resumed run repeats move to metrics.cut.jsonl and validation.cut.jsonl.
 """
 
 import importlib
@@ -40,8 +40,8 @@ from engine.config import RunConfig, TrainConfig, flatten
 from engine.evaluation.run_files import METRICS, VALID, VALIDATION
 
 SERVICE_IDS = "boards.json"
-MATMULS = 60  # the fastest counts: a machine may be busy for a moment
-MLFLOW_PARAMS, MLFLOW_LETTERS = 100, 500  # limits of one call, of one value
+MATMULS = 60  # the fastest one counts, as the machine may be busy for a moment
+MLFLOW_PARAMS, MLFLOW_LETTERS = 100, 500  # MLflow's limits: parameters per call, characters per value
 PACKAGES = ("torch", "deepspeed", "numpy", "pydantic", "safetensors", "nvidia-dali-cuda130", "nvidia-dali-cuda120")
 Row = dict[str, Any]
 
@@ -51,7 +51,7 @@ def peak_tflops(config: TrainConfig, device: torch.device) -> float:
         return config.peak_tflops
     size = 8192 if device.type == "cuda" else 768
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    a = torch.randn(size, size, dtype=dtype, device=device)  # zeros and ones cost a GPU less power
+    a = torch.randn(size, size, dtype=dtype, device=device)  # random, because zeros and ones cost a GPU less power
     best_s = float("inf")
     for _ in range(MATMULS):
         started = _now(device)
@@ -105,7 +105,7 @@ def open_tensorboard(run: Path, config: RunConfig, step: int, run_id: str | None
     hook = threading.excepthook
 
     def ignore_writer(failed: threading.ExceptHookArgs) -> None:
-        """No traceback of TensorBoard's thread: the next call raises its error."""
+        """Prints no traceback of TensorBoard's thread: the next call raises its error."""
         if not type(failed.thread).__module__.startswith("tensorboard."):
             hook(failed)
 
@@ -149,7 +149,7 @@ def is_installed(name: str) -> bool:
 
 def require_installed(config: RunConfig) -> None:
     for name in config.train.track:
-        if name != "tensorboard" and not is_installed(name):  # TensorBoard is the default: it may be missing
+        if name != "tensorboard" and not is_installed(name):  # TensorBoard is on by default, so it may be missing
             raise ConfigError(f"train.track={list(config.train.track)}: {name} is not installed: pip install 'omnilead[track]'")
 
 
@@ -171,7 +171,7 @@ class RunLogger:
         ids: dict[str, str] = json.loads(path.read_text()) if step and path.is_file() else {}
         for name in config.train.track:
             if not is_installed(name):
-                say(f"{name} is not installed: no curves there")
+                say(f"{name} is not installed: no curves are logged there")
                 continue
             try:
                 services[name] = SERVICES[name](run, config, step, ids.get(name))
@@ -214,7 +214,7 @@ class RunLogger:
             try:
                 call(service)
             except Exception as error:  # whatever a service raises, training goes on
-                say(f"warning: {name} failed and is dropped from here on: {' '.join(str(error).split())[:200]}")
+                say(f"warning: {name} failed and is no longer used: {' '.join(str(error).split())[:200]}")
                 del self.services[name]
 
 
@@ -230,7 +230,7 @@ def progress_line(row: Row, total: int, left_s: float) -> str:
 
 
 def move_repeated_lines(path: Path, step: int) -> None:
-    """Lines after `step`, and one that a kill cut off, move to NAME.cut.jsonl: those steps are done again."""
+    """Moves lines after `step`, and one that a kill truncated, to NAME.cut.jsonl: those steps are repeated."""
     if not path.is_file():
         return
     kept: list[bytes] = []

@@ -1,8 +1,8 @@
-"""The training loop: forward, backward, step; now and then a log line, a validation, a checkpoint.
+"""The training loop: forward, backward, step, with regular logging, validation and checkpoints.
 
     Loop(task, config, run, ranks, engine, adam, loader, datasets, progress, total, logger).train()
 
-Nothing waits for the device between log lines. Steps whose loss or gradient is not finite change nothing and are counted
+Nothing waits for the device between log lines. Steps with a non-finite loss or gradient change nothing and are counted
 (engine.training.optimizer); after train.max_nonfinite in a row the run ends. SIGTERM: a checkpoint at the next step, exit 0.
 """
 
@@ -38,7 +38,7 @@ DROPOUT_STREAM = 200
 
 
 class TrainError(Exception):
-    """The run failed (exit code 1): one line."""
+    """The run failed (exit code 1). The message is one line."""
 
 
 @dataclass
@@ -48,9 +48,9 @@ class Progress:
     step: int = 0  # steps done
     crops_seen: int = 0
     skipped_steps: int = 0
-    in_a_row: int = 0  # skipped steps, the last ones
-    best: dict[str, Any] = field(default_factory=dict)  # the best step, its validation metric and what it chose
-    stale: int = 0  # validations since
+    in_a_row: int = 0  # consecutive steps skipped up to now
+    best: dict[str, Any] = field(default_factory=dict)  # the best step, its validation metric, and values chosen there
+    stale: int = 0  # validations since the best
 
 
 @dataclass
@@ -120,18 +120,18 @@ class Loop:
         try:
             batch, self.loader_state = next(batches)
         except DataError as error:
-            if self.ranks.world > 1:  # the other ranks only notice that this one is gone
+            if self.ranks.world > 1:  # no checkpoint: the other ranks only see that this rank is gone
                 raise TrainError(f"rank {self.ranks.rank}: {error}") from None
             self._save()
             raise TrainError(str(error)) from None
         return batch  # type: ignore[no-any-return]
 
     def _step(self, batch: Batch) -> list[dict[str, Tensor]]:
-        """One global batch; the losses of its micro-batches."""
+        """Trains on one global batch and returns the losses of its micro-batches."""
         step, t = self.progress.step, self.config.train
         for group in self.adam.param_groups:
             group["lr"] = lr_at(t, step, self.total)
-        torch.manual_seed(int(bits(t.seed, DROPOUT_STREAM, step, self.ranks.rank)) >> 1)  # dropout, the same after a kill
+        torch.manual_seed(int(bits(t.seed, DROPOUT_STREAM, step, self.ranks.rank)) >> 1)  # the same dropout after a resume
         arguments = self.task.arguments(batch, step, self.total)
         calls, reports = self.adam.calls, []
         for start in range(0, len(batch.places), self.micro):
@@ -189,12 +189,12 @@ class Loop:
             crops.append(f"step {step + 1}: rows {rows} ... of {self.datasets[int(places.dataset[0])].root.url}")
         return (
             f"loss or gradient was not finite in {self.config.train.max_nonfinite} steps in a row (train.max_nonfinite): lower "
-            f"train.lr, set train.clip_norm, or look at the crops (rank {self.ranks.rank}): {'; '.join(crops)}"
+            f"train.lr, set train.clip_norm, or inspect the crops (rank {self.ranks.rank}): {'; '.join(crops)}"
         )
 
     def _validate(self) -> None:
         started_s = time.perf_counter()
-        with torch.compiler.set_stance("force_eager"):  # compiling another graph for a few batches does not pay
+        with torch.compiler.set_stance("force_eager"):  # another graph for a few batches is not worth compiling
             row = self.task.validate(self.engine)
         name, sign = self.task.best
         value, best = row.get(name, np.nan), self.progress.best.get(name, -sign * np.inf)
@@ -220,7 +220,7 @@ class Loop:
         return by_step or time.monotonic() - self.saved_at_s >= 60 * t.save_every_minutes
 
     def _save(self) -> None:
-        if self.saved_at_step == self.progress.step:  # writing it again would first delete it
+        if self.saved_at_step == self.progress.step:  # writing it again would delete it first
             return
         self.progress.skipped_steps, self.progress.in_a_row = int(self.adam.skipped), int(self.adam.in_a_row)
         state = run_facts(self.config, self.datasets, self.ranks) | self.task.facts() | vars(self.progress)
@@ -229,7 +229,7 @@ class Loop:
 
 
 def run_facts(config: RunConfig, datasets: Sequence[Dataset], ranks: Ranks) -> dict[str, Any]:
-    """Facts about a run, for its checkpoints and run.json."""
+    """Facts about a run for its checkpoints and run.json."""
     return {
         "format": 1,
         "datasets": [dataset.fingerprint for dataset in datasets],

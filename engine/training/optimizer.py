@@ -1,13 +1,13 @@
-"""AdamW that clips gradients and skips non-finite steps without waiting for the device; the learning-rate schedule.
+"""AdamW that clips gradients and skips non-finite steps without waiting for the device; learning-rate schedules.
 
     adam = GuardedAdamW(model.parameters(), lr=..., clip_norm=1.0, partitioned=stage > 0)
     ... engine.step() ...
     adam.norm, adam.skipped, adam.in_a_row                  # tensors: read them only when logging
     lr_at(config.train, step, total)                        # a pure function of the step, which counts from 0
 
-DeepSpeed calls `step` when the gradients are averaged. With ZeRO each rank holds a part of them (`partitioned`), so squares are
-summed over ranks, and all ranks skip alike. torch's fused kernels take the clipping factor and the decision to skip as tensors
-(`grad_scale`, `found_inf`, made for loss scaling): a skipped step leaves weights, moments and step count unchanged.
+DeepSpeed calls `step` once gradients are averaged. With ZeRO each rank holds a part of them (`partitioned`), so squares are
+summed over ranks, and all skip the same steps. torch's fused kernels take the clipping factor and the decision to skip as
+tensors (`grad_scale`, `found_inf`, made for loss scaling): a skipped step leaves weights, moments and step count unchanged.
 
 Schedules. fixed: as the authors pre-train. warmup_cosine: linear from start_factor to 1 over the first `warmup` of all steps,
 then half a cosine to end_factor. tri_stage (fairseq): linear, constant over `hold`, then exponential to end_factor.
@@ -49,7 +49,7 @@ class GuardedAdamW(torch.optim.AdamW):
         self._count(bad)
 
     def count_skipped(self) -> None:
-        """A step that DeepSpeed skipped itself (ZeRO-3 does, on all ranks)."""
+        """Counts a step that DeepSpeed itself skipped (ZeRO-3 does, on all ranks)."""
         self._count(torch.ones_like(self.skipped))
 
     def _count(self, bad: Tensor) -> None:

@@ -53,13 +53,12 @@ class PretrainTask(TrainingTask):
         data = self.config.data
         if self.held_out.crops:
             shared = 0 if data.hold_out else self.held_out.trained_on()
-            return (
-                f"{shared} validation crops are trained on too (data.train, data.valid): no held-out loss" if shared else None
-            )
+            leak = f"{shared} validation crops are also trained on (data.train, data.valid): their loss is not held out"
+            return leak if shared else None
         if data.hold_out:
             raise ConfigError(f"data.hold_out={data.hold_out}: selects no patient of these datasets: raise it, or leave it out")
         role = ", ".join(f"{name}={value!r}" for name, value in data.valid if value is not None)
-        return f"no validation loss: no two crops have data.valid {role}; data.hold_out=0.05 would keep patients for it"
+        return f"no validation loss: too few crops have data.valid {role}; data.hold_out=0.05 holds patients out for it"
 
     def model(self, generator: torch.Generator) -> nn.Module:
         model = Pretrainer(self.config.model, self.config.objective, self.encoder, generator)
@@ -78,7 +77,7 @@ class PretrainTask(TrainingTask):
         return row
 
     def facts(self) -> dict[str, Any]:
-        """The number of candidates is part of the objective."""
+        """Adds the number of candidates, which is part of the objective."""
         contrasted = self.config.objective.contrast > 0
         facts = {"train.micro_batch x ranks": candidates(self.config, self.ranks.world)} if contrasted else {}
         return super().facts() | facts | (self.start.facts if self.start else {})
@@ -122,12 +121,12 @@ class PretrainTask(TrainingTask):
         if self.low_logs != COLLAPSED_LOGS:
             return None
         return (
-            f"the quantizer collapses: {codes:.1f} of {m.codebooks * m.codes} codes are in use. Raise objective.diversity "
+            f"the quantizer is collapsing: {codes:.1f} of {m.codebooks * m.codes} codes are in use. Raise objective.diversity "
             f"({self.config.objective.diversity}), lower train.lr ({self.config.train.lr}), or raise model.tau_decay"
         )
 
     def diagnostics(self, engine: Any, batch: Batch) -> dict[str, np.ndarray]:
-        """Similarities of encodings for the first crops of the batch, without dropout."""
+        """Adds similarities of encodings of the first crops of the batch, without dropout."""
         few = min(DIAGNOSED, micro_batch(self.config, self.ranks.world)[0])
         part = (a if a is None or a.ndim == 0 else a[:few] for a in self.arguments(batch, 0, 1))
         with eval_mode(engine), Capture(engine.module) as captured, torch.no_grad():
@@ -147,7 +146,7 @@ class PretrainTask(TrainingTask):
         terms = [f"{getattr(o, name)} x {name}" for name in names if getattr(o, name)]
         return "Lead-agnostic ECG encoder, pre-trained with omnilead", [
             describe_encoder(m),
-            *([f"Went on from the weights of {start_text(config.start)}."] if config.start else []),
+            *([f"Continued from the weights of {start_text(config.start)}."] if config.start else []),
             f"Loss: {', '.join(terms)}; global objective {o.method if o.contrast else 'none'}.",
             f"Weights of step {state['step']:,}, the newest. {best_step_text(state.get('best') or {})}",
         ]

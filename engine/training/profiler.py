@@ -1,7 +1,7 @@
 """Traces some training steps: `--profile N` of pretrain and finetune, on rank 0.
 
 RUN/profile/trace.json      every operation of every step, for https://ui.perfetto.dev or chrome://tracing
-RUN/profile/operators.txt   the operations that took most time
+RUN/profile/operators.txt   the operations that took the most time
 RUN/profile/memory.pickle   on CUDA: all allocations, for https://pytorch.org/memory_viz
 """
 
@@ -16,15 +16,15 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from data_tools.cli import say
 
-WARM_UP = 5  # steps before, in which kernels are compiled and buffers are allocated
+WARM_UP = 5  # untraced steps first, in which kernels are compiled and buffers allocated
 TERMINAL_ROWS, FILE_ROWS = 12, 200
 ALLOCATIONS = 10**5  # of the memory snapshot
 
 
 @contextmanager
 def profiled(steps: int, folder: Path, device: torch.device) -> Iterator[Any]:
-    """Gives an object whose step() is called after each training step."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # nothing of the profiler's own on standard error
+    """Yields an object whose step() is called after each training step."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # silences the profiler's own messages on standard error
     cuda = device.type == "cuda"
     by = f"self_{device.type}_time_total"
 

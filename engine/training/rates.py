@@ -1,8 +1,8 @@
-"""A fine-tuning with several learning rates, one run after another: the best by validation becomes RUN.
+"""Fine-tunes with several learning rates, one run after another; the best by validation becomes RUN.
 
-    train_rates(config, FinetuneTask)         # of one rate: engine.training.train.train
+    train_rates(config, FinetuneTask)         # with one rate: engine.training.train.train
 
-RUN/lr-RATE/ are runs like any other, so what was interrupted goes on; RUN/rates.json holds what each has reached.
+RUN/lr-RATE/ are runs like any other, so an interrupted one resumes; RUN/rates.json holds the result of each.
 """
 
 import json
@@ -18,13 +18,13 @@ from engine.training.task import TrainingTask
 from engine.training.train import train
 
 RATES = "rates.json"
-OF_A_RUN = shutil.ignore_patterns("checkpoints", ".*", "tensorboard")  # stay there
+OF_A_RUN = shutil.ignore_patterns("checkpoints", ".*", "tensorboard")  # not copied to RUN
 
 
 def train_rates(config: RunConfig, task: type[TrainingTask], profile: int = 0) -> bool:
     run, rates = Path(config.run), config.rates if isinstance(config, FinetuneConfig) else ()
     if (run / ("checkpoints" if rates else RATES)).exists():
-        raise ConfigError(f"{run}: was begun with {'one' if rates else 'several'} --lr: give the same, or use --out NEW")
+        raise ConfigError(f"{run}: was started with {'one' if rates else 'several'} --lr: give the same, or use --out NEW")
     if not rates:
         return train(config, task, profile)
     if not config.train.validate_every:
@@ -37,7 +37,7 @@ def train_rates(config: RunConfig, task: type[TrainingTask], profile: int = 0) -
         if not train(config.model_copy(update={"run": str(place), "train": t, "rates": ()}), task, profile):
             return False
         if not (place / RESULT).is_file():
-            raise ConfigError(f"{run}: nothing was validated, so that no learning rate is the best: give one: --lr {rate:g}")
+            raise ConfigError(f"{run}: nothing was validated, so no best learning rate can be chosen: give one: --lr {rate:g}")
         tried.append({"lr": rate, "run": place.name} | json.loads((place / RESULT).read_text()))
         write_whole(run / RATES, json.dumps(tried, indent=1) + "\n")
     best = max(tried, key=lambda row: row["best"] if row["higher_is_better"] else -row["best"])

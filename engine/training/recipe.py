@@ -1,4 +1,4 @@
-"""Settings of a fine-tuning that has no file: what the labels are, and a schedule that suits how many there are.
+"""Settings for fine-tuning without a config file: the kind of the labels, and a schedule that suits their number.
 
 config = finetuning(None, {"start": "RUN", "data.datasets": ["DATASET"], "task.labels": "my.csv", "run": "OUT"})
 config = finetuning(None, {"start": "RUN", "data.datasets": ["DATASET"], "task.name": "sex", "run": "OUT"})
@@ -24,8 +24,8 @@ LR, LR_WIDTH = 1e-3, 0.064  # of the authors' architecture: LR_WIDTH / width, at
 
 
 def finetuning(config: str | Path | None, overrides: Sequence[str] | Mapping[str, Any]) -> FinetuneConfig:
-    """The settings of `config`; without it those of the task that task.name or task.labels gives. What is not set is chosen by
-    the data: the kind of the labels, the size of a batch, how long to train."""
+    """The settings of `config`, or without it, those of the task that task.name or task.labels names. What is not set is chosen
+    from the data: the kind of the labels, the batch size, the length of the training."""
     if config is not None:
         return load(config, overrides, FinetuneConfig)
     tree = overridden({}, overrides)
@@ -35,7 +35,7 @@ def finetuning(config: str | Path | None, overrides: Sequence[str] | Mapping[str
     elif labels := task.get("labels"):
         task["name"] = Path(labels).stem
     else:
-        raise ConfigError("what to learn is missing: --labels my.csv, --task NAME (age, sex, ...) or --config diagnosis")
+        raise ConfigError("no task is given: use --labels my.csv, --task NAME (age, sex, ...) or --config diagnosis")
     length = {} if {"steps", "epochs"} & given else {"epochs": EPOCHS}
     wanted = build(merge({"train": length}, tree), FinetuneConfig)
     check(wanted, world := environment()[1])
@@ -52,7 +52,7 @@ def finetuning(config: str | Path | None, overrides: Sequence[str] | Mapping[str
     chosen |= {"steps": min(EPOCHS * epoch, STEPS)} if length else {}
     model = read_start(wanted.start, wanted.code).model
     chosen |= {"lr": LR if model.encoder else min(LR, LR_WIDTH / model.width), "schedule": "warmup_cosine", "precision": "auto"}
-    if (before := Path(wanted.run, "config.yaml")).is_file():  # a run that is resumed, perhaps by another number of ranks
+    if (before := Path(wanted.run, "config.yaml")).is_file():  # resuming, perhaps with another number of ranks
         saved = read_yaml(before).get("train") or {}
         chosen |= {name: saved[name] for name in chosen if name in saved}
     settled = build(merge({"train": chosen, "task": {"kind": learnt.kind}}, tree), FinetuneConfig)
@@ -61,7 +61,7 @@ def finetuning(config: str | Path | None, overrides: Sequence[str] | Mapping[str
         rates = ", ".join(f"{rate:.2g}" for rate in settled.rates or (t.lr,))
         length_text = f"{t.steps:,} steps" if t.steps else f"{t.epochs:g} epochs"
         say(
-            f"{learnt.name}: {kind}. {crops:,} crops to learn from: at most {length_text} of {t.batch_crops}, lr {rates}; "
-            f"ends after {t.patience} validations (one every {t.validate_every} steps) without a better one"
+            f"{learnt.name}: {kind}. {crops:,} training crops: at most {length_text} of {t.batch_crops} crops, lr {rates}; "
+            f"stops early after {t.patience} validations (one every {t.validate_every} steps) without improvement"
         )
     return settled

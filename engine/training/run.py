@@ -1,4 +1,4 @@
-"""Training from Python: a run that was trained, resumed or found finished, and its errors as exceptions of one line.
+"""Training from Python: trains or resumes a run, or finds it finished; errors are exceptions with one-line messages.
 
 run = trained(Config, PretrainTask, load, "w2v_cmsc_rlm", "DATASET", "RUN", {"train.steps": 1000})
 run.model().embed(...), run.validation[-1], run.report
@@ -27,7 +27,7 @@ Data = str | os.PathLike[str] | Dataset
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A finished run. Wherever a path to a run is taken, it may be given: engine.load(run), engine.finetune(run, ...)."""
+    """A finished run. Pass it wherever a path to a run is expected: engine.load(run), engine.finetune(run, ...)."""
 
     path: Path
 
@@ -35,12 +35,12 @@ class TrainingRun:
         return str(self.path)
 
     def model(self, **options: Any) -> inference.TrainedModel:
-        """As engine.load(RUN, **options)."""
+        """Same as engine.load(RUN, **options)."""
         return inference.load(self.path, **options)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Of training, one row for each logged step: pandas.DataFrame(run.metrics)."""
+        """Training metrics, one row for each logged step: pandas.DataFrame(run.metrics)."""
         return self._rows(METRICS)
 
     @property
@@ -68,7 +68,7 @@ def trained(
     out: str | os.PathLike[str],
     settings: Mapping[str, Any],
 ) -> TrainingRun:
-    """What engine.pretrain and engine.finetune do; the first three arguments are those of their commands."""
+    """Implements engine.pretrain and engine.finetune; the first three arguments come from their commands."""
     datasets = [data] if isinstance(data, str | os.PathLike | Dataset) else data
     urls = [one.root.url if isinstance(one, Dataset) else os.fspath(one) for one in datasets]
     given = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in settings.items()}

@@ -33,12 +33,12 @@ METRIC_NAMES = {
 
 
 class TrainingTask(ABC):
-    keys: ClassVar[tuple[str, ...]]  # of a line in metrics.jsonl
-    exports_best: ClassVar[bool]  # else the newest checkpoint
+    keys: ClassVar[tuple[str, ...]]  # of each line in metrics.jsonl
+    exports_best: ClassVar[bool]  # export the best checkpoint, or the newest
     best: tuple[str, int]  # the validation metric that chooses the best step; 1: higher is better, -1: lower
-    roles: dict[str, Any]  # of the crops to train on, as engine.data.order.DatasetRows.of takes them
+    roles: dict[str, Any]  # of the crops to train on, as arguments of engine.data.order.DatasetRows.of
     flops_per_crop: float
-    kept_per_crop: float  # numbers that a training step keeps per crop
+    kept_per_crop: float  # numbers per crop that a training step keeps in memory
     remarks: Sequence[str] = ()  # printed at the start
     code: Mapping[str, bytes] = {}  # plugged-in files by name, for RUN/code and RUN/model
 
@@ -47,7 +47,7 @@ class TrainingTask(ABC):
 
     @abstractmethod
     def model(self, generator: torch.Generator) -> nn.Module:
-        """With its initial weights. Called with `arguments` it returns scalars by name, `loss` among them."""
+        """The model with initial weights. Called with `arguments`, it returns a dict of scalars with the key `loss`."""
 
     @abstractmethod
     def arguments(self, batch: Batch, step: int, total: int) -> tuple[Tensor | None, ...]:
@@ -58,7 +58,7 @@ class TrainingTask(ABC):
         """Called by all ranks; empty if there is nothing to validate on."""
 
     def chosen(self) -> dict[str, Any]:
-        """What the last validation chose, for the best checkpoint."""
+        """Values that the last validation chose, such as thresholds, for the best checkpoint."""
         return {}
 
     @abstractmethod
@@ -71,19 +71,19 @@ class TrainingTask(ABC):
         return {"samples_mv": batch.x_BSLT[:SAMPLES].float().cpu().numpy()}
 
     def facts(self) -> dict[str, Any]:
-        """What else must not change when a run is resumed."""
+        """Further facts that must not change when a run is resumed."""
         sums = {name: f"sha256 {hashlib.sha256(content).hexdigest()[:16]}" for name, content in self.code.items()}
         return {"code": sums} if sums else {}
 
     def saved_facts(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The facts in a checkpoint's state, as this version writes them."""
+        """The facts in a checkpoint's state, in the form that this version writes."""
         return {name: state.get(name) for name in self.facts()}
 
     def extra_metrics(self, step: int) -> dict[str, float | None]:
         return {}
 
     def warning(self, values: dict[str, float]) -> str | None:
-        """About the logged values."""
+        """A warning about the logged values, if there is one."""
         return None
 
     @staticmethod
@@ -103,7 +103,7 @@ class TrainingTask(ABC):
 
 
 def best_metric(name: str | None, metrics: Sequence[str]) -> tuple[str, int]:
-    """`TrainingTask.best`: train.best, by default the first metric that the task validates."""
+    """`TrainingTask.best` from train.best; by default the first of the task's validation metrics."""
     name = {"f1": "f_measure"}.get(name or metrics[0], name or metrics[0])
     if name not in metrics:
         raise ConfigError(f"train.best={name}: this task does not measure it: use {', '.join(metrics)}")
@@ -111,7 +111,7 @@ def best_metric(name: str | None, metrics: Sequence[str]) -> tuple[str, int]:
 
 
 def start_text(start: str) -> str:
-    """For the model card, which may be shared: without the folders of this machine."""
+    """For the model card, which may be shared: names no folder of this machine."""
     return start if "://" in start else Path(start).name
 
 

@@ -2,7 +2,7 @@
 
     train(load("small"), PretrainTask)               # raises; may be called several times in one process
 
-A RUN that holds a checkpoint is resumed if its data and settings have not changed; what may change is listed in CHANGEABLE.
+A RUN with a checkpoint is resumed if data and settings have not changed, except those in CHANGEABLE.
 """
 
 import errno
@@ -47,7 +47,7 @@ CHANGEABLE = re.compile(
 )
 BAD_INPUT = (ConfigError, DataError, CheckpointError)
 COMPILED = {"cpu": "eager", "cuda": "layers"}  # default of train.compile
-# A GPU recomputes up to so many operations before it reads float32 from memory
+# Up to this many operations, a GPU recomputes float32 values instead of reading them from memory
 INDUCTOR_OPTIONS = {"realize_opcount_threshold": 45}
 LESS_MEMORY = "lower train.micro_batch or pipeline.read_ahead, avoid pipeline.backend=resident, or free memory"
 NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
@@ -55,7 +55,7 @@ MAKE_DEMO = "omnilead synth demo/archive --patients 100 && omnilead shard demo/a
 
 
 def explain(error: BaseException) -> tuple[str, int]:
-    """One line and an exit code: 2, settings or files are wrong; 1, the run failed. Anything else is a bug: its traceback."""
+    """A one-line message and an exit code: 2, settings or files are wrong; 1, the run failed. Raises other errors: bugs."""
     if isinstance(error, BAD_INPUT):
         return str(error), 2
     if isinstance(error, TrainError | WriteError | OutputError):
@@ -81,7 +81,7 @@ def train(config: RunConfig, task: type[TrainingTask], profile: int = 0) -> bool
     require_installed(config)
     datasets, run = open_datasets(config), Path(config.run)
     if (run / META).exists() or (run.parent / META).exists():
-        raise ConfigError(f"{config.run}: is a dataset, or in one: choose another with --out RUN")
+        raise ConfigError(f"{config.run}: is a dataset, or lies in one: choose another with --out RUN")
     try:
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -125,7 +125,7 @@ def _train(
     profile: int,
     held: ExitStack,
 ) -> bool:
-    """`held` closes what is opened here, also after an error."""
+    """`held` closes whatever is opened here, also after an error."""
     path = distributed.on_first_rank(ranks, lambda: checkpoint.newest(run, _warn))
     saved = refuse_changes(path, config, datasets, ranks, task) if path else None
     loader_state = checkpoint.read_loader_state(path, ranks, saved["world"]) if path and saved else None
@@ -163,7 +163,7 @@ def _train(
             say(line)
     loop = Loop(task, config, run, ranks, engine, adam, loader, datasets, progress, total, logger)
     gc.collect()
-    gc.freeze()  # or a collection in the middle of a step would visit all that was imported
+    gc.freeze()  # otherwise a collection during a step would visit everything that was imported
     held.callback(gc.unfreeze)
     with profiled(profile, run / "profile", ranks.device) if profile and ranks.first else nullcontext() as tracer:
         finished = loop.train(tracer)
@@ -200,7 +200,7 @@ def refuse_changes(
 
 
 def saved_config(path: Path, state: dict[str, Any], kind: type[RunConfig]) -> RunConfig:
-    """Settings that did not exist when the checkpoint was written have their defaults."""
+    """A checkpoint's settings. Those that did not exist when it was written have their defaults."""
     try:
         return build(state["config"], kind)
     except ConfigError as error:
@@ -225,13 +225,14 @@ def make_engine(config: RunConfig, ranks: Ranks, task: TrainingTask, universal: 
 
 
 def compile_model(model: Any, how: str, **options: Any) -> None:
-    """`layers`: the transformer layers, which are equal and so compiled once, and other parts of many small operations; the
-    whole of another encoder than the authors'.
-    `step`: forward and loss as one graph."""
+    """`layers`: compiles the transformer layers (identical, so only once) and other parts with many small operations; of a
+    plugged-in encoder, the whole. `step`: compiles forward and loss as one graph."""
     options = options or {"options": INDUCTOR_OPTIONS}
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch._inductor")  # about itself
-    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # float32 is meant to be float32
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # dynamo looks, not we
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch._inductor")  # torch's own
+    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # TF32 is off on purpose
+    warnings.filterwarnings(
+        "ignore", message="The .grad attribute of a Tensor that is not a leaf"
+    )  # dynamo reads it, not this code
     if how == "step":
         model.compile(**options)
     elif how == "layers":
@@ -254,10 +255,10 @@ def heading(config: RunConfig, loader: Loader, ranks: Ranks, progress: Progress,
 
 
 def export_run(run: Path, kind: type[RunConfig], task: type[TrainingTask]) -> Path:
-    """RUN/model: weights in safetensors, what signals it takes, a model card; all of it or nothing."""
+    """Writes RUN/model atomically: weights in safetensors, the input specification, a model card."""
     path = checkpoint.best(run) if task.exports_best else checkpoint.newest(run, _warn)
     if path is None:
-        raise CheckpointError(f"{run}: has no checkpoint: train first")
+        raise CheckpointError(f"{run}: has no checkpoint: train it first")
     state = checkpoint.read_state(path)
     config: Any = saved_config(path, state, kind)
     weights = {name: w for name, w in checkpoint.full_weights(path).items() if task.exports(config, name)}

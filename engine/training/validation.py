@@ -1,7 +1,7 @@
 """Validation during training: loss on held-out crops, patient identification, and similarities for RUN/diagnostics.npz.
 
 ValidationLoss(config, datasets, ranks).measure(engine)      # the same crops, masks and negatives every time
-PatientProbe(config, datasets, ranks).accuracy(engine)       # needs no labels
+PatientProbe(config, datasets, ranks).accuracy(engine)       # share of patients identified; needs no labels
 with Capture(engine.module) as captured:
     engine(*inputs)
 captured.similarities(views=2)            # cosines, by their names in engine.evaluation.run_files
@@ -37,7 +37,7 @@ from engine.objectives.contrastive import all_gather_no_grad, single_process, su
 from engine.training.distributed import Ranks
 
 BATCH = 16  # crops encoded at a time
-MAX_PAIRS = 20_000  # of each kind
+MAX_PAIRS = 20_000  # of each kind that are kept
 LOGGED = ("loss", "loss_local", "loss_global", "accuracy_local", "accuracy_global")
 
 
@@ -65,8 +65,8 @@ def model_inputs(
 
 @contextmanager
 def eval_mode(engine: Any) -> Iterator[None]:
-    """Called by all ranks. Running statistics, which a plugged-in encoder may have, are those of the first rank: checkpoints
-    have them."""
+    """Called by all ranks. Running statistics, which a plugged-in encoder may have, are taken from rank 0, as in
+    checkpoints."""
     engine.eval()
     for buffer in engine.module.buffers() if world_size() > 1 else ():
         dist.broadcast(buffer, 0)
@@ -93,7 +93,7 @@ def count_crops(dataset: Dataset, roles: dict[str, Any], also: dict[str, Any] | 
 
 
 class ValidationLoss:
-    """`crops`: how many are in a batch; 0 if there are too few to validate on."""
+    """The loss on held-out crops. `crops`: crops in a batch; 0 if there are too few to validate on."""
 
     def __init__(self, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
@@ -180,8 +180,8 @@ def predict_on_ranks(
 
 
 class Capture:
-    """What the encoder and the local head of a Pretrainer computed in the last forward pass, by a hook: that also works where
-    ZeRO has partitioned the weights."""
+    """Captures what the encoder and the local head of a Pretrainer computed in the last forward pass. It uses a hook, which
+    also works when ZeRO has partitioned the weights."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -216,7 +216,7 @@ class Capture:
 
 
 def contexts(compared: LocalOutput, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
-    """Of the contexts of masked tokens with their own targets, and with their negatives."""
+    """Cosines of the contexts of masked tokens with their own targets, and with their negatives."""
     context_RMP, target_RMP = (F.normalize(x.float(), dim=-1) for x in compared[:2])
     s_RMM = context_RMP @ target_RMP.transpose(1, 2)
     codes_RMG = compared.quantized.codes_RMG
@@ -226,7 +226,7 @@ def contexts(compared: LocalOutput, draws: Draws) -> tuple[np.ndarray, np.ndarra
 
 
 def pairs(c_AD: Tensor, label_A: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Of all pairs with the same label, and of all others."""
+    """Cosines of all pairs with the same label, and of all other pairs."""
     unit_AD = F.normalize(c_AD.float(), dim=-1)
     cosine_AA, same_AA = unit_AD @ unit_AD.T, label_A[:, None] == label_A
     once_AA = torch.ones_like(same_AA).triu(1)
@@ -234,6 +234,6 @@ def pairs(c_AD: Tensor, label_A: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def thinned(values: Tensor) -> np.ndarray:
-    """At most MAX_PAIRS, evenly spaced."""
+    """At most MAX_PAIRS of the values, evenly spaced."""
     every = -(-len(values) // MAX_PAIRS) or 1
     return values[::every].float().cpu().numpy()

@@ -406,7 +406,8 @@ def test_the_best_of_several_learning_rates(
         stopped.setattr(Loop, "train", lambda self, *_: train(self) and self.run.name != "lr-0.0003")
         assert finetune(tmp_path, url, base, "diagnosis", train__lr=rates).ok and not (run / "model").exists()
     assert (
-        "was begun with several --lr: give the same" in finetune(tmp_path, url, base, "diagnosis", train__lr=[1e-4]).one_line()
+        "was started with several --lr: give the same"
+        in finetune(tmp_path, url, base, "diagnosis", train__lr=[1e-4]).one_line()
     )
     ended = finetune(tmp_path, url, base, "diagnosis", train__lr=rates)
     assert ended.ok and "lr 0.0003: not converged: best auroc 0.8000 at step 2, and 1 v" in ended.output, ended.output
@@ -421,7 +422,7 @@ def test_the_best_of_several_learning_rates(
     config = load(run / "config.yaml", (), FinetuneConfig)
     assert config.train.lr == 3e-4
     one = finetune(tmp_path, url, base, "diagnosis", "run/lr-0.001", train__lr=[1e-4, 1e-3])
-    assert "was begun with one --lr" in one.one_line()
+    assert "was started with one --lr" in one.one_line()
     refused = finetune(tmp_path, url, base, "diagnosis", "new", train__lr=rates, train__validate_every=0)
     monkeypatch.setenv("WORLD_SIZE", "2")
     ranks = finetune(tmp_path, url, base, "diagnosis", "new", train__lr=rates)

@@ -167,9 +167,7 @@ def test_the_resnet_trains_and_is_tuned_on_fewer_leads(dataset: Dataset, tmp_pat
 def test_pretraining_goes_on_from_weights(own: Path, base: Path, dataset: Dataset, tmp_path: Path) -> None:
     url, start, how = dataset.root.url, str(base / "whole"), settings(own, train__steps=1, augment__rlm=0.25)
     ended = pretrain(tmp_path, url, "more", start=start, **how, train__lr=1e-12)
-    assert (
-        ended.ok and "the encoder and the heads of the local objective came from it; begun anew: the optimiser" in ended.output
-    )
+    assert ended.ok and "the encoder and the heads of the local objective loaded; new: the optimiser" in ended.output
     before, after = (load_file(Path(run) / "model" / "model.safetensors") for run in (start, tmp_path / "more"))
     assert all(
         torch.allclose(before[name], after[name], 1e-2, 1e-4)
@@ -180,7 +178,7 @@ def test_pretraining_goes_on_from_weights(own: Path, base: Path, dataset: Datase
     assert config["continued"]["start"] == start and config["continued"]["step"] == 4 and len(config["trained"]["splits"]) == 2
     assert "weights of whole." in (tmp_path / "more" / "model" / "README.md").read_text()
     anew = pretrain(tmp_path, url, "anew", start=start, **how, model__codes=16)
-    assert "the encoder came from it; begun anew: the heads of the local objective, the optimiser" in anew.output
+    assert "the encoder loaded; new: the heads of the local objective, the optimiser" in anew.output
     other = pretrain(tmp_path, url, "other", start=start, train__steps=1)
     assert "another architecture: model.encoder is 'own.py:Net' there, '' here" in other.one_line()
     fewer = pretrain(tmp_path, url, "fewer", start=start, **how, model__leads=2, augment__leads="2", augment__padded=False)
@@ -197,10 +195,7 @@ def test_pretraining_goes_on_from_weights(own: Path, base: Path, dataset: Datase
     # One without the local objective, for one with it
     assert pretrain(tmp_path, url, "cmsc", train__steps=1, objective__local=0).ok
     both = pretrain(tmp_path, url, "both", start=str(tmp_path / "cmsc"), train__steps=1)
-    assert (
-        "the encoder came from it; begun anew: the mask embedding, the heads of the local objective, the optimiser"
-        in both.output
-    )
+    assert "the encoder loaded; new: the mask embedding, the heads of the local objective, the optimiser" in both.output
 
 
 def test_an_augmentation_of_ones_own(tmp_path: Path, dataset: Dataset) -> None:
