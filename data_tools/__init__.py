@@ -1,1 +1,1 @@
-"""ECG archives -> verified datasets of 10 s crops. Start at `__main__.py`; `dataset.py` is the format."""
+"""Turn ECG archives into verified datasets of 10 s crops. Start at `__main__.py`; `dataset.py` defines the format."""
