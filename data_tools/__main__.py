@@ -1,13 +1,13 @@
-"""ECG archives -> verified datasets.
+"""Turn ECG archives into verified datasets.
 
-  omnilead synth  OUT --patients 100                  make a synthetic archive in the real layouts
-  omnilead shard  SRC [SRC ...] --out DATASET         make a dataset; run again after any interruption
-  omnilead verify DATASET [--archive SRC] [--fast]    check every byte; exit 0 only if everything holds
+  omnilead synth  OUT --patients 100                  make a synthetic archive in a real archive's layout
+  omnilead shard  SRC [SRC ...] --out DATASET         make a dataset; after an interruption, run it again
+  omnilead verify DATASET [--archive SRC] [--fast]    check every byte; exit 0 only if there are no findings
   omnilead show   DATASET|RECORD [--png FILE]         print a summary, plot 12 leads
-  omnilead labels ptbxl SRC --out DIR                 write an archive's published labels, for fine-tuning
+  omnilead labels ptbxl SRC --out DIR                 write an archive's published labels for fine-tuning
 
-`python -m data_tools` is the same program. SRC and DATASET may be folders or s3:// addresses (AWS_ENDPOINT_URL and the usual
-credentials are used).
+`python -m data_tools` is the same program. SRC and DATASET may be folders or s3:// addresses (with AWS_ENDPOINT_URL and the
+usual AWS credentials).
 """
 
 import argparse
@@ -24,7 +24,7 @@ from data_tools.cli import Parser, drop_output, interactive, is_memory, say
 from data_tools.errors import DataError, printable
 
 RESUME = {"shard": ": run the same command again to continue", "synth": ": delete {out} and run it again"}
-KINDS = "auto, physionet2021, ptbxl, mimic-iv-ecg, code15, wfdb, hospital (any of the following), muse-xml, dicom, "
+KINDS = "auto, physionet2021, ptbxl, mimic-iv-ecg, code15, wfdb, hospital (any mix of the following), muse-xml, dicom, "
 KINDS += "philips-xml, hl7-aecg, scp-ecg, edf, or your own file.py:Class (auto)"
 Option = dict[str, Any]
 
@@ -60,19 +60,19 @@ def _number(kind: type[int] | type[float], low: float, high: float = math.inf) -
     return parse
 
 
-WORKERS: Option = {"type": _number(int, 1), "default": os.cpu_count() or 1, "help": "processes (all cores)"}
+WORKERS: Option = {"type": _number(int, 1), "default": os.cpu_count() or 1, "help": "worker processes (all cores)"}
 SHARE: Option = {"type": _number(float, 0, 1), "metavar": "SHARE"}
 SEED: Option = {"type": _number(int, 0), "default": 0}
 ANONYMOUS: Option = {"action": "store_true", "help": "read public buckets without credentials"}
 PLAN: Option = {"choices": ("paper", "all", "paper-split"), "default": "paper"}
 NAMES: Option = {"metavar": "NAME", "nargs": "+"}
-SOURCE: Option = {"default": "auto", "metavar": "KIND", "help": f"how to read SRC: {KINDS}"}
-PATIENTS: Option = {"metavar": "CSV", "help": "ptbxl_database.csv, if it is not in the Challenge's archive"}
+SOURCE: Option = {"default": "auto", "metavar": "KIND", "help": f"format of SRC: {KINDS}"}
+PATIENTS: Option = {"metavar": "CSV", "help": "path of ptbxl_database.csv, if it is not in the Challenge's archive"}
 LABELS: dict[str, Option] = {
-    "archive": {"choices": ("ptbxl", "code15", "physionet2021", "mimic-iv-ecg"), "help": "kind of the archive"},
-    "src": {"metavar": "SRC", "help": "its folder or s3:// address; signals are not read"},
+    "archive": {"choices": ("ptbxl", "code15", "physionet2021", "mimic-iv-ecg"), "help": "the archive's format"},
+    "src": {"metavar": "SRC", "help": "folder or s3:// address of the archive; signals are not read"},
     "--out": {"metavar": "DIR", "required": True, "help": "where to write the tables"},
-    "--pseudonymize": {"metavar": "KEYFILE", "help": "the key that the dataset was made with"},
+    "--pseudonymize": {"metavar": "KEYFILE", "help": "the key file that the dataset was made with"},
     "--anonymous": ANONYMOUS,
 }
 
@@ -80,51 +80,50 @@ LABELS: dict[str, Option] = {
 def _parser() -> argparse.ArgumentParser:
     synth: dict[str, Option] = {
         "out": {"metavar": "OUT", "help": "an empty or new folder"},
-        "--patients": {"type": _number(int, 1), "default": 100, "help": "PTB-XL patients, and as many further records (100)"},
-        "--two-sessions": SHARE
-        | {"default": 0.11, "help": "of the PTB-XL patients: with a second recording (0.11, as the real)"},
-        "--seed": SEED | {"help": "same seed, same bytes (0)"},
-        "--layout": {"choices": ("physionet2021", "ptbxl"), "default": "physionet2021", "help": "of files (physionet2021)"},
-        "--workers": WORKERS | {"default": 1, "help": "processes (1)"},
+        "--patients": {"type": _number(int, 1), "default": 100, "help": "PTB-XL patients, and as many other records (100)"},
+        "--two-sessions": SHARE | {"default": 0.11, "help": "share of PTB-XL patients with two recordings (0.11)"},
+        "--seed": SEED | {"help": "the same seed gives the same bytes (0)"},
+        "--layout": {"choices": ("physionet2021", "ptbxl"), "default": "physionet2021", "help": "file layout (physionet2021)"},
+        "--workers": WORKERS | {"default": 1, "help": "worker processes (1)"},
     }
     shard: dict[str, Option] = {
-        "sources": {"metavar": "SRC", "nargs": "+", "help": "a folder or s3:// address of an archive"},
-        "--out": {"metavar": "DATASET", "required": True, "help": "where to write"},
+        "sources": {"metavar": "SRC", "nargs": "+", "help": "folder or s3:// address of an archive"},
+        "--out": {"metavar": "DATASET", "required": True, "help": "where to write the dataset"},
         "--source": SOURCE,
         "--patients": PATIENTS,
-        "--format": {"choices": ("tar", "zarr", "both"), "default": "tar", "help": "how samples are stored (tar)"},
-        "--plan": PLAN | {"help": "roles drawn by patient, everything for pre-training, or roles drawn by crop: leaks (paper)"},
-        "--dx-sources": NAMES | {"help": "sources whose records get diagnosis roles (cpsc_2018 georgia)"},
-        "--id-sources": NAMES | {"help": "sources whose patients get gallery and probe (ptb-xl)"},
+        "--format": {"choices": ("tar", "zarr", "both"), "default": "tar", "help": "storage format of the samples (tar)"},
+        "--plan": PLAN | {"help": "roles by patient, all for pre-training, or roles by crop, which leaks (paper)"},
+        "--dx-sources": NAMES | {"help": "sources for diagnosis train, valid and test (cpsc_2018 georgia)"},
+        "--id-sources": NAMES | {"help": "sources for gallery and probe (ptb-xl)"},
         "--pretrain-sources": NAMES | {"help": "sources for pre-training, or `all` (all but ptb and st_petersburg_incart)"},
-        "--id-share": SHARE | {"help": "gallery and probe: at most this share (0.15)"},
-        "--seed": SEED | {"help": "of the order and of the roles (0)"},
+        "--id-share": SHARE | {"help": "largest share of a source's patients in gallery and probe (0.15)"},
+        "--seed": SEED | {"help": "seed of the crop order and of the roles (0)"},
         "--workers": WORKERS,
-        "--cluster": {"metavar": "tcp://HOST:8786", "help": "a Dask scheduler instead of processes"},
-        "--pseudonymize": {"metavar": "KEYFILE", "help": "replace record and patient ids by keyed hashes"},
+        "--cluster": {"metavar": "tcp://HOST:8786", "help": "run on this Dask cluster instead of local processes"},
+        "--pseudonymize": {"metavar": "KEYFILE", "help": "replace record and patient ids with keyed hashes"},
         "--anonymous": ANONYMOUS,
         "--strict": {"action": "store_true", "help": "exit 2 if any record was refused"},
     }
     verify: dict[str, Option] = {
-        "dataset": {"metavar": "DATASET", "help": "a folder or s3:// address of a dataset"},
-        "--archive": {"metavar": "SRC", "nargs": "+", "default": [], "help": "compare with the archives it was made from"},
+        "dataset": {"metavar": "DATASET", "help": "folder or s3:// address of a dataset"},
+        "--archive": {"metavar": "SRC", "nargs": "+", "default": [], "help": "compare with the archives that it was made from"},
         "--source": SOURCE,
         "--patients": PATIENTS,
-        "--fast": {"action": "store_true", "help": "structure, tables and sizes only: samples are not read"},
+        "--fast": {"action": "store_true", "help": "check structure, tables and sizes only; do not read samples"},
         "--workers": WORKERS,
-        "--pseudonymize": {"metavar": "KEYFILE", "help": "the key that the dataset was made with, for --archive"},
+        "--pseudonymize": {"metavar": "KEYFILE", "help": "the key file that the dataset was made with, for --archive"},
         "--anonymous": ANONYMOUS,
     }
     show: dict[str, Option] = {
-        "what": {"metavar": "DATASET|RECORD", "help": "a dataset, a WFDB header file or a hospital's file"},
-        "--crop": {"metavar": "ROW", "type": _number(int, 0), "help": "one crop of the dataset instead of the summary"},
+        "what": {"metavar": "DATASET|RECORD", "help": "a dataset, a WFDB header file or a hospital's ECG file"},
+        "--crop": {"metavar": "ROW", "type": _number(int, 0), "help": "show one crop of the dataset instead of the summary"},
         "--anonymous": ANONYMOUS,
-        "--png": {"metavar": "FILE", "help": "draw it, as .png, .svg or .pdf"},
+        "--png": {"metavar": "FILE", "help": "save a figure as .png, .svg or .pdf"},
     }
     table = (
         ("synth", _synth, synth, "make a synthetic archive", "archive --patients 1000"),
-        ("shard", _shard, shard, "make a dataset of archives, or finish one", "archive --out dataset --workers 8"),
-        ("verify", _verify, verify, "check a dataset: exit 0 only if everything holds", "dataset --archive archive"),
+        ("shard", _shard, shard, "make a dataset from archives, or finish one", "archive --out dataset --workers 8"),
+        ("verify", _verify, verify, "check a dataset; exit 0 only if there are no findings", "dataset --archive archive"),
         ("show", _show, show, "print or draw a dataset, one of its crops, or a record", "dataset --crop 7 --png ecg.png"),
         ("labels", _labels, LABELS, "write an archive's published labels as tables", "ptbxl archive --out labels"),
     )
@@ -155,7 +154,7 @@ def _open_sources(urls: list[str], kind: str, options: argparse.Namespace) -> li
     if table := options.patients:
         challenge = [source for source in sources if isinstance(source, PhysioNet2021)]
         if not challenge:
-            raise DataError(f"--patients {table}: is read with the Challenge's archive, and no SRC is one: leave it out")
+            raise DataError(f"--patients {table}: no SRC is the Challenge's archive, which this table is for: leave it out")
         if "://" not in table and not Path(table).exists():
             raise DataError(f"--patients {table}: no such file: name PTB-XL's ptbxl_database.csv")
         for source in challenge:
@@ -175,7 +174,7 @@ def _shard(options: argparse.Namespace) -> int:
         chosen["id_share"] = options.id_share
     if options.plan == "all" and chosen:
         given = "--id-share" if "id_share" in chosen else f"--{next(iter(chosen))}-sources"
-        raise DataError(f"--plan all: everything is for pre-training, nothing for {given}: use --plan paper")
+        raise DataError(f"--plan all uses everything for pre-training, so {given} has no effect: use --plan paper")
     key = read_key(options.pseudonymize) if options.pseudonymize else None
     sources = _open_sources(options.sources, options.source, options)
     for note in (before := [note for source in sources for note in source.notes()]):
@@ -189,7 +188,7 @@ def _shard(options: argparse.Namespace) -> int:
     for note in [*notes(dataset), *(note for source in sources for note in source.notes() if note not in before)]:
         print(f"note: {printable(note)}", file=sys.stderr)
     if options.strict and refused:
-        print(f"omnilead shard: --strict: {refused} records were refused, see {options.out}/rejects.csv", file=sys.stderr)
+        print(f"omnilead shard: --strict: {refused} records were refused: see {options.out}/rejects.csv", file=sys.stderr)
         return 2
     return 0
 
@@ -203,7 +202,7 @@ def _verify(options: argparse.Namespace) -> int:
     key = read_key(options.pseudonymize) if options.pseudonymize else None
     dataset = Dataset.open(options.dataset, options.anonymous)
     if options.source != "auto" and not options.archive:
-        raise DataError(f"--source {options.source}: is how to read the archive: name that with --archive SRC")
+        raise DataError(f"--source {options.source} applies to an archive, and none is given: add --archive SRC")
     sources = _open_sources(options.archive, options.source, options)
     found = verify(dataset, sources, options.fast, options.workers, key, not interactive())
     for finding in found:
@@ -212,7 +211,7 @@ def _verify(options: argparse.Namespace) -> int:
     checked += ", the archive's samples" if sources else ""
     if options.fast:
         files = " and ".join({"tar": "shards/", "zarr": "store.zarr"}[name] for name in dataset.meta["formats"])
-        checked += f"; not read: the contents of {files}, run without --fast for these"
+        checked += f"; not read: the contents of {files} (run without --fast to check these)"
     result = f"{len(found)} finding{'s' * (len(found) != 1)}" if found else f"everything holds ({checked})"
     print(f"{options.dataset}: {len(dataset):,} crops, {result}; {time.monotonic() - started:.1f} s")
     return 1 if found else 0
@@ -226,13 +225,13 @@ def _show(options: argparse.Namespace) -> int:
     if options.png:
         file, folder = Path(options.png), Path(options.png).absolute().parent
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise DataError(f"--png {file}: no folder {folder} that may be written to: choose another place")
+            raise DataError(f"--png {file}: folder {folder} is missing or not writable: choose another one")
         if file.exists() and not file.is_file():
-            raise DataError(f"--png {file}: not a regular file, and would be replaced: choose another place")
+            raise DataError(f"--png {file}: exists and is not a regular file: choose another path")
         plots.picture_kind(file)
     if Path(options.what).is_file() or options.what.endswith(".hea"):
         if options.crop is not None:
-            raise DataError(f"--crop {options.crop}: {options.what} is a record, and only datasets have crops: leave it out")
+            raise DataError(f"--crop {options.crop}: {options.what} is a record, not a dataset: leave out --crop")
         figure = _record_figure(options.what)
     else:
         dataset = Dataset.open(options.what, options.anonymous)
@@ -259,7 +258,7 @@ def _labels(options: argparse.Namespace) -> int:
 
     key = read_key(options.pseudonymize) if options.pseudonymize else None
     for line in write_labels(options.archive, options.src, options.out, key, options.anonymous, not interactive()):
-        say(line)  # whoever closes the pipe still gets all tables
+        say(line)  # all tables are written even if the pipe is closed
     return 0
 
 

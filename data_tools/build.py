@@ -1,9 +1,9 @@
-"""From archives to a finished dataset: plan, shards in parallel, tables, and dataset.json last.
+"""Build a dataset from archives: plan, write shards in parallel, then tables, and dataset.json last.
 
-A shard is one task and depends on nothing but its list of crops. Beside a finished shard lies its *part*: its rows of
-samples.parquet, its rejects, a key to its content, and the part's own sha256. When `shard` is run again after an interruption,
-valid parts with the right key are kept and the others are made again. So a run may be killed at any moment, any number
-of times, and ends with the same bytes.
+A shard is one task and depends only on its list of crops. Each finished shard has a *part* file: its rows of samples.parquet,
+its rejects, a hash of its content, and the part's own sha256. When `shard` is run again after an interruption, it keeps valid
+parts whose content hash matches and builds the others again. A run may be killed at any moment, any number of times, and still
+ends with the same bytes.
 """
 
 import fcntl
@@ -41,7 +41,7 @@ from data_tools.storage import Folder, dataset_folder, prefetch, write_errors
 from data_tools.tar import MAX_INDEX, TarWriter, index_name, part_name, shard_name
 
 DIGEST_BYTES = 32  # at the end of a part
-RECORDS_HELD = 8  # a long record whose crops are in one shard is read once
+RECORDS_HELD = 8  # cached, so a long record with several crops in a shard is read once
 ROW_GROUP = 65_536
 FORMATS = {"tar": ["tar"], "zarr": ["zarr"], "both": ["tar", "zarr"]}
 _SHARD_FILE = re.compile(r"shards/(\d{5,})\.(?:tar|idx)", re.ASCII)
@@ -61,20 +61,20 @@ class ShardOptions:
 
 
 def shard(sources: list[Source], options: ShardOptions) -> Dataset:
-    """Make the dataset, or finish it."""
+    """Build the dataset, or finish an interrupted build."""
     out = dataset_folder(options.out)
     if not out.remote and os.path.exists(out.url) and not os.path.isdir(out.url):
-        raise DataError(f"--out {options.out}: is a file: name a folder")
+        raise DataError(f"--out {options.out}: is a file: choose a folder")
     if not (out.exists(META) or out.exists(".build")):
-        with suppress(StorageError):  # nothing is there
+        with suppress(StorageError):  # the folder does not exist
             if files := out.children():
-                raise DataError(f"{out.url} is not empty ({files[0]}, ...) and not a dataset: choose another --out")
+                raise DataError(f"{out.url} is not empty ({files[0]}, ...) and is not a dataset: choose another --out")
     with nullcontext() if out.exists(META) else _locked(out):
         plan = make_plan(sources, options.seed, options.workers, options.cluster, options.quiet)
         mark = key_mark(options.pseudonym_key)
         identities, contents = zip(*(plan.shard(i)[1:] for i in range(plan.shards)), strict=True)
         recipe = {name: getattr(options, name) for name in ("plan", "seed", "format")}
-        recipe |= {"contents": identities, "base": None, "pseudonyms": mark}  # base: part of the hash since version 1
+        recipe |= {"contents": identities, "base": None, "pseudonyms": mark}  # base: in the hash since version 1
         recipe |= {} if options.plan == "all" else options.role_sources.to_meta()
         if out.exists(META):
             return _same(Dataset.open(options.out), recipe)
@@ -84,7 +84,7 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
 
 @contextmanager
 def _locked(out: Folder) -> Iterator[None]:
-    """One run at a time writes to a folder, and starts by removing the temporary files of killed ones."""
+    """Let only one run write to a folder; it first removes the temporary files of killed runs."""
     place = out.workdir()
     with open(place / "lock", "wb") as lock:
         try:
@@ -103,20 +103,20 @@ def recipe_hash(recipe: dict[str, Any]) -> str:
 
 
 def _same(finished: Dataset, recipe: dict[str, Any]) -> Dataset:
-    """A finished dataset, if it was made with this recipe."""
+    """Return the finished dataset; an error if it was made with another recipe."""
     if finished.meta["recipe"] != recipe_hash(recipe):
         old = finished.meta | {"format": next(name for name, formats in FORMATS.items() if formats == finished.meta["formats"])}
         names = [name for name in ("seed", "plan", "format", "id_share", "role_sources", "pseudonyms") if name in recipe]
         changed = [f"{name} was {old.get(name)}, not {recipe[name]}" for name in names if old.get(name) != recipe[name]]
-        what = ", ".join(changed) or "with other input or options"
-        raise DatasetError(f"{finished.root.url} is finished already ({what}): choose another --out")
-    if finished.root.exists(".build"):  # killed between its last two steps
+        what = ", ".join(changed) or "from other input or options"
+        raise DatasetError(f"{finished.root.url} is already finished ({what}): choose another --out")
+    if finished.root.exists(".build"):  # the build was killed between its last two steps
         finished.root.remove(".build")
     return finished
 
 
 def _build(plan: ShardPlan, contents: list[str], out: Folder, options: ShardOptions) -> list[pa.Table]:
-    """Make the shards that are missing; -> all parts, in shard order."""
+    """Build the missing shards and return all parts in shard order."""
     missing = [i for i, content in enumerate(contents) if not _is_done(out, i, content)]
     tasks = ((i, plan.shard(i).crops, contents[i]) for i in missing)
     build = partial(build_shard, out, plan.sources, options.pseudonym_key)
@@ -128,16 +128,16 @@ def _build(plan: ShardPlan, contents: list[str], out: Folder, options: ShardOpti
 
 
 def read_part(out: Folder, name: str) -> pa.Table:
-    """A ReadError if its sha256 differs."""
+    """The part of a shard; a ReadError if its sha256 differs."""
     data = memoryview(out.read(part_name(name), 2**30))
     body, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
     if hashlib.sha256(body).digest() != digest:
-        raise ReadError("fails its sha256", f"{out.url}/{part_name(name)}: run the same command again to make it anew")
+        raise ReadError("fails its sha256", f"{out.url}/{part_name(name)}: run the same command again to rebuild it")
     return pq.read_table(pa.BufferReader(body))
 
 
 def _is_done(out: Folder, index: int, content: str) -> bool:
-    """A part is written after its shard, so one with the right key stands for both."""
+    """Whether a shard is complete. Its part is written last, so a matching part implies a complete shard."""
     name = shard_name(index)
     try:
         facts = json.loads(read_part(out, name).schema.metadata[b"omnilead"])
@@ -148,7 +148,7 @@ def _is_done(out: Folder, index: int, content: str) -> bool:
 
 
 def build_shard(out: Folder, sources: tuple[Source, ...], key: bytes | None, task: tuple[int, PlannedCrops, str]) -> None:
-    """Read, prepare and write the crops of one shard, then publish tar, index and part in this order."""
+    """Read, prepare and write the crops of one shard, then publish its tar, index and part, in this order."""
     keep_freed_memory()
     number, crops, content = task
     name = shard_name(number)
@@ -190,7 +190,7 @@ def build_shard(out: Folder, sources: tuple[Source, ...], key: bytes | None, tas
 
 
 def _part(index: int, rows: list[dict[str, Any]], facts: dict[str, Any]) -> bytes:
-    absent = {"shard": index, "pretrain": False}  # roles are assigned when all records are known
+    absent = {"shard": index, "pretrain": False}  # roles are assigned once all records are known
     columns = [pa.array([absent.get(field.name, row.get(field.name)) for row in rows], field.type) for field in COLUMNS]
     data = as_parquet(pa.table(columns, schema=COLUMNS.with_metadata({"omnilead": json.dumps(facts)})))
     return data + hashlib.sha256(data).digest()
@@ -210,7 +210,7 @@ def row_of(source: str, name: str, record: EcgRecord, crop: Crop, key: bytes | N
 
 
 def _flags(crop: Crop) -> Iterator[tuple[str, str]]:
-    """(reason, detail) of what is odd about a usable crop, for rejects.csv."""
+    """(reason, detail) rows of rejects.csv for a usable but unusual crop."""
     at = f"at {crop.start_s:g} s"
     if crop.missing:
         yield "lead not measured", f"{' '.join(crop.missing)} {at}"
@@ -220,7 +220,7 @@ def _flags(crop: Crop) -> Iterator[tuple[str, str]]:
 
 
 def _records(sources: tuple[Source, ...], crops: PlannedCrops) -> Iterator[tuple[str, str, int, EcgRecord | ReadError]]:
-    """(key, label, crop, record) in shard order; remote records are requested ahead, many at once."""
+    """(key, label, crop, record) in shard order; remote records are prefetched."""
     read = lru_cache(RECORDS_HELD)(lambda archive, key: read_safely(sources[archive].read, key))
     remote = any(source.root.remote for source in sources)
     pairs = [crop[:2] for crop in crops]
@@ -229,7 +229,7 @@ def _records(sources: tuple[Source, ...], crops: PlannedCrops) -> Iterator[tuple
         yield key, label, part, record
 
 
-# The end of a build: roles over all records, tables, the zarr copy, and dataset.json
+# End of a build: roles of all records, tables, the zarr copy, and dataset.json
 
 
 def _finish(plan: ShardPlan, parts: list[pa.Table], out: Folder, recipe: dict[str, Any], options: ShardOptions) -> Dataset:
@@ -242,7 +242,7 @@ def _finish(plan: ShardPlan, parts: list[pa.Table], out: Folder, recipe: dict[st
     sources = _source_facts(plan, table)
     if not len(table):
         reasons = sorted({reject[2] for reject in rejects})
-        raise StorageError(f"no usable crop in any record ({', '.join(reasons)[:200]}): nothing to write")
+        raise StorageError(f"no record has a usable crop ({', '.join(reasons)[:200]}): there is nothing to write")
     table = assign_roles(table, options.plan, options.seed, options.role_sources)
     if options.format != "tar":
         zarr_writer.write(table, shards, out, options.workers, options.cluster, options.quiet)
@@ -252,7 +252,7 @@ def _finish(plan: ShardPlan, parts: list[pa.Table], out: Folder, recipe: dict[st
         address = pa.array(np.full(len(table), -1))
         table = table.set_column(0, COLUMNS[0], address.cast(pa.int32())).set_column(1, COLUMNS[1], address)
     ours = {shard["name"].removesuffix(".tar") for shard in shards}
-    for name in list(out.names("shards")):  # what a killed run with other sources or options has left
+    for name in list(out.names("shards")):  # leftovers of a killed run with other sources or options
         if (found := _SHARD_FILE.fullmatch(name)) and found[1] not in ours:
             out.remove(name)
     if options.format == "tar" and out.exists(f"{STORE}/zarr.json"):
@@ -298,7 +298,7 @@ def _source_facts(plan: ShardPlan, table: pa.Table) -> list[dict[str, Any]]:
 
 
 def records_of(table: pa.Table) -> splits.Records:
-    """The records behind rows of samples.parquet."""
+    """The records that rows of samples.parquet belong to."""
     source = pc.dictionary_encode(table["source"].combine_chunks())
     codes = source.indices.to_numpy().astype(np.int64)
     name = pc.dictionary_encode(table["record"].combine_chunks())
@@ -335,7 +335,7 @@ def role_counts(table: pa.Table) -> dict[str, Any]:
 
 
 def read_key(path: str) -> bytes:
-    """The contents of a key file, hashed to a key. `head -c 32 /dev/urandom > KEYFILE` makes one."""
+    """Read a key file and hash it to a key. `head -c 32 /dev/urandom > KEYFILE` creates one."""
     try:
         secret = Path(path).read_bytes()
     except OSError as error:
@@ -346,7 +346,7 @@ def read_key(path: str) -> bytes:
 
 
 def pseudonym(key: bytes | None, kind: str, source: str, name: str) -> str:
-    """The name to write: itself without a key. `kind`, r for records and p for patients, keeps the two apart."""
+    """A keyed hash of the name, or the name itself if there is no key. `kind`: r for records, p for patients."""
     if key is None:
         return name
     return kind + blake2b(f"{source}/{name}".encode(), key=key, digest_size=10, person=kind.encode()).hexdigest()

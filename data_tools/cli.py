@@ -1,9 +1,9 @@
-"""What all command lines here share: a parser, and one-line errors for wrong arguments, failing output and too little memory.
+"""Helpers for all command lines: a parser, and one-line errors for wrong arguments, failing output and lack of memory.
 
 Parser("omnilead").parse_args()
-tqdm(..., disable=not interactive())      # a bar on a terminal and in a notebook
-say("step 10")                            # a full disk behind standard output does not end the work
-if is_memory(error): ...                  # out of memory, in whatever words
+tqdm(..., disable=not interactive())      # progress bar on a terminal or in a notebook
+say("step 10")                            # keeps running if standard output cannot be written
+if is_memory(error): ...                  # out of memory, whatever the message
 """
 
 import argparse
@@ -18,7 +18,7 @@ from functools import cache
 from types import TracebackType
 from typing import Any, NoReturn
 
-# "out of memory", in the words of torch, C++, Python's threads, the system and its loader of libraries
+# "out of memory" as reported by torch, C++, Python's threads, the system and its dynamic loader
 MEMORY: tuple[str, ...] = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc", "can't start new thread")
 MEMORY += ("Cannot allocate memory", "Resource temporarily unavailable", "failed to map segment")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
 
 @cache
 def guard_streams() -> None:
-    """To be called before anything is printed: replaces a closed stream and escapes what a stream cannot encode."""
+    """Call before printing: replaces a closed stream, and escapes characters that a stream cannot encode."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -51,7 +51,7 @@ def guard_streams() -> None:
 
 
 def _unhandled(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """No traceback if standard output cannot be written or nobody reads it any more."""
+    """Print no traceback if standard output cannot be written or its reader has closed the pipe."""
     if isinstance(error, OSError) and error.filename is None and error.errno in (errno.EPIPE, errno.ENOSPC, errno.EBADF):
         _report(error)
     else:
@@ -64,7 +64,7 @@ def _flush() -> None:
 
 
 def show(text: str) -> int:
-    """Print a command's result. -> the exit code, 0 also if the reader has closed the pipe."""
+    """Print a command's result and return the exit code; a closed pipe also gives 0."""
     try:
         print(text, end="", flush=True)
     except OSError as error:
@@ -76,27 +76,27 @@ def _report(error: OSError) -> int:
     drop_output()
     if error.errno == errno.EPIPE:
         return 0
-    print(f"standard output: {error.strerror}: choose another place", file=sys.stderr, flush=True)
+    print(f"standard output: {error.strerror}: redirect it elsewhere", file=sys.stderr, flush=True)
     return 1
 
 
 def drop_output() -> int:
-    """Also what is still in the buffer, which would raise again when the process ends."""
+    """Discard further output, and what is still in the buffer, which would raise again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def say(text: str) -> None:
-    """Print a remark; failing to do so must not end the work."""
+    """Print a message; a failure to print does not stop the program."""
     try:
         print(text, flush=True)
     except OSError as error:
         drop_output()
-        print(f"warning: standard output: {error.strerror}: nothing more is printed there", file=sys.stderr, flush=True)
+        print(f"warning: standard output: {error.strerror}: no more output there", file=sys.stderr, flush=True)
 
 
 def interactive() -> bool:
-    """Whether somebody sees progress bars: on a terminal or in a notebook."""
+    """Whether to show progress bars: on a terminal or in a notebook."""
     return sys.stderr.isatty() or in_notebook()
 
 
@@ -105,16 +105,16 @@ def in_notebook() -> bool:
 
 
 def is_memory(error: BaseException | None) -> bool:
-    """Whether this error, or one that led to it, is a lack of memory."""
-    if error is None or isinstance(error, BlockingIOError):  # a lock held by another has the words of a thread's failed start
+    """Whether this error, or one that caused it, means out of memory."""
+    if error is None or isinstance(error, BlockingIOError):  # a held lock has the same message as a thread that cannot start
         return False
     return isinstance(error, MemoryError) or any(words in str(error) for words in MEMORY) or is_memory(error.__context__)
 
 
 @cache
 def keep_freed_memory() -> None:
-    """glibc returns large buffers to the kernel when they are freed, and the next record or batch pays for every page again: on
-    a CPU two thirds of the time of noise. From now on this process keeps up to 256 MB of them. Without glibc: nothing."""
+    """Let this process keep up to 256 MB of freed memory. By default glibc returns large buffers to the kernel, and the next
+    record or batch pays for every page again: two thirds of the time of noise on a CPU. Without glibc, does nothing."""
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         mallopt(M_MMAP_THRESHOLD, 32 * 2**20)

@@ -1,15 +1,15 @@
-"""A dataset on disk or in a bucket, format version 1. This is the module through which the engine uses data_tools.
+"""A dataset on disk or in a bucket, format version 1. The engine uses data_tools through this module.
 
-    DATASET/dataset.json      preprocessing, sources, roles, shards with their sha256, and the fingerprint of all this
+    DATASET/dataset.json      preprocessing, sources, roles, shards with their sha256, and a fingerprint of the rest
             samples.parquet   one row per crop, in shard order
             rejects.csv       every record, lead or crop that was refused, repaired or flagged
             shards/00000.tar  <key>.ecg = int16 little-endian [12, 5000] microvolts, <key>.json; 00000.idx for DALI
             store.zarr/       optional copy: int16 [crops, 12, 5000]
 
-`Dataset.open` reads only dataset.json. Columns are read on demand, crops by offset and checked against their crc32c.
+`Dataset.open` reads only dataset.json. Columns are read on demand; crops are read by offset and checked against their crc32c.
 
     dataset = Dataset.open("DATASET")
-    ecg = dataset[0]                        # an Ecg: ecg.signal_mv, ecg.record, ecg.age, ecg.labels, ecg.plot()
+    ecg = dataset[0]                        # an Ecg with ecg.signal_mv, ecg.record, ecg.age, ecg.labels, ecg.plot()
 """
 
 import csv
@@ -49,11 +49,11 @@ SHARD_CROPS = 1024
 META, SAMPLES, REJECTS, STORE = "dataset.json", "samples.parquet", "rejects.csv", "store.zarr"
 MAX_META = 256 * 2**20
 GROUPS_KEPT = 4  # row groups of samples.parquet, of 65,536 crops
-FORMULA = tuple("=+-@\t\r\n")  # how a cell begins that a spreadsheet takes for a formula
+FORMULA = tuple("=+-@\t\r\n")  # a spreadsheet takes a cell that begins with one of these for a formula
 
 COLUMNS = pa.schema(
     [
-        ("shard", pa.int32()),  # -1 in a dataset that is only zarr, where the row number is the address
+        ("shard", pa.int32()),  # -1 in a dataset with zarr only, where the row number is the address
         ("offset", pa.int64()),
         ("crc32c", pa.uint32()),
         ("waveform", pa.uint64()),  # crc32c of the limb leads, then of the chest leads: equal for equal waveforms
@@ -83,7 +83,7 @@ class FileFacts(BaseModel, strict=True):
 
 
 class ShardFacts(BaseModel, strict=True):
-    """Name and sha256 become file names: nothing else may be in them."""
+    """One shard. `name` and `sha256` are used as file names, so their characters are restricted."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}\.tar$")]
     crops: NonNegativeInt
@@ -100,7 +100,7 @@ class SourceFacts(BaseModel, strict=True):
 
 
 class DatasetFacts(BaseModel, strict=True):
-    """The parts of dataset.json that readers rely on. Datasets of earlier versions lack those with a default."""
+    """The fields of dataset.json that readers rely on. Datasets of earlier versions lack the fields with a default."""
 
     crops: int
     samples: FileFacts
@@ -116,7 +116,7 @@ class DatasetFacts(BaseModel, strict=True):
 
 
 class Meta(dict[str, Any]):
-    """The contents of dataset.json; a missing key is that file's error."""
+    """The contents of dataset.json; a missing key raises a DatasetError that names it."""
 
     def __missing__(self, name: str) -> Any:
         raise DatasetError(f"{META}: {name} is missing: restore the file")
@@ -124,7 +124,7 @@ class Meta(dict[str, Any]):
 
 @dataclass(frozen=True, eq=False)
 class Ecg:
-    """One crop of 10 s. A crop with one half is 5 s long; the rest of its signal is zero."""
+    """One crop of 10 s. If `halves` is 1, it is 5 s long and its second half is zero."""
 
     row: int
     signal_uv: np.ndarray = field(repr=False)  # int16 [12, 5000], leads in the order of data_tools.record.LEADS
@@ -139,7 +139,7 @@ class Ecg:
     dx_role: str | None
     id_role: str | None
     dx: list[str]  # SNOMED codes
-    labels: list[str]  # those of CLASSES
+    labels: list[str]  # names from CLASSES
     age: float | None
     sex: str | None
     fs_source_hz: float
@@ -149,7 +149,7 @@ class Ecg:
         return self.signal_uv.astype(np.float32) / 1000
 
     def plot(self) -> "Figure":
-        """The twelve leads on ECG paper, to scale; a notebook shows it."""
+        """A figure of the twelve leads on ECG paper, to scale; notebooks display it."""
         from data_tools.plots import crop_figure
 
         return crop_figure(self)
@@ -157,7 +157,7 @@ class Ecg:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A sequence of `Ecg`, one for each crop."""
+    """A sequence of `Ecg`, one per crop."""
 
     root: Folder
     meta: dict[str, Any]
@@ -174,7 +174,7 @@ class Dataset:
             raise DatasetError(one_line(f"{url}/{META}: not JSON ({error}): restore the file")) from None
         version = meta.get("format_version") if isinstance(meta, dict) else None
         if version != FORMAT_VERSION:
-            raise DatasetError(f"{url}: format version {version}, this program reads {FORMAT_VERSION}: use its own version")
+            raise DatasetError(f"{url}: format version {version}, this program reads {FORMAT_VERSION}: use a matching version")
         if meta.get("fingerprint") != fingerprint(meta):
             raise DatasetError(f"{url}/{META}: the fingerprint does not match the contents: edited by hand? restore the file")
         try:
@@ -190,7 +190,7 @@ class Dataset:
         return cls(root, Meta(meta))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Dataset, (self.root, self.meta)  # without what is cached
+        return Dataset, (self.root, self.meta)  # without cached values
 
     def __hash__(self) -> int:
         return hash((self.root.url, self.fingerprint))
@@ -216,7 +216,7 @@ class Dataset:
         return map(self.__getitem__, range(len(self)))
 
     def plot(self, row: int) -> "Figure":
-        """One crop on ECG paper, to scale; a notebook shows it."""
+        """A figure of one crop on ECG paper, to scale; notebooks display it."""
         return self[row].plot()
 
     @property
@@ -228,7 +228,7 @@ class Dataset:
         return list(self.meta["shards"])
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """Rows in shard order. A local file is memory-mapped, and only the given columns are decoded."""
+        """Rows of samples.parquet in shard order. Local files are memory-mapped; only the given columns are decoded."""
         with self._arrow_errors():
             table = self._samples.read(columns)
         if table.num_rows != len(self):
@@ -238,7 +238,7 @@ class Dataset:
         return table
 
     def parts(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """The same rows, batch by batch."""
+        """The rows of `table`, batch by batch."""
         with self._arrow_errors():
             for group in self._samples.fragments[0].split_by_row_group():
                 yield from group.to_table(COLUMNS, list(columns)).to_batches()
@@ -262,7 +262,7 @@ class Dataset:
 
     @cached_property
     def _samples(self) -> pq.ParquetDataset:
-        """Its sha256 is checked first: parquet's own checks miss some flipped bits. A remote file is kept in memory."""
+        """samples.parquet, checked by sha256, since parquet misses some flipped bits. A remote file stays in memory."""
         facts, file = self.meta["samples"], f"{self.root.url}/{SAMPLES}"
         source: Any = file
         if self.root.remote:
@@ -293,13 +293,13 @@ class Dataset:
 
     @property
     def labels(self) -> np.ndarray:
-        """bool [crops, 26]: which of CLASSES each crop's record has."""
+        """bool [crops, 26]: which diagnoses in CLASSES each crop's record has."""
         values: np.ndarray = self.table(["labels"])["labels"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
         return values.reshape(len(self), len(CLASSES))
 
     @cached_property
     def addresses(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Shard, offset and crc32c of every crop: 16 bytes each."""
+        """Shard, offset and crc32c of every crop, 16 bytes per crop."""
         table = self.table(["shard", "offset", "crc32c"])
         return tuple(table[name].to_numpy() for name in ("shard", "offset", "crc32c"))
 
@@ -336,7 +336,7 @@ class Dataset:
         return Chunks(self.root, len(self))
 
     def rejects(self) -> list[tuple[str, str, str, str]]:
-        """(source, record, reason, detail): the rows of rejects.csv."""
+        """The rows of rejects.csv: (source, record, reason, detail)."""
         facts, file = self.meta.get("rejects"), f"{self.root.url}/{REJECTS}"
         try:
             data = self.root.read(REJECTS, facts["bytes"] if facts else 2**31)
@@ -349,7 +349,7 @@ class Dataset:
 
 
 def fingerprint(meta: dict[str, Any]) -> str:
-    """A hash of all of dataset.json, which holds the sha256 of every shard and table."""
+    """A hash of everything else in dataset.json, which includes the sha256 of every shard and table."""
     rest = {name: value for name, value in meta.items() if name != "fingerprint"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
@@ -362,14 +362,14 @@ def waveform(crop: np.ndarray) -> tuple[int, int]:
 
 
 def as_csv(rows: Iterable[Sequence[Any]]) -> str:
-    """A CSV table that is safe in a spreadsheet: a cell that would be a formula begins with an apostrophe."""
+    """A CSV table that is safe to open in a spreadsheet: cells that would be formulas get a leading apostrophe."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([_quoted(cell) for cell in row] for row in rows)
     return text.getvalue()
 
 
 def _quoted(cell: Any) -> Any:
-    """Numbers stay numbers, also several in one cell. Python below 3.13 writes a carriage return as it is: a new line."""
+    """Quote a formula. Cells of one or more numbers stay unchanged. Python before 3.13 writes a carriage return as it is."""
     if not isinstance(cell, str):
         return cell
     text = cell.replace("\r", " ")

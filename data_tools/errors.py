@@ -1,8 +1,8 @@
-"""Errors for the user: the commands print the message in one line and exit with 2. Anything else is a bug."""
+"""Errors for the user: commands print the message on one line and exit with code 2. Other exceptions are bugs."""
 
 
 class DataError(Exception):
-    """Wrong arguments, or one of the errors below."""
+    """Wrong arguments; the base class of the errors below."""
 
 
 class ReadError(DataError):
@@ -17,28 +17,28 @@ class ReadError(DataError):
 
 
 class StorageError(DataError):
-    """The storage fails (network, credentials, full disk): the run stops, and continues when it is started again."""
+    """The storage failed (network, credentials, full disk). The run stops; starting it again continues it."""
 
 
 class DatasetError(DataError):
-    """A damaged or invalid dataset: the message names the file, the crop and the check that failed."""
+    """A damaged or invalid dataset. The message names the file, the crop and the failed check."""
 
 
 class ChunkError(DataError):
-    """A damaged chunk of the zarr copy; the caller adds which one."""
+    """A damaged chunk of the zarr copy; the caller adds its name."""
 
 
 def printable(text: str) -> str:
-    """On one line: escapes control characters, and bytes of a file name that are not UTF-8."""
+    """The text on one line, with control characters and non-UTF-8 bytes of file names escaped."""
     return text if text.isprintable() else "".join(map(_escaped, text))
 
 
 def _escaped(letter: str) -> str:
-    if "\udc80" <= letter <= "\udcff":  # Python's stand-in for such a byte
+    if "\udc80" <= letter <= "\udcff":  # Python's surrogate escape for a non-UTF-8 byte
         return f"\\x{ord(letter) - 0xDC00:02x}"
     return letter if letter.isprintable() else ascii(letter)[1:-1]
 
 
 def one_line(text: str, limit: int = 300) -> str:
-    """A library's message, which may have several lines."""
+    """Join the lines of a message, such as a library's, and cut it to `limit` characters."""
     return " ".join(text.split())[:limit]

@@ -1,6 +1,6 @@
-"""Which crops go into which shard: a seeded permutation of all crops over shards of 1,024, made from the headers alone.
+"""Plan which crop goes into which shard: a seeded permutation of all crops over shards of 1,024, made from headers only.
 
-The plan is columns, not objects: about a hundred bytes per record, so that eleven million records fit one machine.
+The plan is stored in columns, about a hundred bytes per record, so that eleven million records fit into one machine's memory.
 """
 
 import re
@@ -32,7 +32,7 @@ SCAN_CHUNK = 2048
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 SCANNED = pa.schema(
     [
-        ("archive", pa.int16()),  # into the sources of the plan
+        ("archive", pa.int16()),  # index of the plan's sources
         ("key", pa.large_string()),
         ("label", pa.large_string()),  # source/record
         ("source", pa.large_string()),
@@ -46,18 +46,18 @@ SCANNED = pa.schema(
 
 class PlannedShard(NamedTuple):
     crops: PlannedCrops
-    identity: str  # two shards with the same identity have the same bytes, wherever the archive is stored
-    content: str  # the same, and the files have not been touched since
+    identity: str  # shards with the same identity have the same bytes, wherever the archive is stored
+    content: str  # also changes if the archive's files are modified
 
 
 @dataclass(frozen=True)
 class ShardPlan:
     sources: tuple[Source, ...]
-    records: pa.Table  # SCANNED: the usable records
+    records: pa.Table  # the usable records, with the columns of SCANNED
     tables: str  # a hash of the sources' tables
-    first_crop: np.ndarray  # [records + 1]; crops are numbered record by record
-    order: np.ndarray  # [crops], a permutation
-    seen: dict[str, int]  # records by source
+    first_crop: np.ndarray  # [records + 1] number of each record's first crop
+    order: np.ndarray  # [crops] permutation
+    seen: dict[str, int]  # number of records by source
     rejects: list[Reject]
 
     @property
@@ -77,7 +77,7 @@ class ShardPlan:
 
 
 def make_plan(sources: Iterable[Source], seed: int, workers: int = 1, dask: str | None = None, quiet: bool = True) -> ShardPlan:
-    """Read every header, in parallel."""
+    """Read all headers in parallel and plan the shards."""
     sources = tuple(sources)
     scans: dict[int, tuple[int, pa.Table, list[tuple[str, Reject]]]] = {}
     with tqdm(unit=" records", desc="headers", disable=quiet) as bar:
@@ -90,7 +90,7 @@ def make_plan(sources: Iterable[Source], seed: int, workers: int = 1, dask: str 
     refused = [one for number in sorted(scans) for one in scans[number][2]]
     seen = Counter(source for _, (source, *_) in refused)
     seen.update({row["values"]: row["counts"] for row in pc.value_counts(scanned["source"]).to_pylist()})
-    tar_names = pc.replace_substring(scanned["label"].combine_chunks(), "/", "-")  # of a-b/c and a/b-c it is the same
+    tar_names = pc.replace_substring(scanned["label"].combine_chunks(), "/", "-")  # the same for a-b/c and a/b-c
     names = pc.dictionary_encode(tar_names)
     first = np.zeros(len(scanned), bool)
     first[np.unique(names.indices.to_numpy(), return_index=True)[1]] = True
@@ -109,7 +109,7 @@ def make_plan(sources: Iterable[Source], seed: int, workers: int = 1, dask: str 
 
 
 def permutation(count: int, seed: int) -> np.ndarray:
-    """Sorted by a mixed counter (SplitMix64): no library's generator, which its next version might change."""
+    """A permutation by SplitMix64 hashes of a counter, since a library's generator may change between versions."""
     x = np.arange(count, dtype=np.uint64) + np.uint64(seed * 0xD1B54A32D192ED03 % 2**64)
     x *= np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -127,7 +127,7 @@ def _chunks(sources: tuple[Source, ...]) -> Iterator[tuple[int, int, Source, lis
 
 
 def _scan(task: tuple[int, int, Source, list[str]]) -> tuple[int, pa.Table, list[tuple[str, Reject]]]:
-    """-> number of the chunk, its usable records, and the refused ones with their keys."""
+    """Return the chunk's number, its usable records, and its refused records with their keys."""
     keep_freed_memory()
     number, archive, source, keys = task
     rows: list[tuple[int, str, str, str, int, int, int, float]] = []
@@ -160,7 +160,7 @@ def _hash(words: bytes) -> int:
 
 
 def _with_unique_names(refused: list[tuple[str, Reject]], labels: pa.ChunkedArray) -> list[Reject]:
-    """Every refused record has its own name in rejects.csv: its path, if another record has its name."""
+    """Give each refused record a unique name in rejects.csv: its path if another record has its name."""
     names = pa.array([f"{source}/{name}" for _, (source, name, *_) in refused], labels.type)
     used = pc.is_in(names, labels).to_pylist()
     taken: set[tuple[str, str]] = set()
@@ -169,7 +169,7 @@ def _with_unique_names(refused: list[tuple[str, Reject]], labels: pa.ChunkedArra
         if elsewhere or (source, name) in taken:
             name = printable(path)
         while (source, name) in taken:
-            name += " again"  # in another archive
+            name += " again"  # the same path in another archive
         taken.add((source, name))
         rejects.append((source, name, reason, located(path, detail)))
     return rejects

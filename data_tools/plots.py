@@ -1,6 +1,6 @@
-"""Figures: an ECG on ECG paper, true to scale, and an overview of a dataset.
+"""Figures: an ECG on ECG paper, to scale, and an overview of a dataset.
 
-`omnilead show DATASET|RECORD --png FILE`, data_tools.dataset.Ecg.plot. Only drawing imports matplotlib.
+Used by `omnilead show DATASET|RECORD --png FILE` and data_tools.dataset.Ecg.plot. matplotlib is imported only to draw.
 """
 
 import math
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 DPI, MM_PER_INCH = 150, 25.4
 MM_PER_S = 25.0
 COLUMN_S, SHOWN_S = 2.5, 10.0
-GAINS_MM_PER_MV = (10.0, 5.0)  # the standard one, and half of it for traces that would leave the paper
+GAINS_MM_PER_MV = (10.0, 5.0)  # standard gain; half gain for traces that would leave the paper
 
-# A4 landscape, so that a print at 100 % is to scale. The paper's own axes count millimetres from its lower left corner
+# A4 landscape, so that a print at 100 % is to scale. The axes are in millimetres from the grid's lower left corner
 PAGE_MM, PAPER_MM, PAPER_AT_MM = (297.0, 210.0), (270.0, 175.0), (13.5, 13.0)
-TRACE_X_MM = 15.0  # second 0; the calibration pulse stands left of it
+TRACE_X_MM = 15.0  # x of second 0; the calibration pulse is to its left
 ROWS_Y_MM = (140.0, 100.0, 60.0, 20.0)  # baselines: three rows of four leads, then the rhythm strip
-FLAT_MV = 0.005  # a lead that varies less has no signal: one step of the usual converters
+FLAT_MV = 0.005  # a lead that varies less has no signal; one step of usual converters
 
-FONT = "DejaVu Sans"  # comes with matplotlib: the same picture everywhere
+FONT = "DejaVu Sans"  # comes with matplotlib, so figures look the same everywhere
 INK, GREY, PAPER, GRID_1_MM, GRID_5_MM = "#14141c", "#75757d", "#fffcfb", "#f8dcda", "#eeb0ad"
-ROLE_COLOURS = ("#2f6690", "#db963a", "#b3d4e6", "#7d7d88", "#d9d9d4", "#3d2c4a")  # apart in lightness: any colour vision
+ROLE_COLOURS = ("#2f6690", "#db963a", "#b3d4e6", "#7d7d88", "#d9d9d4", "#3d2c4a")  # differ in lightness, for any colour vision
 
 
 def crop_figure(ecg: Ecg) -> "Figure":
@@ -52,9 +52,9 @@ def caption(age: float | None, sex: str | None, dx: Sequence[str]) -> str:
 
 
 def ecg_figure(mv: np.ndarray, fs_hz: float, title: str = "", caption: str = "", missing: Collection[str] = ()) -> "Figure":
-    """Twelve leads `mv` [12, n] in the order of LEADS: 3 x 4 columns of 2.5 s, contiguous in time, over a rhythm strip.
+    """Draw leads `mv` [12, n] in the order of LEADS: 3 rows of 4 leads, 2.5 s each and contiguous in time, and a rhythm strip.
 
-    Each lead is centred on its median, as AC-coupled carts do. NaN leaves a gap; a lead of nothing else is missing."""
+    Each lead is centred on its median, as AC-coupled carts do. NaN leaves a gap; an all-NaN lead is shown as missing."""
     mv = np.array(mv[:, : math.ceil(SHOWN_S * fs_hz - 1e-9)], dtype=np.float64)
     mv[~np.isfinite(mv)] = np.nan
     absent = {lead for lead, row in zip(LEADS, mv, strict=True) if lead in missing or np.isnan(row).all()}
@@ -62,23 +62,23 @@ def ecg_figure(mv: np.ndarray, fs_hz: float, title: str = "", caption: str = "",
     beating = {lead for lead, row in shown.items() if np.nanmax(row) - np.nanmin(row) > FLAT_MV}
     rhythm = next((lead for lead in ("II", *LEADS) if lead in beating), "II")
 
-    # (lead, row, seconds from, seconds to): what is printed where
+    # cells of the printout: (lead, row, from second, to second)
     cells = [(lead, i % 3, COLUMN_S * (i // 3), COLUMN_S * (i // 3 + 1)) for i, lead in enumerate(LEADS)]
     cells.append((rhythm, 3, 0.0, SHOWN_S))
     length_s = mv.shape[1] / fs_hz
     whole_s = max(1, math.floor(length_s / COLUMN_S + 1e-9)) * COLUMN_S
-    # where a column begins -> at which time of the ECG: columns after the end of a short ECG show it from its start again
+    # start of a column -> time in the ECG; a short ECG starts again in the columns after its end
     begins = {s: s if s < length_s - 2 / fs_hz else s % whole_s for _, _, s, _ in cells}
 
     def trace_mm(gain: float, lead: str, row: int, place_s: float, end_s: float) -> np.ndarray:
-        """[points, (x, y)]. The sample on the edge of two columns is in both."""
+        """[points, (x, y)]; a sample on the edge of two columns is in both."""
         start_s, values = begins[place_s], shown.get(lead, np.empty(0))
         last = math.floor((start_s + end_s - place_s) * fs_hz + 1e-9)
         at = np.arange(math.ceil(start_s * fs_hz - 1e-9), min(last + 1, len(values)))
         return np.stack([TRACE_X_MM + MM_PER_S * (at / fs_hz - start_s + place_s), ROWS_Y_MM[row] + gain * values[at]], axis=1)
 
     gain, notes = GAINS_MM_PER_MV[0], list[str]()
-    edges = (PAPER_MM[1], *ROWS_Y_MM, 0.0)  # a trace may reach into the next row, but not across that row's baseline
+    edges = (PAPER_MM[1], *ROWS_Y_MM, 0.0)  # a trace may reach into the next row, but not cross its baseline
     traces = [trace_mm(gain, *cell) for cell in cells]
     if any(_leaves(trace, edges[row + 2], edges[row]) for trace, (_, row, _, _) in zip(traces, cells, strict=True)):
         gain = GAINS_MM_PER_MV[1]
@@ -115,12 +115,12 @@ def _draw_lead(axes: "Axes", lead: str, row: int, start_s: float, end_s: float, 
         _write(axes, (x + end_x) / 2, y + 1.5, "missing", 9, color=GREY, style="italic", ha="center")
     else:
         axes.plot(trace[:, 0], trace[:, 1], color=INK, lw=0.9, solid_joinstyle="round", zorder=3, label=f"trace {lead}")
-    halo = [withStroke(linewidth=3, foreground=PAPER)]  # the name stays legible on a trace
+    halo = [withStroke(linewidth=3, foreground=PAPER)]  # keeps the name legible on a trace
     _write(axes, x + 1.2, y + 6, lead, 10, weight="bold", label=f"name {lead}", zorder=4, path_effects=halo)
 
 
 def _paper() -> "tuple[Figure, Axes]":
-    """An empty sheet, and its axes in millimetres."""
+    """An empty page with ECG paper, and its axes in millimetres."""
     from matplotlib.collections import LineCollection
 
     (page_w, page_h), (w, h), (left, bottom) = PAGE_MM, PAPER_MM, PAPER_AT_MM
@@ -137,7 +137,7 @@ def _paper() -> "tuple[Figure, Axes]":
 
 
 def _figure(size: tuple[float, float], **options: Any) -> "Figure":
-    """An empty figure that shows itself in a notebook, where pyplot's figures do so only after `%matplotlib inline`."""
+    """An empty figure that notebooks display; pyplot's figures need `%matplotlib inline` for that."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -154,7 +154,7 @@ def _png(figure: "Figure") -> bytes:
 
 
 def _margins(figure: "Figure", title: str, caption: str, scale: str, notes: str) -> None:
-    """The text around the paper."""
+    """Write the text around the paper."""
     (page_w, page_h), (w, h), (left, bottom) = PAGE_MM, PAPER_MM, PAPER_AT_MM
     x, right, footer_y = left / page_w, (left + w) / page_w, (bottom - 5.5) / page_h
     lines = textwrap.wrap(caption, 125)
@@ -182,7 +182,7 @@ def dataset_figure(dataset: Dataset) -> "Figure":
 
 
 def summary_figure(counts: Mapping[str, Mapping[str, int]], class_counts: Mapping[str, int], title: str) -> "Figure":
-    """Left: crops of each source, by role (counts[source][role]). Right: crops that have each diagnosis class."""
+    """Left: number of crops by source and role (counts[source][role]). Right: number of crops with each diagnosis class."""
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     slots = max(len(counts), len(ABBREVIATIONS) if class_counts else 0, 8)
@@ -194,7 +194,7 @@ def summary_figure(counts: Mapping[str, Mapping[str, int]], class_counts: Mappin
     for axes, words in ((left, f"{total:,} crops by source and role"), (right, "crops with each diagnosis class")):
         axes.set_title(words, loc="left", fontsize=10, color=INK, family=FONT)
     _draw_bars(left, counts, max(len(counts), 0.55 * slots))
-    if total:  # under the axis, where there are no bars
+    if total:  # below the axis, where there are no bars
         at, font = (-0.01, -1.1 / slots), {"family": FONT, "size": 9}
         left.legend(loc="upper left", bbox_to_anchor=at, ncols=4, frameon=False, prop=font, borderaxespad=0)
     if class_counts:
@@ -207,8 +207,8 @@ def summary_figure(counts: Mapping[str, Mapping[str, int]], class_counts: Mappin
 
 
 def _draw_bars(axes: "Axes", counts: Mapping[str, Mapping[str, int]], slots: float, wide_range: bool = False) -> None:
-    """A bar for each name, the longest first, with its parts in colours and the total behind it. `wide_range`: on a logarithmic
-    scale if the longest is more than 50 times the shortest."""
+    """A stacked bar for each name, longest first, with its total after it. `wide_range`: use a logarithmic scale if the longest
+    is more than 50 times the shortest."""
     from matplotlib.ticker import MaxNLocator
 
     totals = {name: sum(parts.values()) for name, parts in counts.items()}
@@ -249,18 +249,18 @@ def picture_kind(path: Path) -> str:
 
     kind = path.suffix[1:].lower() or "png"
     if kind not in FigureCanvasBase.get_supported_filetypes():
-        raise OSError(f"{path}: no picture can be written as .{kind}: use .png, .svg or .pdf")
+        raise OSError(f"{path}: .{kind} is not a picture format: use .png, .svg or .pdf")
     return kind
 
 
 def save(figure: "Figure", path: str | os.PathLike[str]) -> None:
-    """Write the whole file or nothing, in the format of its suffix; the same figure gives the same bytes."""
+    """Write a figure in the format of the file's suffix, completely or not at all; the same figure gives the same bytes."""
     import matplotlib
 
     path = Path(path)
     kind = picture_kind(path)
     undated = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
-    # a user's savefig.bbox = tight would break the scale, svg ids are random without a salt
+    # a user's setting savefig.bbox = tight would break the scale; without a salt, svg ids are random
     style = matplotlib.rc_context({"savefig.bbox": None, "svg.hashsalt": "omnilead"})
     with replaced(path) as temporary, style, temporary.open("wb") as file:
         figure.savefig(file, format=kind, dpi=DPI, facecolor="white", metadata=undated.get(kind))

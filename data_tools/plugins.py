@@ -1,7 +1,7 @@
-"""Code of one's own, where an option or a setting takes `file.py:Name`.
+"""Load user code where an option or a setting takes `file.py:Name`.
 
 plugin("clinic.py:Csv")                   # the class Csv; raises whatever the file raises
-blame(error)                              # of it: one line, which names the line of the file
+blame(error)                              # the error on one line, with the line of the file that raised it
 """
 
 import hashlib
@@ -14,11 +14,11 @@ from typing import Any
 
 from data_tools.errors import DataError, one_line
 
-_modules: dict[tuple[Path, str], ModuleType] = {}  # by file and sha256: a file that was changed is run again
+_modules: dict[tuple[Path, str], ModuleType] = {}  # by file and sha256, so that a changed file is run again
 
 
 def plugin(spec: str, importable: bool = False) -> Any:
-    """What `file.py:Name` or `module:Name` names. `importable`: worker processes must find the file's module, too."""
+    """The object named by `file.py:Name` or `module:Name`. `importable`: worker processes must be able to import it, too."""
     module, _, name = spec.rpartition(":")
     return getattr(_run(Path(module), importable) if module.endswith(".py") else importlib.import_module(module), name)
 
@@ -33,7 +33,7 @@ def blame(error: BaseException) -> str:
 
 
 def _run(path: Path, importable: bool) -> ModuleType:
-    """The module of a file. Under another name if its own is taken, so that models with files of one name can be compared."""
+    """Run a file as a module. If its name is taken, it gets another one, so that models with equal file names can coexist."""
     if not path.is_file():
         raise DataError(f"no such file {path}")
     path, content = path.resolve(), path.read_bytes()
@@ -47,7 +47,7 @@ def _run(path: Path, importable: bool) -> ModuleType:
             sys.path.insert(0, str(path.parent))
         _modules[key] = sys.modules[module.__name__] = module
         try:
-            exec(compile(content, str(path), "exec"), module.__dict__)  # no __pycache__ is left in a model folder
+            exec(compile(content, str(path), "exec"), module.__dict__)  # leaves no __pycache__ in a model folder
         except BaseException:
             del sys.modules[module.__name__], _modules[key]
             raise

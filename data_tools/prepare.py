@@ -1,12 +1,12 @@
-"""A record of any archive -> crops of 10 s: 12 leads in order, 500 Hz, int16 microvolts.
+"""Turn a record of any archive into crops of 10 s: 12 leads in order, 500 Hz, int16 microvolts.
 
 Leads are placed by name; physical = (digital - baseline) / gain; other rates are resampled (polyphase FIR, anti-aliased); a
 lead that was not measured becomes zeros and is listed as missing. A record that already has this form is copied bit for bit.
-`SPEC` states all this; its hash goes into every dataset and every model trained on it.
+`SPEC` describes all this; its hash goes into every dataset and every model trained on it.
 
-Flags say what is odd about a crop and change nothing: `flat:V1` a lead that never changes; `saturated` clipped at +-32.767 mV;
-`large` beyond +-20 mV, more than hearts give; `einthoven` limb leads that contradict each other by more than 20 uV (swapped
-or mislabelled leads, or a bad resampling).
+Flags mark unusual crops and do not change them: `flat:V1` a lead that never changes; `saturated` clipped at +-32.767 mV;
+`large` beyond +-20 mV, more than a heart produces; `einthoven` limb leads inconsistent by more than 20 uV (swapped or
+mislabelled leads, or bad resampling).
 """
 
 import hashlib
@@ -26,12 +26,12 @@ from data_tools.record import LEADS, MV_PER_UNIT, EcgRecord, lead_rows, unit_nam
 FS_HZ, CROP, HALF = 500, 5000, 2500
 IN_ORDER = {lead: lead for lead in range(len(LEADS))}
 MAX_UV = 32_767
-MAX_MV = 1e9  # larger values would overflow in the filter
-MAX_RATIO = 2000  # of the polyphase filter: its length grows with it
+MAX_MV = 1e9  # clipping limit; larger values would overflow in the filter
+MAX_RATIO = 2000  # limit for `up` and `down`: the polyphase filter's length grows with them
 RATE_RANGE_HZ = (50.0, 2000.0)
 _TAPS_PER_PHASE, _KAISER_BETA = 10, 5.0
 LARGE_UV, EINTHOVEN_UV = 20_000, 20
-# Twice (derived - stored) of III, aVR, aVL and aVF, from I, II, III, aVR, aVL, aVF: doubled, so that there are no halves
+# Twice (derived - stored) for III, aVR, aVL and aVF, from I, II, III, aVR, aVL, aVF; doubled to avoid halves
 _TWICE_RESIDUAL = np.array(
     [[-2, 2, -2, 0, 0, 0], [-1, -1, 0, -2, 0, 0], [2, -1, 0, 0, -2, 0], [-1, 2, 0, 0, 0, -2]], np.float32
 )
@@ -53,7 +53,7 @@ SPEC_HASH = hashlib.sha256(json.dumps(SPEC, sort_keys=True).encode()).hexdigest(
 
 @dataclass(frozen=True, slots=True)
 class Crop:
-    """The facts about a crop besides its samples."""
+    """Metadata of a crop, without its samples."""
 
     start_s: float
     halves: int
@@ -67,13 +67,13 @@ def samples_at_500(samples: int, fs_hz: float) -> int:
 
 
 def crop_count(samples: int, fs_hz: float) -> int:
-    """How many crops a record gives; a remainder under 5 s gives none."""
+    """The number of crops in a record; a remainder under 5 s gives none."""
     full, rest = divmod(samples_at_500(samples, fs_hz), CROP)
     return full + (rest >= HALF)
 
 
 def dropped_s(samples: int, fs_hz: float) -> float:
-    """Seconds at a record's end that no crop holds."""
+    """Seconds at the end of a record that are in no crop."""
     rest = samples_at_500(samples, fs_hz) % CROP
     return (rest - HALF if rest >= HALF else rest) / FS_HZ
 
@@ -99,11 +99,11 @@ def prepare_crop(record: EcgRecord, index: int, out: np.ndarray) -> Crop:
 
 
 def _flags_of(body: np.ndarray, missing: list[bool]) -> list[str]:
-    low, high = body.min(axis=1).tolist(), body.max(axis=1).tolist()  # for twelve numbers Python is faster than numpy
+    low, high = body.min(axis=1).tolist(), body.max(axis=1).tolist()  # for twelve numbers, Python is faster than numpy
     flags = [f"flat:{lead}" for lead, a, b, gone in zip(LEADS, low, high, missing, strict=True) if a == b and not gone]
     if max(high) > LARGE_UV or min(low) < -LARGE_UV:
         flags.append("large")
-    if not any(missing[:2]):  # the other limb leads follow from I and II
+    if not any(missing[:2]):  # the other limb leads can be derived from I and II
         twice_residual = _TWICE_RESIDUAL @ body[:6].astype(np.float32)  # whole numbers below 2**24: exact
         if any(missing[2:6]):
             twice_residual[missing[2:6]] = 0
@@ -113,11 +113,11 @@ def _flags_of(body: np.ndarray, missing: list[bool]) -> list[str]:
 
 
 def fill(record: EcgRecord, index: int, out: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Write crop `index` into `out`. -> the part of it that is signal, which leads were not measured, flags."""
+    """Write crop `index` into `out`. Returns the part of `out` with signal, a mask of the missing leads, and flags."""
     length = samples_at_500(record.signal.shape[1], record.fs_hz)
     start = index * CROP
     stop = min(start + CROP, length)
-    if stop - start < CROP:  # a remainder: its first five seconds
+    if stop - start < CROP:  # a remainder gives its first five seconds
         stop = start + HALF
     if stop > length or start < 0:
         raise ReadError("too short", f"no crop {index} in {length / FS_HZ:g} s")
@@ -131,14 +131,14 @@ def fill(record: EcgRecord, index: int, out: np.ndarray) -> tuple[np.ndarray, np
             missing = body.min(axis=1) == -MAX_UV - 1
         else:
             missing, flags = _convert(record, rows, start, body)
-    except (ArithmeticError, TypeError, ValueError) as error:  # a user's source may pass anything
+    except (ArithmeticError, TypeError, ValueError) as error:  # a user's source may return anything
         raise ReadError("unreadable record", f"{type(error).__name__} in its conversion") from None
     body[missing] = 0
     return body, missing, flags
 
 
 def _is_canonical(record: EcgRecord, rows: Mapping[int, int]) -> bool:
-    """12 leads in order at 500 Hz in whole microvolts, no baseline: the samples can be copied."""
+    """Whether the samples can be copied: 12 leads in order, 500 Hz, whole microvolts, no baseline."""
     if record.signal.dtype != np.int16 or rate_ratio(record.fs_hz) != (1, 1) or unit_name(record.unit) != "mV":
         return False
     if len(record.leads) != len(LEADS) or rows != IN_ORDER:
@@ -153,7 +153,7 @@ def _is_all(value: tuple[float, ...] | float, expected: float) -> bool:
 
 
 def _convert(record: EcgRecord, rows: Mapping[int, int], start: int, body: np.ndarray) -> tuple[np.ndarray, list[str]]:
-    """Any numbers, lead order and rate. Only the samples that this crop needs are read."""
+    """Convert numbers of any type, lead order and rate, from only the samples that this crop needs."""
     gain, baseline = (np.broadcast_to(np.asarray(x, np.float64), len(record.leads)) for x in (record.gain, record.baseline))
     if not (np.isfinite(gain).all() and (gain > 0).all() and np.isfinite(baseline).all()):
         raise ReadError("gain", f"{record.gain}"[:60])
@@ -164,7 +164,7 @@ def _convert(record: EcgRecord, rows: Mapping[int, int], start: int, body: np.nd
     if record.invalid is not None:
         invalid |= values == record.invalid
     values[invalid] = 0.0
-    with np.errstate(over="ignore"):  # absurd floats stay finite on their way to saturation
+    with np.errstate(over="ignore"):  # absurd values are clipped below
         if not (_is_all(record.baseline, 0.0) and _is_all(record.gain, 1.0)):
             values -= baseline[taken, None]
             values /= gain[taken, None]
@@ -172,7 +172,7 @@ def _convert(record: EcgRecord, rows: Mapping[int, int], start: int, body: np.nd
     if record.signal.dtype.kind == "f":
         np.clip(values, -MAX_MV, MAX_MV, out=values)
     values[invalid] = 0.0
-    if (ratio := rate_ratio(record.fs_hz)) != (1, 1):  # 500.001 Hz is 500 Hz
+    if (ratio := rate_ratio(record.fs_hz)) != (1, 1):  # 500.001 Hz counts as 500 Hz
         values = resample(values, *ratio)[:, lead_in : lead_in + body.shape[1]]
     values *= 1000.0
     np.rint(values, out=values)
@@ -185,10 +185,10 @@ def _convert(record: EcgRecord, rows: Mapping[int, int], start: int, body: np.nd
 
 
 def _needed(record: EcgRecord, start: int, length: int) -> tuple[int, int, int]:
-    """The source samples for output samples [start, start + length), and how many outputs precede `start` in their resampling.
+    """The source range for output samples [start, start + length), and how many outputs precede `start` after resampling it.
 
-    The window begins at a multiple of `down`, so every output sees the same filter phase and samples as in a resampling of the
-    whole record: crops do not depend on how a record is cut."""
+    The range begins at a multiple of `down`, so every output has the same filter phase and input samples as when the whole
+    record is resampled: a crop does not depend on how the record is cut."""
     samples = record.signal.shape[1]
     up, down = rate_ratio(record.fs_hz)
     if up == down:
@@ -207,13 +207,13 @@ def _filter(up: int, down: int) -> np.ndarray:
 
 
 def resample(x: np.ndarray, up: int, down: int) -> np.ndarray:
-    """Output k lies at source time k * down / up. Padded with the edge values, or a record would begin with a step."""
+    """Resample; output k is at source time k * down / up. Edge values pad the signal, to avoid a step at its start and end."""
     taps = _filter(up, down)
     reach = -(-(len(taps) // 2) // up)
-    reach += -reach % down  # a whole number of phases
+    reach += -reach % down  # to a whole number of phases
     padded = np.pad(x, ((0, 0), (reach, reach)), mode="edge")
-    delay = reach * up + len(taps) // 2  # of the first output, in the up-sampled stream
-    lead_in = -delay % down  # zero taps that bring it onto the output's grid
+    delay = reach * up + len(taps) // 2  # of the first output, in up-sampled samples
+    lead_in = -delay % down  # zero taps that align it with the output grid
     filtered: np.ndarray = upfirdn(np.concatenate([np.zeros(lead_in), taps]), padded, up, down, axis=1)
     first = (delay + lead_in) // down
     return filtered[:, first : first + -(-x.shape[1] * up // down)]

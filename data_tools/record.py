@@ -1,6 +1,6 @@
-"""One ECG as an archive holds it: the record, its leads, units and diagnoses.
+"""One ECG as stored in an archive: the record, its leads, units and diagnoses.
 
-Every source yields `EcgRecord`s; everything after the sources (prepare, build, verify, plots) works on these alone.
+All sources return `EcgRecord`s; the later steps (prepare, build, verify, plots) see nothing else of an archive.
 """
 
 import math
@@ -15,7 +15,7 @@ from data_tools.errors import ReadError
 LEADS = ("I", "II", "III", "aVR", "aVL", "aVF", "V1", "V2", "V3", "V4", "V5", "V6")
 LEAD_INDEX = {lead.upper(): i for i, lead in enumerate(LEADS)} | {"DI": 0, "DII": 1, "DIII": 2}
 
-VENDORS = ("muse-xml", "dicom", "philips-xml", "hl7-aecg", "scp-ecg", "edf")  # the sources of hospitals' files: their formats
+VENDORS = ("muse-xml", "dicom", "philips-xml", "hl7-aecg", "scp-ecg", "edf")  # hospitals' file formats, also their `source`
 
 MV_PER_UNIT = {"V": 1e3, "mV": 1.0, "uV": 1e-3, "nV": 1e-6}
 _UNITS = {"v": "V", "mv": "mV", "uv": "uV", "µv": "uV", "μv": "uV", "nv": "nV"}
@@ -23,14 +23,14 @@ _UNITS = {"v": "V", "mv": "mV", "uv": "uV", "µv": "uV", "μv": "uV", "nv": "nV"
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What planning needs to know of a record, before its signal is read."""
+    """What planning needs to know about a record before its signal is read."""
 
     name: str
     source: str
     samples: int
     fs_hz: float
-    fingerprint: bytes = b""  # a hash of the header's text (checksums, sizes): part of the dataset's identity
-    stamp: bytes = b""  # size and time of its files: an interrupted run reads changed files again
+    fingerprint: bytes = b""  # hash of the header text (checksums, sizes); part of the dataset's identity
+    stamp: bytes = b""  # size and time of its files; a continued run reads changed files again
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class EcgRecord:
     warnings: tuple[tuple[str, str], ...] = ()  # (reason, detail): usable, but noted in rejects.csv
 
     def __post_init__(self) -> None:
-        """A user's source may pass anything: an invalid record is refused, and the run goes on."""
+        """Validate: a user's source may return anything. An invalid record is refused and the run continues."""
         rows = len(self.leads)
         if self.signal.ndim != 2 or self.signal.dtype.kind not in "iuf" or len(self.signal) != rows:
             raise ReadError("signal shape", f"{self.signal.dtype} {self.signal.shape} for {rows} leads")
@@ -70,21 +70,21 @@ class EcgRecord:
 
 
 def patient_source(source: str) -> str:
-    """Whose patient ids a source has: a hospital's files have the same ones in every format."""
+    """The namespace of a source's patient ids. All formats of hospitals' files share one."""
     return VENDORS[0] if source in VENDORS else source
 
 
 def unit_name(text: str) -> str:
-    """`mv`, `mV`, `MV` -> `mV`. An unknown unit is refused: a guess could be wrong by a factor of 1,000."""
+    """Normalise a unit: `mv`, `mV`, `MV` -> `mV`. Unknown units are refused; a guess could be wrong by a factor of 1,000."""
     try:
         return _UNITS[text.strip().lower()]
     except KeyError:
         raise ReadError("unknown unit", repr(text[:20])) from None
 
 
-@lru_cache(maxsize=64)  # an archive's records are mostly alike
+@lru_cache(maxsize=64)  # most records of an archive have the same leads
 def lead_rows(names: tuple[str, ...]) -> Mapping[int, int]:
-    """{index in LEADS: row of the signal}; channels that are not ECG leads are ignored."""
+    """Map indices in LEADS to rows of the signal; channels that are not ECG leads are ignored."""
     rows: dict[int, int] = {}
     for row, name in enumerate(names):
         lead = LEAD_INDEX.get(name.strip().upper())
@@ -99,7 +99,7 @@ def lead_rows(names: tuple[str, ...]) -> Mapping[int, int]:
 
 
 def clean_age(value: object) -> float | None:
-    """Years, or None. Ages over 89 (PTB-XL writes 300) become 90, because they identify people."""
+    """Age in years, or None. Ages over 89 (PTB-XL writes 300) become 90, because they could identify a person."""
     try:
         age = float(str(value))
     except ValueError:
@@ -111,8 +111,8 @@ def clean_sex(value: object) -> str | None:
     return {"m": "M", "male": "M", "f": "F", "female": "F"}.get(str(value).strip().lower())
 
 
-# The 26 scored diagnoses of the PhysioNet/CinC Challenge 2021, in the order of its weights.csv: abbreviation, and the SNOMED
-# CT codes that are scored as this diagnosis
+# The 26 scored diagnoses of the PhysioNet/CinC Challenge 2021, in the order of its weights.csv: abbreviation and SNOMED CT
+# codes that are scored as this diagnosis
 _CLASSES = """
 AF 164889003, AFL 164890007, BBB 6374002, Brady 426627000, LBBB 733534002 164909002, RBBB 713427006 59118001,
 IAVB 270492004, IRBBB 713426002, LAD 39732003, LAnFB 445118002, LPR 164947007, LQRSV 251146004, LQT 111975006,
@@ -123,15 +123,15 @@ CLASSES = tuple((name, tuple(codes)) for name, *codes in (line.split() for line 
 ABBREVIATIONS = tuple(name for name, _ in CLASSES)
 CLASS_OF = {code: i for i, (_, codes) in enumerate(CLASSES) for code in codes}
 
-# The words in `Dx:` of CPSC 2018's first release, and the codes that the same records have today
+# Words in `Dx:` of CPSC 2018's first release, and the codes that these records have today
 _CPSC_WORDS = """
 Normal 426783006, AF 164889003, I-AVB 270492004, LBBB 164909002, RBBB 59118001, PAC 284470004, PVC 164884008, STD 429622005,
 STE 164931005
 """
 CPSC_WORDS = dict(pair.split() for pair in _CPSC_WORDS.split(","))
 
-# PTB-XL's SCP statements that name a scored class (NORM is a verdict, not a rhythm: it has none). PVC is a code that is not
-# scored: the Challenge files PTB-XL's under ventricular ectopics
+# PTB-XL's SCP statements that name a scored class (NORM is a verdict, not a rhythm, so it has none). PVC has an unscored code,
+# because the Challenge files PTB-XL's PVCs under ventricular ectopics
 _SCP_CODES = """
 AFIB 164889003, AFLT 164890007, CLBBB 164909002, CRBBB 713427006, 1AVB 270492004, IRBBB 713426002, LAFB 445118002,
 LPR 164947007, LVOLT 251146004, LNGQT 111975006, IVCD 698252002, SR 426783006, PAC 284470004, SVARR 63593006, PACE 10370003,
@@ -143,13 +143,13 @@ HEART_AXIS_CODES = {"LAD": "39732003", "ALAD": "39732003", "RAD": "47665007", "A
 
 
 def parse_dx(text: str) -> tuple[str, ...]:
-    """The fields of `Dx:`, CPSC's words as codes."""
+    """The fields of `Dx:`, with CPSC's words replaced by codes."""
     fields = [field.strip() for field in text.split(",") if field.strip()]
     return tuple(CPSC_WORDS.get(field, field) for field in fields)
 
 
 def only_codes(dx: Iterable[str]) -> tuple[tuple[str, ...], int]:
-    """Distinct SNOMED codes in order, and how many other words there were: free text is counted, never copied."""
+    """Distinct SNOMED codes in order, and the number of other words: free text is counted, never copied."""
     codes = [(word, word.isascii() and word.isdigit() and len(word) <= 18) for word in dx]
     return tuple(dict.fromkeys(word for word, is_code in codes if is_code)), sum(not is_code for _, is_code in codes)
 

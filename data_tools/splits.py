@@ -1,10 +1,10 @@
-"""Train, validation and test roles from keyed hashes: a record keeps its roles when more data comes.
+"""Assign train, validation and test roles by keyed hashes, so that a record keeps its roles when data is added.
 
-Records of one patient and records that share a waveform form a *group*, which draws its roles once and is never split.
-Everything works on whole columns (numpy), so ten million records take seconds.
+Records of one patient and records with the same waveform form a *group*, which gets its roles as a whole and is never split.
+The code works on whole columns (numpy), so ten million records take seconds.
 
-`paper`        by group, as the paper describes it: no leakage; the default
-`paper-split`  by crop, as the authors' code does it: crops of one ECG fall on both sides. For comparison only
+`paper`        by group, as the paper describes; no leakage; the default
+`paper-split`  by crop, as the authors' code does: crops of one ECG can be in both train and test. For comparison only
 `all`          everything is for pre-training
 """
 
@@ -23,34 +23,34 @@ from data_tools.record import patient_source
 
 NONE, TRAIN, VALID, TEST, GALLERY, PROBE = range(6)
 ROLE_NAMES = ("", "train", "valid", "test", "gallery", "probe")
-NOT_THE_PAPERS = ("ptb", "st_petersburg_incart")  # of the Challenge's eight sets; one has 32 patients in 13,000 crops
+NOT_THE_PAPERS = ("ptb", "st_petersburg_incart")  # unused Challenge databases; one has 32 patients in 13,000 crops
 ALL_SOURCES = "all"
 
 
 @dataclass(frozen=True)
 class RoleSources:
-    """Which sources' records get which roles."""
+    """Which sources get which roles."""
 
     dx: tuple[str, ...] = ("cpsc_2018", "georgia")
     id: tuple[str, ...] = ("ptb-xl",)
     pretrain: tuple[str, ...] | None = None  # None: all but NOT_THE_PAPERS
-    id_share: float = 0.15  # at most this share of a source's patients in gallery and probe
+    id_share: float = 0.15  # largest share of a source's patients in gallery and probe
 
     def pretrains(self, source: str) -> bool:
-        """Decided for each source alone, so that adding an archive moves no other."""
+        """Whether a source is for pre-training; depends on this source only, so adding an archive changes no other."""
         if self.pretrain is None:
             return source not in NOT_THE_PAPERS
         return source in self.pretrain or ALL_SOURCES in self.pretrain
 
     def to_meta(self) -> dict[str, Any]:
-        """For dataset.json: `id_share`, and what differs from the default."""
+        """Entries for dataset.json: `id_share`, and role sources that differ from the default."""
         chosen = {name: getattr(self, name) for name in ("dx", "id", "pretrain")}
         changed = {name: list(value) for name, value in chosen.items() if value != getattr(PAPER_SOURCES, name)}
         return {"id_share": self.id_share} | ({"role_sources": changed} if changed else {})
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> "RoleSources":
-        """Datasets without `id_share` are older: all sources pre-trained, all patients with two sessions were tested."""
+        """Datasets without `id_share` are older: all sources were for pre-training, all patients with two sessions tested."""
         old: dict[str, Any] = {"pretrain": (ALL_SOURCES,), "id_share": 1.0}
         chosen = {"id_share": meta["id_share"]} if "id_share" in meta else old
         return cls(**chosen | {name: tuple(sources) for name, sources in meta.get("role_sources", {}).items()})
@@ -61,13 +61,13 @@ PAPER_SOURCES = RoleSources()
 
 @dataclass(frozen=True)
 class Records:
-    """Columns with one entry per record, and for each crop the index of its record."""
+    """Columns with one entry per record, or per crop where marked [crops]."""
 
-    source: np.ndarray  # int, into source_names
+    source: np.ndarray  # int, index of source_names
     source_names: tuple[str, ...]
     names: pa.Array  # of strings
     patients: pa.Array  # of strings, null where unknown
-    crop_record: np.ndarray  # [crops] int64
+    crop_record: np.ndarray  # [crops] int64, index of the crop's record
     crop_start: np.ndarray  # [crops] seconds
     waveform: np.ndarray  # [crops] uint64
 
@@ -75,7 +75,7 @@ class Records:
         return np.isin(self.source, [i for i, name in enumerate(self.source_names) if name in sources])
 
     def patient_source(self) -> np.ndarray:
-        """`source`, with one number for all formats of hospitals' files."""
+        """Like `source`, but with the same number for all formats of hospitals' files."""
         names = [patient_source(name) for name in self.source_names]
         found: np.ndarray = np.array([names.index(name) for name in names], np.int64)[self.source]
         return found
@@ -104,7 +104,7 @@ def assign(records: Records, plan: str, seed: int, sources: RoleSources = PAPER_
     chance_dx, chance_id = _chances(records, group, seed, in_dx)
     group_dx = _train_valid_test(chance_dx)
     identity, tested = _gallery_probe(records, seed, sources)
-    kept_out = np.bincount(group, weights=tested) > 0  # groups that no training may see
+    kept_out = np.bincount(group, weights=tested) > 0  # groups that must stay out of all training
     kept_out |= (np.bincount(group, weights=in_dx) > 0) & (group_dx != TRAIN)
     crop_group = group[records.crop_record]
     pretrain = ~kept_out[crop_group] & _pretrains(records, sources)[records.crop_record]
@@ -114,7 +114,7 @@ def assign(records: Records, plan: str, seed: int, sources: RoleSources = PAPER_
 
 
 def leaks(records: Records, roles: CropRoles) -> list[str]:
-    """Every kind of leakage of a patient or a waveform between roles, in words; empty for a clean split."""
+    """Describe every kind of leakage of patients or waveforms between roles; empty for a clean split."""
     group = _groups(records)[records.crop_record]
     size = int(group.max()) + 1 if len(group) else 0
 
@@ -148,7 +148,7 @@ def _pretrains(records: Records, sources: RoleSources) -> np.ndarray:
 
 
 def keyed_uniform(texts: Iterable[str], key: str, draws: int = 1) -> np.ndarray:
-    """[n, draws] numbers in [0, 1), a function of each text and the key alone."""
+    """[n, draws] numbers in [0, 1) that depend only on each text and the key."""
     secret, size = key.encode(), 8 * draws
     words = bytearray()
     for text in texts:
@@ -157,7 +157,7 @@ def keyed_uniform(texts: Iterable[str], key: str, draws: int = 1) -> np.ndarray:
 
 
 def _groups(records: Records) -> np.ndarray:
-    """Connected records: an edge to the patient's first record, and one to the waveform's first."""
+    """The group of each record: connected components, with edges to the first record of its patient and of its waveforms."""
     count = len(records.names)
     codes = pc.dictionary_encode(records.patients)
     known = np.flatnonzero(pc.is_valid(records.patients).to_numpy(zero_copy_only=False))
@@ -172,8 +172,8 @@ def _groups(records: Records) -> np.ndarray:
 
 
 def _chances(records: Records, group: np.ndarray, seed: int, in_dx: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Two draws per group, those of its leader: a diagnosis record if it has one, so that duplicates from other sources
-    change nothing."""
+    """Two draws per group, taken from its leader. The leader is a diagnosis record if there is one, so that duplicates from
+    other sources do not change the draws."""
     owners = pc.coalesce(records.patients, records.names)
     names = [patient_source(name) for name in records.source_names]
     texts = (f"{names[s]}/{owner}" for s, owner in zip(records.source, _strings(owners), strict=True))
@@ -184,8 +184,8 @@ def _chances(records: Records, group: np.ndarray, seed: int, in_dx: np.ndarray) 
 
 
 def _gallery_probe(records: Records, seed: int, sources: RoleSources) -> tuple[np.ndarray, np.ndarray]:
-    """For patients with two sessions, the first crop of two sessions drawn by keyed hash. -> roles of crops, and which records
-    belong to such patients. Two files of one waveform count as one session."""
+    """Draw two sessions per patient by keyed hash; the first crop of each goes to gallery and probe. Returns the roles of crops
+    and a mask of the drawn records. Two files with the same waveform count as one session."""
     identity = np.zeros(len(records.crop_record), np.int8)
     tested = np.zeros(len(records.names), bool)
     order = np.lexsort((records.crop_start, records.crop_record))
@@ -212,10 +212,10 @@ def _gallery_probe(records: Records, seed: int, sources: RoleSources) -> tuple[n
 def _tested_patients(
     sessions: dict[tuple[int, str], list[int]], source_names: tuple[str, ...], seed: int, share: float
 ) -> list[tuple[int, str]]:
-    """All patients with two sessions where they are at most `share` of their source's patients, as in the real PTB-XL (2,127 of
-    18,885); else those whose own hash is below 1/2, 1/4, ...: the first limit that is low enough.
+    """All patients with two sessions, if they are at most `share` of their source's patients, as in the real PTB-XL (2,127 of
+    18,885). Otherwise those whose hash is below 1/2, 1/4, ...: the first limit that is low enough.
 
-    A ranking would come closer to `share`, but each new patient with a small hash would push another out."""
+    A ranking would come closer to `share`, but each new patient with a small hash would displace another one."""
     both = [patient for patient, chosen in sessions.items() if len(chosen) == 2]
     texts = (f"{patient_source(source_names[source])}/{patient}" for source, patient in both)
     chances = keyed_uniform(texts, f"gallery {seed}")[:, 0]
@@ -235,7 +235,7 @@ def _strings(column: pa.Array) -> Iterator[str]:
 
 
 def _assign_by_crop(records: Records, seed: int, sources: RoleSources) -> CropRoles:
-    """The authors' code, not their text: only diagnosis valid and test crops are kept from pre-training."""
+    """As the authors' code does, unlike their paper: only diagnosis valid and test crops stay out of pre-training."""
     labels = [records.label(record) for record in range(len(records.names))]
     crops = zip(records.crop_record, records.crop_start, strict=True)
     chance = keyed_uniform((f"{labels[record]}/{start:g}" for record, start in crops), f"roles {seed}")[:, 0]

@@ -1,8 +1,8 @@
 """Label tables of published archives: `omnilead labels ptbxl SRC --out DIR`.
 
-A table is a parquet file with `source` and `record` as a dataset of the archive has them, one column a label, and `fold` where
-folds are published. An empty cell is unknown. The JSON file beside it says what the columns mean, what was read, and counts.
-Only codes, numbers and record ids are copied: no free text, dates or patients.
+A table is a parquet file with columns `source` and `record`, as in a dataset of the archive, one column per label, and `fold`,
+if folds are published. An empty cell means unknown. The JSON file beside it has the meaning of the columns, the files that were
+read, and counts. Only codes, numbers and record ids are copied: no free text, dates or patients.
 """
 
 import hashlib
@@ -23,26 +23,26 @@ from data_tools.errors import DataError, printable
 from data_tools.storage import dataset_folder, folder, write_errors, write_whole
 
 MODULES = dict.fromkeys(("ptbxl", "code15", "physionet2021"), "archives") | {"mimic-iv-ecg": "mimic_iv_ecg"}
-UNKNOWN = -1  # in a column of 0 and 1; NaN in a column of measurements
+UNKNOWN = -1  # in columns of 0 and 1; columns of measurements use NaN
 MAX_TABLE = 2**30
 _RECORD = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class PublishedLabels(NamedTuple):
-    name: str  # of the file
+    name: str  # file name without its ending
     about: str
-    read: tuple[str, ...]  # files of the archive
-    source: str | Sequence[str]  # of all records, or of each
+    read: tuple[str, ...]  # the archive files that were read
+    source: str | Sequence[str]  # one for all records, or one per record
     records: Sequence[str] | np.ndarray
-    labels: Mapping[str, tuple[str, np.ndarray]]  # what each means; int8 of 0, 1 and UNKNOWN, or floats
+    labels: Mapping[str, tuple[str, np.ndarray]]  # meaning and values: int8 of 0, 1 and UNKNOWN, or floats
     fold: np.ndarray | None = None
 
 
 def write_labels(archive: str, url: str, out: str, key: bytes | None, anonymous: bool, quiet: bool) -> Iterator[str]:
-    """Write all tables of an archive; -> a line about each. With a key, records have the names of a pseudonymized dataset."""
+    """Write all tables of an archive and yield a line about each. With a key, records get their pseudonyms."""
     module = importlib.import_module(f"data_tools.labels.{MODULES[archive]}")
     root, place = folder(url, anonymous), dataset_folder(out)
-    root.children()  # an error if there is no such folder
+    root.children()  # raises if there is no such folder
     if not place.remote:
         with write_errors(place.url, "tables"):
             os.makedirs(place.url, exist_ok=True)
@@ -50,7 +50,7 @@ def write_labels(archive: str, url: str, out: str, key: bytes | None, anonymous:
     for one in getattr(module, archive.replace("-", "_"))(root, quiet):
         table, labels = _in_arrow(one, key)
         if not labels:
-            yield f"{one.name}: no record has such a label: not written"
+            yield f"{one.name}: not written, because no record has such a label"
             continue
         read = {name: hashlib.sha256(root.read(name, MAX_TABLE)).hexdigest() for name in one.read}
         facts = {"archive": archive, "about": one.about, "sha256": read, "records": len(table), "labels": labels}
@@ -60,7 +60,7 @@ def write_labels(archive: str, url: str, out: str, key: bytes | None, anonymous:
 
 
 def _in_arrow(one: PublishedLabels, key: bytes | None) -> tuple[pa.Table, dict[str, Any]]:
-    """The table without the labels that no record has, and what the others mean."""
+    """The table without labels that no record has, and the meaning of the others."""
     if wrong := next((name for name in one.records if not _RECORD.fullmatch(name)), None):
         raise DataError(f"{', '.join(one.read)}: {printable(wrong[:40])!r} is not a record's id: restore the file")
     sources = [one.source] * len(one.records) if isinstance(one.source, str) else one.source

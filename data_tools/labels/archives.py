@@ -1,4 +1,4 @@
-"""Labels that archives publish as they are: PTB-XL, CODE-15 % and the PhysioNet/CinC Challenge 2021."""
+"""Labels that archives publish directly: PTB-XL, CODE-15 % and the PhysioNet/CinC Challenge 2021."""
 
 import posixpath
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def _number(text: str) -> float:
 
 def ptbxl(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     """The label sets of PTB-XL's benchmark (Strodthoff et al. 2020, doi:10.1109/JBHI.2020.3022989). As there, statements count
-    whatever their likelihood, records without a label of a set are not in that set, and labels are in alphabetical order."""
+    at any likelihood, a set omits records without one of its labels, and labels are in alphabetical order."""
     place = next((place for place in TABLE_PLACES if root.exists(place)), TABLE_PLACES[0])
     read = (place, posixpath.join(posixpath.dirname(place), "scp_statements.csv"))
     if not root.exists(read[1]):
@@ -83,19 +83,19 @@ def code15(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
 
 
 def physionet2021(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
-    """The `Dx` line of every header, as the 26 scored diagnoses and as all its SNOMED CT codes."""
+    """Labels from the `Dx` line of every header: the 26 scored diagnoses, and all SNOMED CT codes."""
     source = PhysioNet2021(root)
     keys = [key for key in source.keys() if key.endswith(".hea")]  # noqa: SIM118
     read = partial(read_safely, partial(_diagnoses, root))
     found = tqdm(prefetch(read, keys) if root.remote else map(read, keys), total=len(keys), unit=" headers", disable=quiet)
-    rows: dict[tuple[str, str], tuple[str, ...]] = {}  # the first of a name, as in a dataset
+    rows: dict[tuple[str, str], tuple[str, ...]] = {}  # of records with the same name the first counts, as in a dataset
     for key, one in zip(keys, found, strict=True):
         if not isinstance(one, ReadError):
             rows.setdefault((source.source_of(key), one[0]), one[1])
     if not rows:
         raise StorageError(f"{root.url}: no readable header of the Challenge{links_in(root)}")
     sources, records = zip(*rows, strict=True)
-    unread = f" ({len(keys) - len(rows)} of {len(keys)} headers are unreadable or occur again)" if len(keys) > len(rows) else ""
+    unread = f" ({len(keys) - len(rows)} of {len(keys)} headers are unreadable or duplicates)" if len(keys) > len(rows) else ""
     scored = np.array([class_row(dx) for dx in rows.values()], np.int8).T
     classes = {name: (f"SNOMED CT {' or '.join(codes)}", scored[i]) for i, (name, codes) in enumerate(CLASSES)}
     codes = sorted({code for dx in rows.values() for code in dx})

@@ -156,7 +156,7 @@ def test_unreadable_headers_of_the_challenge_are_counted(tmp_path: Path) -> None
     assert main(["labels", "physionet2021", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
     facts = json.loads((tmp_path / "out" / "physionet2021-all.json").read_text())
     assert (facts["records"], list(facts["labels"])) == (2, ["426783006"])
-    assert "(1 of 3 headers are unreadable or occur again)" in facts["about"]
+    assert "(1 of 3 headers are unreadable or duplicates)" in facts["about"]
     assert_no_secret(tmp_path / "out")
 
 
