@@ -1,6 +1,6 @@
-"""The archives that can be read, one file each, and how they are detected.
+"""The supported archives, one file each, and their detection.
 
-`open_sources("ROOT")` looks at the names in ROOT and in the folders just below it; a folder may hold several archives.
+`open_sources("ROOT")` looks at the names in ROOT and in its subfolders; ROOT may contain several archives.
 """
 
 from contextlib import suppress
@@ -24,7 +24,7 @@ __all__ = ["ARCHIVES", "ENDINGS", "DataError", "PhysioNet2021", "Prepared", "Rea
 
 
 def open_sources(url: str, kind: str = "auto", anonymous: bool = False) -> list[Source]:
-    """Sources in one place. `kind` is auto, a name in ARCHIVES or FORMATS, or your own `file.py:Class` or `module:Class`."""
+    """Open the sources in a folder. `kind`: auto, a name in ARCHIVES or FORMATS, or `file.py:Class` or `module:Class`."""
     root = folder(url, anonymous)
     names = set(root.children())
     if not names:
@@ -32,7 +32,7 @@ def open_sources(url: str, kind: str = "auto", anonymous: bool = False) -> list[
     if ":" in kind:
         try:
             return [_import(kind)(root)]
-        except TypeError as error:  # an abstract method
+        except TypeError as error:  # the class lacks an abstract method
             raise DataError(f"--source {kind}: {error}") from None
     if kind != "auto":
         if kind not in ARCHIVES | FORMATS:
@@ -40,9 +40,9 @@ def open_sources(url: str, kind: str = "auto", anonymous: bool = False) -> list[
         return [HospitalFiles(root, kind) if kind in FORMATS else ARCHIVES[kind](root)]
     places = [(root, names)]
     for name in sorted(names - {"training"}):
-        if not (root.remote and "." in name):  # probably a file: not worth a request for its listing
+        if not (root.remote and "." in name):  # probably a file, not worth a request for its listing
             below = folder(f"{root.url}/{name}", anonymous)
-            with suppress(StorageError):  # a file
+            with suppress(StorageError):  # not a folder
                 places.append((below, set(below.children())))
     found: list[Source] = [source(place) for place, inside in places for source in ARCHIVES.values() if source.detect(inside)]
     if not found and root.url.rsplit("/", 1)[-1] in DATABASES:
@@ -51,18 +51,18 @@ def open_sources(url: str, kind: str = "auto", anonymous: bool = False) -> list[
         if not found and next(general(root).keys(), None):
             found = [general(root)]
     if not found and META in names:
-        raise StorageError(f"{root.url}: a dataset, not an archive: name the archives that it was made from")
+        raise StorageError(f"{root.url}: a dataset, not an archive: pass the archives that it was made from")
     if not found:
         some = ", ".join(sorted(names)[:5])
-        raise StorageError(f"{root.url}: no known archive ({some}, ...){links_in(root)}: name it with --source")
+        raise StorageError(f"{root.url}: no known archive ({some}, ...){links_in(root)}: set its format with --source")
     return found
 
 
 def _import(spec: str) -> type[Source]:
-    """`module:Class` or `path/to/file.py:Class`; worker processes can import it, too."""
+    """Import `module:Class` or `path/to/file.py:Class` so that worker processes can import it, too."""
     try:
         found = plugin(spec, importable=True)
-    except Exception as error:  # whatever a user's module raises when it is imported
+    except Exception as error:  # a user's module may raise anything on import
         raise DataError(f"--source {spec}: {blame(error)}") from None
     if not (isinstance(found, type) and issubclass(found, Source)):
         raise DataError(f"--source {spec}: not a subclass of data_tools.sources.Source")

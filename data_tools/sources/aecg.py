@@ -1,7 +1,7 @@
-"""HL7's Annotated ECG (aECG, the FDA's format), one ECG a file: the first sequence set of its rhythm, never a derived beat.
+"""HL7's Annotated ECG (aECG, the FDA's format), one ECG per file. Reads the first rhythm sequence set, never a derived beat.
 
-A sample is origin + digits x scale, in the units that each lead states. Of all else in a file only the subject's id, sex and
-reported age are read: no names, birth dates, comments or annotations.
+A sample is origin + digits x scale, in the units of each lead. Apart from the signal, only the subject's id, sex and reported
+age are read: no names, birth dates, comments or annotations.
 """
 
 from contextlib import suppress
@@ -18,7 +18,7 @@ SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 YEARS = {"a": 1.0, "mo": 1 / 12, "wk": 7 / 365.25, "d": 1 / 365.25, "h": 1 / 8766}
 AGE_CODES = ("21612-7", "30525-0")  # LOINC: reported age, age
 LEAD_CODE = "MDC_ECG_LEAD_"
-MISSING = -32768  # the digit that some devices write where nothing was measured
+MISSING = -32768  # value that some devices write for samples that were not measured
 _SUBJECT = "componentOf/timepointEvent/componentOf/subjectAssignment/subject/trialSubject"
 _SEX = "administrativeGenderCode"
 _SKIPPED = frozenset(("derivation", "subjectOf", "author", "secondaryPerformer", "definition", "location", "clinicalTrial"))
@@ -58,7 +58,7 @@ def _attribute(element: Element, path: str, name: str) -> str:
 
 
 def _quantity(sequence: Element, tag: str) -> tuple[float, str]:
-    """A value and its unit."""
+    """A value and its unit; NaN if the value is not a number."""
     try:
         return float(_attribute(sequence, f"value/{tag}", "value")), _attribute(sequence, f"value/{tag}", "unit")
     except ValueError:
@@ -89,13 +89,13 @@ def _uv(unit: str) -> float:
 
 
 def _digits(text: str, lead: str) -> np.ndarray:
-    """numpy reads a lone `-` as 0 and `5-3` as two numbers: neither gets that far."""
+    """Parse whole numbers. A lone `-` and `5-3`, which numpy reads as 0 and as two numbers, are refused."""
     data = f" {text} ".encode()
     letters = np.frombuffer(data, np.uint8)
     signs = np.flatnonzero(letters == ord("-"))
     lone = (letters[signs - 1] > ord(" ")) | (letters[signs + 1] < ord("0"))
     if data.translate(None, b"0123456789- \n\r\t") or lone.any():
-        raise ReadError("sample data", f"lead {lead}: digits that are no whole numbers")
+        raise ReadError("sample data", f"lead {lead}: digits that are not whole numbers")
     digits = np.fromstring(text.strip(), np.int64, sep=" ")
     if np.abs(digits).max(initial=0) > 2**31:
         raise ReadError("sample data", f"lead {lead}: digits beyond 32 bits")

@@ -1,6 +1,6 @@
-"""What a source is: the keys of an archive's records, and a record for each key.
+"""The `Source` interface: lists the keys of an archive's records and reads a record for each key.
 
-For your own format, subclass `Source` with two methods and pass `--source your_file.py:YourClass`: see data_tools/README.md.
+For your own format, write a subclass with two methods and pass `--source your_file.py:YourClass`: see data_tools/README.md.
 """
 
 import csv
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Source(ABC):
-    """An archive. Sources are sent to worker processes: keep in `self` only what pickles small."""
+    """An archive. Sources are pickled and sent to worker processes, so keep only small objects in `self`."""
 
     name = ""
     licence = "unknown"
@@ -39,42 +39,42 @@ class Source(ABC):
 
     @abstractmethod
     def keys(self) -> Iterator[str]:
-        """Every record's key, in an order that depends on the archive alone."""
+        """The keys of all records, in an order that depends only on the archive."""
 
     @abstractmethod
     def read(self, key: str) -> EcgRecord:
-        """One record; a ReadError refuses it."""
+        """Read one record; raise a ReadError to refuse it."""
 
     def header(self, key: str) -> Header:
-        """What planning needs. Override it for a format that can tell this without reading the signal."""
+        """What planning needs. Override this if the format can provide it without reading the signal."""
         try:
             record = self.read(key)
         except (DataError, MemoryError):
             raise
-        except Exception as error:  # a user's parser on a broken file: only this record is refused
+        except Exception as error:  # a user's parser failed on a broken file: refuse only this record
             raise ReadError("unreadable record", type(error).__name__) from None
         content = hashlib.blake2b(np.ascontiguousarray(record.signal).data, digest_size=8).digest()
         return Header(record.name, record.source or self.source_of(key), record.signal.shape[1], record.fs_hz, content)
 
     @staticmethod
     def detect(names: set[str]) -> bool:
-        """Whether a folder with these names in it is such an archive."""
+        """Whether a folder that contains these names is such an archive."""
         return False
 
     def source_of(self, key: str) -> str:
-        """The database of a record: an archive may hold several."""
+        """The database that a record belongs to; an archive may have several."""
         return self.name
 
     def name_for(self, key: str) -> str:
-        """A name for a record that cannot be read."""
+        """The name for a record that cannot be read."""
         return record_stem(key)
 
     def tables(self) -> bytes:
-        """Whatever else is read and decides about the output: patients, ages, diagnoses."""
+        """Other input that affects the output, such as tables of patients, ages and diagnoses."""
         return b""
 
     def notes(self) -> list[str]:
-        """Remarks on the archive as a whole, printed before work begins."""
+        """Notes on the archive as a whole, for the user."""
         return []
 
     def __iter__(self) -> Iterator[EcgRecord]:
@@ -82,9 +82,9 @@ class Source(ABC):
 
 
 class Decoded(NamedTuple):
-    """An ECG as a vendor's file holds it."""
+    """An ECG decoded from a vendor's file."""
 
-    signals: dict[str, np.ndarray]  # by the lead's name, microvolts; NaN: not measured
+    signals: dict[str, np.ndarray]  # microvolts by lead name; NaN: not measured
     fs_hz: float
     patient: str | None = None
     age: float | None = None  # years
@@ -93,15 +93,15 @@ class Decoded(NamedTuple):
 
 
 class Format(NamedTuple):
-    """A format of files with one ECG each, as sources/hospital.py reads them."""
+    """A file format with one ECG per file, for sources/hospital.py."""
 
-    looks_like: Callable[[bytes, str], bool]  # of the file's first 4 KiB and its name: cheap, without exceptions
-    decode: Callable[[bytes], Decoded]  # of the whole file; a ReadError refuses it
+    looks_like: Callable[[bytes, str], bool]  # takes the file's first 4 KiB and its name; cheap, never raises
+    decode: Callable[[bytes], Decoded]  # takes the whole file; a ReadError refuses it
     max_bytes: int
 
 
 class WfdbSource(Source):
-    """An archive of WFDB records; subclasses know where they are stored and who the patient is."""
+    """An archive of WFDB records; subclasses know the folder layout and the patients."""
 
     suffix = ".dat"
 
@@ -132,14 +132,14 @@ class WfdbSource(Source):
         return self.enrich(read_record(self.root, key, header, name, self.source_of(key)), key)
 
     def _text(self, key: str) -> bytes:
-        if not key.isprintable():  # bytes of another encoding, line breaks: no table could hold them
+        if not key.isprintable():  # other encodings and line breaks do not fit into a table
             raise ReadError("file name", printable(key.rsplit("/", 1)[-1])[:80])
         if not key.endswith(".hea"):
             raise ReadError("no header", key.rsplit("/", 1)[-1])
         return self.root.read(key, MAX_BYTES)
 
     def check(self, header: WfdbHeader) -> None:
-        """Twelve leads in one file with the record's name, as in all large archives."""
+        """Require twelve leads in one file with the record's name, as in all large archives."""
         known = {LEAD_INDEX.get(lead.upper()) for lead in header.leads} - {None}
         if len(header.leads) != 12 or len(known) != 12:
             raise ReadError("not twelve leads", ", ".join(header.leads)[:80])
@@ -148,8 +148,8 @@ class WfdbSource(Source):
 
 
 def read_safely(call: Callable[[str], T], key: str) -> T | ReadError:
-    """A source's `header` or `read`. Whatever a record makes a parser raise refuses that record alone; only failing storage
-    stops the run."""
+    """Call a source's `header` or `read`. An exception refuses only this record; failing storage or a lack of memory stops the
+    run."""
     try:
         if not key.isprintable():
             raise ReadError("file name", "not UTF-8, or with control characters")
@@ -163,7 +163,7 @@ def read_safely(call: Callable[[str], T], key: str) -> T | ReadError:
 
 
 class Prepared(NamedTuple):
-    """A record as a dataset would hold it."""
+    """A record as it would be stored in a dataset."""
 
     source: str
     record: str
@@ -174,7 +174,7 @@ class Prepared(NamedTuple):
 
 
 def prepared(source: Source, key: str) -> Prepared | ReadError:
-    """One record straight from its archive, without a dataset."""
+    """Read and prepare one record directly from its archive, without a dataset."""
     return read_safely(partial(_prepare, source), key)
 
 
@@ -201,7 +201,7 @@ def record_stem(key: str) -> str:
 
 
 def path_name(key: str, stem: str) -> str:
-    """The path below the root is part of the name: in some trees every patient's folder holds a `rec_1`."""
+    """A name that includes the folders below the root; in some archives every patient's folder has a `rec_1`."""
     place = re.sub(r"[^A-Za-z0-9_-]+", "_", posixpath.dirname(key))
     name = f"{place}_{stem}" if place else stem
     if len(name) > 64:
@@ -210,15 +210,15 @@ def path_name(key: str, stem: str) -> str:
 
 
 def located(key: str, detail: str) -> str:
-    """The detail of a refusal, beginning with the record's path."""
+    """The detail of a refusal, starting with the record's path."""
     path = printable(key)
-    if detail.startswith((f"{path}: ", f"{path.rpartition('.')[0] or path}.")):  # or its signal's file
+    if detail.startswith((f"{path}: ", f"{path.rpartition('.')[0] or path}.")):  # or the path of its signal file
         return detail
     return f"{path}: {detail}" if detail else path
 
 
 def with_orphans(names: Iterator[str], suffix: str) -> Iterator[str]:
-    """Header files, and signal files without one, which count as refused; `names` come folder by folder."""
+    """Header files, and signal files without a header, which will be refused; `names` must be sorted by folder."""
     stems: dict[str, bool] = {}
     folder = None
     for name in chain(names, ["//"]):
@@ -231,8 +231,8 @@ def with_orphans(names: Iterator[str], suffix: str) -> Iterator[str]:
 
 
 def read_table(root: Folder, name: str, limit: int, columns: tuple[str, ...]) -> Iterator[dict[str, str]]:
-    """These columns of an archive's CSV table and no others; empty where a row is short. A table that cannot be read stops the
-    run, because it would fail every record alike."""
+    """Read only these columns of an archive's CSV table; cells missing in a short row are empty. An unreadable table stops the
+    run, because it would make every record fail."""
     try:
         text = root.read(name, limit).decode("utf-8-sig", "replace")
     except ReadError as error:
@@ -248,7 +248,7 @@ def read_table(root: Folder, name: str, limit: int, columns: tuple[str, ...]) ->
 
 
 def cached(function: Callable[P, T]) -> Callable[P, T]:
-    """lru_cache for threads: readers that ask for a table at the same moment wait for one of them to fetch it."""
+    """lru_cache for threads: if several need a table at once, one fetches it and the others wait."""
     remembered, lock = lru_cache(maxsize=4)(function), threading.Lock()
 
     @wraps(function)

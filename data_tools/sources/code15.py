@@ -1,6 +1,6 @@
 """CODE-15 %: `exams_part<k>.hdf5` (float tracings, 400 Hz, zero padding at both ends) and exams.csv.
 
-Releases and copies differ in the unit of the tracings, and no file states it: it is measured (see `_steps_per_mv`).
+Copies differ in the unit of the tracings, and no file states it, so it is estimated from the amplitudes (see `_steps_per_mv`).
 """
 
 import math
@@ -20,10 +20,10 @@ TABLE, MAX_TABLE, FS_HZ = "exams.csv", 512 * 2**20, 400.0
 LEADS = ("DI", "DII", "DIII", "AVR", "AVL", "AVF", "V1", "V2", "V3", "V4", "V5", "V6")
 LABELS = {"1dAVb": "270492004", "RBBB": "59118001", "LBBB": "164909002"}
 LABELS |= {"SB": "426177001", "ST": "427084000", "AF": "164889003"}
-MAX_EXAMS = 1_000_000  # in one part; the release has 20,001
-MAX_CHUNK = 64 * 2**20  # a chunk is decompressed whole, whatever part of it is requested
+MAX_EXAMS = 1_000_000  # per part; the release has 20,001
+MAX_CHUNK = 64 * 2**20  # a chunk is always decompressed as a whole
 UNIT_SAMPLE = 200
-# steps per mV of the units of known copies, and the decade in which the median ECG's largest lead lies
+# steps per mV for the units of known copies, and the range of the median ECG's largest peak-to-peak amplitude
 UNITS = {"V": 1e-3, "mV": 1.0, "0.1 mV": 10.0, "uV": 1e3}
 TYPICAL_MV = (0.6, 6.0)
 
@@ -38,14 +38,14 @@ class Code15(Source):
 
     def keys(self) -> Iterator[str]:
         for part in _parts(self.root):
-            for row in np.flatnonzero(_open(self.root, part)[1]):  # a part ends with a filler, exam 0
+            for row in np.flatnonzero(_open(self.root, part)[1]):  # exam 0 is a filler at the end of a part
                 yield f"{part.removesuffix('.hdf5')}#{row}"
 
     def tables(self) -> bytes:
         return self.root.read(TABLE, MAX_TABLE)
 
     def header(self, key: str) -> Header:
-        """The padding decides the length, so the tracing itself is read."""
+        """Read the tracing, because its length depends on the padding."""
         record = self.read(key)
         return Header(record.name, self.name, record.signal.shape[1], FS_HZ, record.signal[:, :64].tobytes()[:512])
 
@@ -70,7 +70,7 @@ class Code15(Source):
 
     def notes(self) -> list[str]:
         unit = next(name for name, gain in UNITS.items() if gain == _steps_per_mv(self.root))
-        return [f"{self.root.url}: the unit of the tracings is {unit}, judging by the size of {UNIT_SAMPLE} ECGs"]
+        return [f"{self.root.url}: the unit of the tracings is {unit}, estimated from {UNIT_SAMPLE} ECGs"]
 
 
 def _parts(root: Folder) -> list[str]:
@@ -82,7 +82,7 @@ def _parts(root: Folder) -> list[str]:
 
 @lru_cache(maxsize=32)
 def _open(root: Folder, part: str) -> tuple[Any, np.ndarray]:
-    """-> tracings, and the exam of each. HDF5 that points into other files or unfolds to any size is refused."""
+    """Return the tracings and their exam ids. Refuses HDF5 that links to other files or could expand to any size."""
     try:
         import h5py
     except ImportError:
@@ -112,7 +112,7 @@ def _check_shapes(part: str, tracings: Any, exams: Any) -> None:
 
 
 def _open_dataset(h5py: Any, file: Any, part: str, name: str) -> Any:
-    """The link is checked before it is followed: opening its target may already do harm."""
+    """Open an HDF5 dataset. Its link is checked before it is followed, since even opening the target may do harm."""
     link = file.get(name, getlink=True)
     if link is None:
         raise ReadError("unexpected HDF5 shape", f"{part}: no {name}")
@@ -120,7 +120,7 @@ def _open_dataset(h5py: Any, file: Any, part: str, name: str) -> Any:
         raise ReadError("HDF5 points elsewhere", f"{part}: {name}")
     found = file[name]
     if not isinstance(found, h5py.Dataset):
-        raise ReadError("unexpected HDF5 shape", f"{part}: {name} is no dataset")
+        raise ReadError("unexpected HDF5 shape", f"{part}: {name} is not a dataset")
     if found.is_virtual or found.external:
         raise ReadError("HDF5 points elsewhere", f"{part}: {name}")
     return found
@@ -128,7 +128,7 @@ def _open_dataset(h5py: Any, file: Any, part: str, name: str) -> Any:
 
 @cached
 def _exams(root: Folder) -> dict[str, tuple[str | None, float | None, str | None, tuple[str, ...]]]:
-    """exam_id -> patient, age, sex, diagnoses. Dates of death and follow-up times are never read."""
+    """Map exam_id to patient, age, sex and diagnoses. Deaths and follow-up times are never read."""
     return {
         row["exam_id"]: (
             row["patient_id"] or None,
@@ -142,14 +142,14 @@ def _exams(root: Folder) -> dict[str, tuple[str | None, float | None, str | None
 
 @cached
 def _steps_per_mv(root: Folder) -> float:
-    """The one unit that gives the median ECG a largest lead of 0.6 to 6 mV peak to peak."""
+    """The unit in which the largest lead of the median ECG has 0.6 to 6 mV peak to peak."""
     sizes = []
     for part in _parts(root):
         tracings, _ = _open(root, part)
         for row in range(0, len(tracings), max(1, len(tracings) // UNIT_SAMPLE)):
             try:
                 size = float(np.ptp(tracings[row], axis=0).max())
-            except OSError:  # a damaged chunk: refused when its exam is read
+            except OSError:  # a damaged chunk; its exam is refused when it is read
                 continue
             if np.isfinite(size) and size > 0:
                 sizes.append(size)
@@ -159,4 +159,4 @@ def _steps_per_mv(root: Folder) -> float:
     for gain in UNITS.values():
         if TYPICAL_MV[0] <= median / gain < TYPICAL_MV[1]:
             return gain
-    raise StorageError(f"{root.url}: the median tracing spans {median:.3g}: the size of an ECG in none of {', '.join(UNITS)}")
+    raise StorageError(f"{root.url}: median tracing of {median:.3g}, not an ECG's amplitude in any of {', '.join(UNITS)}")

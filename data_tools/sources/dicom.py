@@ -1,9 +1,9 @@
-"""DICOM waveforms: the 12-lead, general and ambulatory ECG classes, and any other that holds ECG leads (hemodynamic ones may).
+"""DICOM waveforms: the 12-lead, general and ambulatory ECG classes, and any other class with ECG leads (such as hemodynamic).
 
-The simultaneous channels with most of the twelve leads are read, not the median beats that files hold beside them. Leads are
-placed by SCP-ECG's or MDC's codes, scaled by each channel's sensitivity, correction factor, baseline and units. Only the
-elements in _WANTED are looked at, and everything else is skipped by its length: ten times as fast as pydicom, which is the
-oracle in the tests.
+Reads the simultaneous channels with the most of the twelve leads, not the median beats that files may also have. Leads are
+identified by SCP-ECG or MDC codes and scaled by each channel's sensitivity, correction factor, baseline and units. Only the
+elements in _WANTED are parsed; all others are skipped by their length. This is ten times as fast as pydicom, which the tests
+compare with.
 """
 
 import math
@@ -18,13 +18,13 @@ from data_tools.record import LEADS, MV_PER_UNIT, unit_name
 from data_tools.sources.base import Decoded, Format
 
 MAX_S, MAX_BYTES, MAX_ELEMENTS, MAX_DEPTH = 600, 16 * 2**20, 50_000, 12  # a 10 s ECG has 0.15 to 0.3 MB and 1,000 elements
-SYNTAXES = {"1.2.840.10008.1.2": False, "1.2.840.10008.1.2.1": True}  # little-endian; whether the elements state their types
+SYNTAXES = {"1.2.840.10008.1.2": False, "1.2.840.10008.1.2.1": True}  # little-endian; value: whether elements state their types
 ECG_CLASSES = ("1.2.840.10008.5.1.4.1.1.9.1.1", "1.2.840.10008.5.1.4.1.1.9.1.2", "1.2.840.10008.5.1.4.1.1.9.1.3")
 LEAD_OF = {str(code): LEADS[i] for i, code in enumerate((1, 2, 61, 62, 63, 64, 3, 4, 5, 6, 7, 8))}
-SCHEMES = {"SCPECG": "5.6.3-9-", "MDC": "2:"}  # and what stands before the lead's number
+SCHEMES = {"SCPECG": "5.6.3-9-", "MDC": "2:"}  # coding schemes and the prefix of their lead numbers
 TYPES = {("SB", 8): "<i1", ("UB", 8): "<u1", ("SS", 16): "<i2", ("US", 16): "<u2", ("SL", 32): "<i4"}
 AGE = {"Y": 1.0, "M": 1 / 12, "W": 7 / 365.25, "D": 1 / 365.25}
-# What is read, by its tag
+# Tags of the elements that are read
 _SYNTAX, _CLASS, _PATIENT, _SEX, _AGE = 0x00020010, 0x00080016, 0x00100020, 0x00100040, 0x00101010
 _CODE, _SCHEME, _OFFSET, _ORIGIN, _CHANNELS, _SAMPLES = 0x00080100, 0x00080102, 0x00181068, 0x003A0004, 0x003A0005, 0x003A0010
 _RATE, _LABEL, _CHANNEL, _SOURCE, _GAIN, _UNITS = 0x003A001A, 0x003A0020, 0x003A0200, 0x003A0208, 0x003A0210, 0x003A0211
@@ -35,9 +35,9 @@ _WANTED = {number for name, number in globals().items() if name.startswith("_") 
 _SEQUENCES = {_WAVEFORMS, _CHANNEL, _SOURCE, _UNITS}
 _OTHER = {_DOCUMENT: "an encapsulated document", _PIXELS: "an image", _FRAMES: "a multi-frame image"}
 _ITEM, _ITEM_END, _SEQUENCE_END, _UNKNOWN = 0xFFFEE000, 0xFFFEE00D, 0xFFFEE0DD, 0xFFFFFFFF
-_LONG = {b"OB", b"OD", b"OF", b"OL", b"OV", b"OW", b"SQ", b"SV", b"UC", b"UN", b"UR", b"UT", b"UV"}  # have 32 bits of length
+_LONG = {b"OB", b"OD", b"OF", b"OL", b"OV", b"OW", b"SQ", b"SV", b"UC", b"UN", b"UR", b"UT", b"UV"}  # length of 32 bits
 _TYPED, _PLAIN, _LENGTH = (struct.Struct(form).unpack_from for form in ("<HH2sH", "<HHI", "<I"))
-Elements = dict[int, Any]  # by tag: bytes, or a sequence's items
+Elements = dict[int, Any]  # by tag: bytes, or the items of a sequence
 
 
 def decode(data: bytes) -> Decoded:
@@ -67,7 +67,7 @@ def decode(data: bytes) -> Decoded:
     note = (
         ()
         if kind in ECG_CLASSES
-        else (("SOP class", f"{kind or 'an unknown one'} is no resting ECG's: read for its ECG leads"),)
+        else (("SOP class", f"{kind or 'an unknown one'} is not an ECG class: read for its ECG leads"),)
     )
     return Decoded(signals, chosen[0][0].fs_hz, _text(file, _PATIENT), years, _text(file, _SEX), note)
 
@@ -80,14 +80,14 @@ class _Reader:
         self.data, self.stop, self.typed, self.left = data, stop, typed, MAX_ELEMENTS
 
     def elements(self, at: int, end: int, depth: int = 0) -> tuple[Elements, int]:
-        """The wanted elements from `at` to `end` or to the end of an item of unknown length, and where they end. The outermost
-        ones end before the first tag from `stop` on, and behind the waveforms."""
+        """The wanted elements from `at` to `end`, or to the end of an item of unknown length, and the position after them. At
+        depth 0 parsing stops at the first tag >= `stop`, and after the waveforms."""
         found: Elements = {}
         value: Any
         data, typed, start = self.data, self.typed, at
         self.left -= 1
         if depth > MAX_DEPTH or self.left < 0:
-            raise ReadError("malformed DICOM", f"over {MAX_DEPTH} sequences in each other, or {MAX_ELEMENTS} elements")
+            raise ReadError("malformed DICOM", f"over {MAX_DEPTH} nested sequences, or {MAX_ELEMENTS} elements")
         while at + 8 <= end:
             self.left -= 1
             if self.left < 0:
@@ -113,12 +113,12 @@ class _Reader:
             if tag in _WANTED:
                 found[tag] = value
         if at > end:
-            raise ReadError("malformed DICOM", f"an element at byte {start} ends behind the end of its file or item")
+            raise ReadError("malformed DICOM", f"an element at byte {start} ends after the end of its file or item")
         return found, at
 
     def items(self, at: int, end: int, open_end: bool, depth: int, kind: bytes) -> tuple[list[Elements], int]:
         items: list[Elements] = []
-        typed, self.typed = self.typed, self.typed and kind != b"UN"  # whose content states no types
+        typed, self.typed = self.typed, self.typed and kind != b"UN"  # the content of UN states no types
         while open_end or at != end:
             if at >= end:
                 raise ReadError("malformed DICOM", "a sequence without its end")
@@ -135,7 +135,7 @@ class _Reader:
 
 
 class _Group:
-    """One multiplex group: channels of one rate that begin together."""
+    """One multiplex group: channels with the same sampling rate and start time."""
 
     def __init__(self, fields: Elements) -> None:
         self.fields, self.channels = fields, fields.get(_CHANNEL, [])
@@ -167,14 +167,14 @@ class _Group:
         scales = np.array([_microvolts(self.channels[row]) for row in rows])
         values = steps * scales[:, :1] + scales[:, 1:]
         padding = np.frombuffer(self.fields.get(_PADDING, b"")[: bits // 8].ljust(bits // 8, b"\0"), steps.dtype)[0]
-        for absent in {-(2 ** (bits - 1)), int(padding)} - {0}:  # files state a padding of 0 and mean nothing by it
+        for absent in {-(2 ** (bits - 1)), int(padding)} - {0}:  # a stated padding of 0 is meaningless
             values[steps == absent] = np.nan
         late = {lead: self._skew(self.channels[row]) for lead, row in self.leads.items()}
         first, last = max(late.values()), min(late.values()) + self.samples
         return {lead: uv[first - late[lead] : last - late[lead]] for lead, uv in zip(self.leads, values, strict=True)}
 
     def _skew(self, channel: Elements) -> int:
-        """By how many whole samples the channel begins late."""
+        """The channel's delay in whole samples."""
         skew = _number(channel, _SKEW, 0.0) + _number(channel, _SKEW_S, 0.0) * self.fs_hz
         if not abs(skew) < self.fs_hz:
             raise ReadError("skew", f"{skew:g} samples")
@@ -188,7 +188,7 @@ def _lead(channel: Elements) -> str | None:
 
 
 def _microvolts(channel: Elements) -> tuple[float, float]:
-    """What a step is, and what the sample 0 is."""
+    """Microvolts per step, and the microvolts of sample value 0."""
     unit = unit_name(_text(next(iter(channel.get(_UNITS, [])), {}), _CODE))
     gain, baseline = _number(channel, _GAIN) * _number(channel, _CORRECTION, 1.0), _number(channel, _BASELINE, 0.0)
     uv = MV_PER_UNIT[unit] * 1e3
@@ -203,7 +203,7 @@ def _text(fields: Elements, tag: int) -> str:
 
 
 def _uid(fields: Elements, tag: int) -> str:
-    """Empty if it is none: messages repeat no text of a file."""
+    """A UID, or empty if the text is not one, so that messages never repeat text from a file."""
     text = _text(fields, tag)[:64]
     return text if text.replace(".", "").isdecimal() else ""
 

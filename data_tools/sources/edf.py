@@ -1,9 +1,9 @@
-"""EDF and EDF+C with the leads of an ECG among its signals, by their labels: `I`, `ECG II`, `EKG V1`, `Lead aVR`.
+"""EDF and EDF+C files with ECG leads, identified by their labels: `I`, `ECG II`, `EKG V1`, `Lead aVR`.
 
-Besides the samples, only the header's numbers, labels and units are read, and of EDF+'s patient field the code and the sex: no
-names, dates, annotations or comments; plain EDF's patient field is free text and not read at all. Refused by name: BDF, EDF+D
-(which has gaps), and files over 12 MiB (17 minutes of 12 leads at 500 Hz; cut Holter recordings into pieces first).
-The scale that a header states can be wrong; `implausible amplitude` in rejects.csv names such a record.
+Besides the samples, only the header's numbers, labels and units are read, and code and sex from EDF+'s patient field: no names,
+dates, annotations or comments. Plain EDF's patient field is free text and is not read at all. Refused: BDF, EDF+D (which has
+gaps), and files over 12 MiB (17 minutes of 12 leads at 500 Hz; cut Holter recordings into pieces first).
+The scale in a header can be wrong; such records are listed as `implausible amplitude` in rejects.csv.
 """
 
 import math
@@ -18,10 +18,10 @@ from data_tools.record import LEAD_INDEX, LEADS, MV_PER_UNIT, unit_name
 from data_tools.sources.base import Decoded, Format
 
 MAX_BYTES = 12 * 2**20
-# The widths of the signals' fields, each stored for all signals in turn; those without a name are not read
+# Names and widths of the signal fields; each field is stored for all signals in turn. Fields without a name are not read
 FIELDS: tuple[tuple[str, int], ...] = (("label", 16), ("", 80), ("unit", 8), ("low", 8), ("high", 8))
 FIELDS += (("digital_low", 8), ("digital_high", 8), ("", 80), ("samples", 8))
-PLAUSIBLE_UV = (100, 4000)  # the median, over leads and seconds, of the range within a second: 340 to 3,440 in 1,800 ECGs
+PLAUSIBLE_UV = (100, 4000)  # median over leads and seconds of the range within a second; 340 to 3,440 in 1,800 ECGs
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(E[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 _PREFIX = re.compile(r"^((ECG|EKG|LEAD)[ _.:-]*)+")
 _PATIENT = re.compile(r"(\S+) ([MFX]) (?:X|\d\d-[A-Z]{3}-\d{4}) \S", re.ASCII | re.IGNORECASE)  # code sex birthdate name
@@ -51,7 +51,7 @@ def decode(data: bytes) -> Decoded:
         raise ReadError("no known lead", f"none of {count} signals is labelled as one of the 12 leads")
     if len(rates) > 1 or duration_s <= 0:
         raise ReadError("sampling rate", f"leads with {', '.join(map(str, sorted(rates)))} samples in {duration_s:g} s")
-    rate_ratio(fs_hz := rates.pop() / duration_s)  # refuses other rates than a dataset is made from
+    rate_ratio(fs_hz := rates.pop() / duration_s)  # refuses unsupported rates
     return Decoded(found, fs_hz, *_person(data), _doubts(list(found.values()), fs_hz))
 
 
@@ -60,7 +60,7 @@ FORMAT = Format(lambda head, name: head[:8] in MAGIC or name.lower().endswith(("
 
 
 def _header(data: bytes) -> tuple[dict[str, list[str]], int]:
-    """The signals' fields that are read, and the number of signals."""
+    """The named signal fields, and the number of signals."""
     if data[:8] != b"0       ":
         raise ReadError("unknown format", "not EDF: it does not begin with version 0")
     if data[192:197] == b"EDF+D":
@@ -81,7 +81,7 @@ def _text(field: bytes) -> str:
 
 
 def _number(text: str, name: str) -> float:
-    """Of the header, which states numbers as text."""
+    """Parse a number of the header, which is stored as text."""
     if not _NUMBER.fullmatch(text) or not math.isfinite(value := float(text)):
         raise ReadError("header", f"{name}: {text!r} is no number")
     return value
@@ -103,13 +103,13 @@ def _microvolts(steps: np.ndarray, fields: dict[str, str], lead: str) -> np.ndar
 
 
 def _person(data: bytes) -> tuple[str | None, None, str | None]:
-    """The patient's code and sex, if the field is written as EDF+ demands: no name may be taken for a code."""
+    """The patient's code and sex if the field is valid EDF+; otherwise a name could be taken for a code."""
     found = _PATIENT.match(_text(data[8:88])) if data[192:196] == b"EDF+" else None
     return (None if found[1] == "X" else found[1], None, found[2]) if found else (None, None, None)
 
 
 def _doubts(leads: list[np.ndarray], fs_hz: float) -> tuple[tuple[str, str], ...]:
-    """A warning, if the amplitude is not that of an ECG."""
+    """A warning if the amplitude is not plausible for an ECG."""
     second = int(fs_hz)
     seconds = [uv[: len(uv) // second * second].reshape(-1, second) for uv in leads if np.ptp(uv)]
     typical_uv = float(np.median(np.ptp(np.concatenate(seconds), axis=1))) if seconds and len(seconds[0]) else PLAUSIBLE_UV[0]

@@ -1,7 +1,7 @@
-"""Files as hospitals export them: one ECG a file, in any mixture of the FORMATS below and in any folders.
+"""Files exported by hospitals: one ECG per file, in any mix of the FORMATS below and in any folders.
 
-A file's content decides which format it has. Of a file only the signals of the twelve leads, the patient's id, age and sex are
-read: no names, dates, statements or comments. III, aVR, aVL and aVF are computed where a file has only I and II.
+The format is detected from a file's content. Only the signals of the twelve leads and the patient's id, age and sex are read:
+no names, dates, statements or comments. If a file has only I and II, then III, aVR, aVL and aVF are computed.
 """
 
 import posixpath
@@ -21,10 +21,10 @@ from data_tools.storage import Folder, prefetch
 
 FORMATS: dict[str, Format] = {"muse-xml": muse_xml.FORMAT, "dicom": dicom.FORMAT, "philips-xml": philips_xml.FORMAT}
 FORMATS |= {"hl7-aecg": aecg.FORMAT, "scp-ecg": scp.FORMAT, "edf": edf.FORMAT}
-HEAD_BYTES = 4096  # that tell a file's format
+HEAD_BYTES = 4096  # enough to detect the format
 MAX_BYTES = max(one.max_bytes for one in FORMATS.values())
-ENDINGS = (".xml", ".dcm", ".scp", ".ecg", ".edf")  # a file with one of them has to be readable; others are looked into
-# in place of a patient's id
+ENDINGS = (".xml", ".dcm", ".scp", ".ecg", ".edf")  # files with these endings must be readable
+# placeholders for a patient's id
 NOBODY = {"anonymous", "anonymized", "anonymised", "anon", "unknown", "none", "null", "n/a", "na", "0", "-", ".", "?"}
 
 
@@ -32,10 +32,10 @@ class HospitalFiles(Source):
     name = "hospital"
 
     def __init__(self, root: Folder, only: str = "") -> None:
-        """`only`: a name in FORMATS; files of other formats are then no records."""
+        """`only`: a name in FORMATS; files of other formats are then left out."""
         super().__init__(root)
         self.only, self.name = only, only or self.name
-        self.skipped: Counter[str] = Counter()  # files that are no records, by their ending
+        self.skipped: Counter[str] = Counter()  # number of files left out, by ending
 
     def keys(self) -> Iterator[str]:
         names = self.root.names()
@@ -47,7 +47,7 @@ class HospitalFiles(Source):
                 self.skipped[posixpath.splitext(key)[1].lower()[:8] or "no ending"] += 1
 
     def _look(self, key: str) -> tuple[str, bool]:
-        """Whether a file is a record, or has to be refused as one."""
+        """Whether a file counts as a record, which is then read or refused."""
         return key, (not self.only and key.lower().endswith(ENDINGS)) or bool(self._format_of_file(key))
 
     def _format_of_file(self, key: str) -> str:
@@ -68,7 +68,7 @@ class HospitalFiles(Source):
         return self._format_of_file(key) or self.name
 
     def notes(self) -> list[str]:
-        hold = "a dataset of it holds the files' names and the hospital's patient ids"
+        hold = "a dataset made from it holds the file names and the hospital's patient ids"
         notes = [f"{self.root.url}: {hold}: --pseudonymize KEYFILE replaces both"]
         if self.skipped:
             most = sorted(self.skipped.items(), key=lambda pair: (-pair[1], pair[0]))[:5]
@@ -101,7 +101,7 @@ class HospitalFiles(Source):
 
 
 def _record_name(key: str) -> str:
-    """From the file's path; a DICOM's name is often a UID without an ending, below folders of UIDs."""
+    """A name from the file's path. A DICOM file's name is often a UID without an ending, in folders named by UIDs."""
     stem = record_stem(key if key.lower().endswith(ENDINGS) else f"{key}.")
     try:
         return path_name(key, stem)
@@ -110,7 +110,7 @@ def _record_name(key: str) -> str:
 
 
 def _patient(text: str | None) -> str | None:
-    """A patient's id. What anonymised files have in its place would make all of them one patient."""
+    """A patient's id, or None for a placeholder, which would make all anonymised files one patient."""
     text = (text or "").strip()
     if not text or text.lower() in NOBODY or len(set(text)) < 2 <= len(text):
         return None
@@ -119,7 +119,7 @@ def _patient(text: str | None) -> str | None:
 
 
 def _hashed(stem: str, text: str) -> str:
-    """A name of letters, digits, _ and - for a text that has others, or too many; different texts have different names."""
+    """A unique name of letters, digits, _ and - for a text that has other characters or is too long."""
     return f"{stem[:43]}_{sha256(text.encode()).hexdigest()[:20]}"
 
 
@@ -129,7 +129,7 @@ def changes(uv: np.ndarray) -> bool:
 
 
 def _with_limb_leads(signals: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """By Einthoven's and Goldberger's equations, where I and II were measured."""
+    """Add missing limb leads by Einthoven's and Goldberger's equations if I and II were measured."""
     i, ii = (signals.get(lead, np.zeros(0)) for lead in ("I", "II"))
     if len(i) != len(ii) or not len(i):
         return signals

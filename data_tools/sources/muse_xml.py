@@ -1,7 +1,7 @@
-"""GE MUSE's XML export, one resting ECG a file: the rhythm waveform of its leads, not the median beat that stands before it.
+"""GE MUSE's XML export, one resting ECG per file. Reads the rhythm waveform, not the median beat before it.
 
-MUSE stores I, II and V1 to V6. Of all else in the file only the patient's id, age and sex are read: no names, dates,
-statements or comments. A DOCTYPE is allowed, entities are not.
+MUSE stores I, II and V1 to V6. Apart from the signal, only the patient's id, age and sex are read: no names, dates, statements
+or comments. A DOCTYPE is allowed, entities are not.
 """
 
 import binascii
@@ -17,7 +17,7 @@ from data_tools.sources.safe_xml import MAX_BYTES, root_tag, tree
 
 MAX_LEADS = 64
 YEARS = {"YEARS": 1.0, "MONTHS": 1 / 12, "WEEKS": 7 / 365.25, "DAYS": 1 / 365.25, "HOURS": 1 / 8766}
-# Fields that would shift or scale the samples, and their only value that is read
+# Fields that could shift or scale the samples, and the only value that is accepted
 _WAVEFORM = {"SampleType": "CONTINUOUS_SAMPLES", "SampleExponent": "0"}
 _LEAD = {"LeadAmplitudeUnits": "MICROVOLTS", "LeadTimeOffset": "0", "LeadOffsetFirstSample": "0", "FirstSampleBaseline": "0"}
 _LEAD |= {"LeadSampleSize": "2"}
@@ -69,7 +69,7 @@ def _number(fields: Fields, name: str) -> float:
 
 
 def _samples(fields: Fields) -> tuple[str, np.ndarray | None]:
-    """A lead's name and its microvolts, None if it was off. Counts and checksum have to hold where the file states them."""
+    """A lead's name and its microvolts, None if it was off. Counts and checksum must match if the file states them."""
     name = fields.get("LeadID", "")
     _check(fields, _LEAD)
     if "LeadAmplitudeUnits" not in fields:

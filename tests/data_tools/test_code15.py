@@ -79,7 +79,7 @@ def test_code15_in_an_unknown_unit_is_one_line(tmp_path: Path, per_mv: float, ca
     write_code15(tmp_path / "archive", EXAMS, per_mv)
     assert main(["shard", str(tmp_path / "archive"), "--out", str(tmp_path / "out"), "--workers", "1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "size of an ECG in none of V, mV, 0.1 mV, uV" in line
+    assert "not an ECG's amplitude in any of V, mV, 0.1 mV, uV" in line
     assert not (tmp_path / "out" / "dataset.json").exists()
 
 

@@ -125,7 +125,7 @@ def test_custom_sources_get_roles_when_named(tmp_path: Path, capsys: pytest.Capt
     assert set(named.meta["roles"]["dx"]) == {"train", "valid", "test"}
     assert run(capsys, "verify", tmp_path / "named", "--workers", 1)[0] == 0
     code, _, err = run(capsys, *command, tmp_path / "plain", "--dx-sources", "ningbo")
-    assert code == 2 and "is finished" in err
+    assert code == 2 and "is already finished" in err
     assert run(capsys, *command, tmp_path / "x", "--plan", "all", "--id-sources", "ningbo")[0] == 2
 
 
