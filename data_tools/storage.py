@@ -1,7 +1,7 @@
-"""Files by relative name, below a local folder or any fsspec URL (s3://bucket/prefix): `folder(url)` picks the class.
+"""Files by relative name in a local folder or below an fsspec URL (s3://bucket/prefix); `folder(url)` picks the class.
 
-Reading never follows a link out of the archive and never takes more bytes than the caller expects. Writing never leaves
-an incomplete file under its final name.
+Reading never follows a link out of the archive and never reads more bytes than the caller expects. Writing never leaves an
+incomplete file under its final name.
 """
 
 import errno
@@ -28,11 +28,11 @@ from data_tools.errors import ReadError, StorageError, one_line, printable
 T = TypeVar("T")
 Item = TypeVar("Item")
 RETRIES, FIRST_WAIT_S = 6, 0.2
-REQUESTS = 32  # in flight at once in each process
+REQUESTS = 32  # concurrent requests per process
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Moves a complete file to its final name. It is on the disk when this returns."""
+    """Move a complete file to its final name; it is on the disk when this returns."""
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
     os.replace(temporary, final)
@@ -49,7 +49,7 @@ def sync(folder: Path) -> None:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A temporary file that takes the place of `path` at the end of the block; after an error the old file stays."""
+    """A temporary file that replaces `path` at the end of the block; after an error the old file stays."""
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         yield temporary
@@ -59,7 +59,7 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Replaces a file as a whole; it is on the disk when this returns."""
+    """Write or replace a file atomically; it is on the disk when this returns."""
     with replaced(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
@@ -73,7 +73,7 @@ class LocalFolder:
         return f"{self.url}/{name}"
 
     def read(self, name: str, limit: int, cut: bool = False) -> bytes:
-        """A regular file of at most `limit` bytes, or with `cut` the first ones; links, pipes and devices are refused."""
+        """Read a regular file of at most `limit` bytes, or with `cut` its first ones; links, pipes and devices are refused."""
         try:
             file = os.open(self.path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
@@ -88,7 +88,7 @@ class LocalFolder:
                 raise ReadError("file too large", f"{name}: {state.st_size} bytes")
             if (size := min(state.st_size, limit)) < 2**30:
                 return os.read(file, size)
-            with open(file, "rb", closefd=False) as whole:  # os.read stops at 2 GiB
+            with open(file, "rb", closefd=False) as whole:  # os.read returns at most 2 GiB
                 return whole.read(limit)
         finally:
             os.close(file)
@@ -101,7 +101,7 @@ class LocalFolder:
         return os.path.getsize(self.path(name))
 
     def stamp(self, name: str) -> bytes:
-        """Size and modification time: an interrupted build reads files again whose stamp has changed."""
+        """Size and modification time; a continued build reads files again if their stamp has changed."""
         try:
             state = os.lstat(self.path(name))
         except OSError:
@@ -112,7 +112,7 @@ class LocalFolder:
         return os.path.exists(self.path(name))
 
     def names(self, under: str = "") -> Iterator[str]:
-        """All files below, folder by folder in sorted order; links to folders are not entered."""
+        """All files below, sorted, folder by folder; links to folders are not followed."""
         try:
             entries = sorted(os.scandir(self.path(under)), key=lambda entry: entry.name)
         except (FileNotFoundError, NotADirectoryError):
@@ -143,7 +143,7 @@ class LocalFolder:
         publish(path, final)
 
     def workdir(self) -> Path:
-        """For temporary files and the lock; on the same disk, so that publishing is a rename."""
+        """The folder for temporary files and the lock, on the same disk, so that publishing is a rename."""
         place = Path(self.url, ".build")
         (place / "tmp").mkdir(parents=True, exist_ok=True)
         return place
@@ -166,8 +166,8 @@ def write_errors(url: str, name: str) -> Iterator[None]:
 
 @lru_cache(maxsize=8)
 def _connect(url: str, anonymous: bool) -> Any:
-    """The fsspec file system. `RemoteFolder._retry` is the only retry layer: those of s3fs and botocore are switched off, or a
-    stalled server would be waited for three times over."""
+    """The fsspec file system. `RemoteFolder._retry` is the only retry layer: with those of s3fs and botocore, a stalled server
+    would be retried by three layers at once."""
     options: dict[str, Any] = {"anon": True} if anonymous else {}
     try:
         import fsspec
@@ -183,7 +183,7 @@ def _connect(url: str, anonymous: bool) -> Any:
 
 
 async def _get_s3(fs: Any, path: str, start: int, size: int) -> tuple[bytes, int]:
-    """A byte range and the length of the whole object, which the same answer states and `cat_file` does not pass on."""
+    """A byte range and the length of the whole object, which the response states but `cat_file` does not return."""
     bucket, key, _ = fs.split_path(path)
     answer = await fs._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{start + size - 1}")
     async with answer["Body"] as body:
@@ -193,7 +193,7 @@ async def _get_s3(fs: Any, path: str, start: int, size: int) -> tuple[bytes, int
 
 @dataclass(frozen=True)
 class RemoteFolder:
-    """An object appears only when its upload is complete, so nothing has to be renamed."""
+    """A folder in object storage. An object appears only when its upload is complete, so no renaming is needed."""
 
     url: str
     anonymous: bool = False
@@ -207,28 +207,28 @@ class RemoteFolder:
         return f"{self.url}/{name}" if name else self.url
 
     def _retry(self, name: str, call: Callable[[], T], must_exist: bool = False) -> T:
-        """Retries with growing, jittered waits. A store may even answer 404 for an object that exists (`must_exist`)."""
+        """Call with retries, exponential backoff and jitter. `must_exist`: also retry a 404, which can be a passing error."""
         what = self.path(name)
         for attempt in range(1, RETRIES + 1):
             try:
                 return call()
-            except StorageError:  # an extra that is not installed
+            except StorageError:  # an extra is not installed
                 raise
             except FileNotFoundError:
                 if not must_exist or attempt == RETRIES:
                     raise
             except PermissionError as error:
-                raise StorageError(f"{what}: not allowed ({error}): credentials, or --anonymous") from None
+                raise StorageError(f"{what}: not allowed ({error}): check the credentials, or use --anonymous") from None
             except Exception as error:
                 if "Credentials" in type(error).__name__:
-                    raise StorageError(f"{what}: {error}: set the usual variables, or --anonymous for public data") from None
+                    raise StorageError(f"{what}: {error}: set AWS credentials, or use --anonymous for public data") from None
                 if attempt == RETRIES:
                     raise StorageError(one_line(f"{what}: {type(error).__name__} after {RETRIES} tries: {error}")) from None
             time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1) * (0.5 + random.random()))
         raise AssertionError
 
     def read(self, name: str, limit: int, cut: bool = False) -> bytes:
-        try:  # one request: a byte more than the limit shows whether there is more
+        try:  # requests one byte more than the limit, to see whether there is more
             data = self._retry(name, lambda: self._range(name, 0, limit + 1), must_exist=cut)
         except FileNotFoundError:
             raise ReadError("missing file", name) from None
@@ -240,7 +240,7 @@ class RemoteFolder:
         return self._retry(name, lambda: self._range(name, start, size), must_exist=True)
 
     def _range(self, name: str, start: int, size: int) -> bytes:
-        """All bytes of the range that the object has: a proxy may cut an answer and state the length it was cut to."""
+        """The part of the range that the object has. The length is checked, because a proxy may truncate a response."""
         path = self.path(name)
         try:
             if hasattr(self.fs, "call_s3"):
@@ -249,19 +249,19 @@ class RemoteFolder:
                 data, total = sync(self.fs.loop, _get_s3, self.fs, path, start, size)
             else:
                 data, total = self.fs.cat_file(path, start=start, end=start + size), self.fs.info(path)["size"]
-        except OSError as error:  # HTTP 416: an empty object has no range
+        except OSError as error:  # HTTP 416 for an empty object, which has no range
             if error.errno == errno.EINVAL and not self.fs.info(path)["size"]:
                 return b""
             raise
         if len(data) != (expected := min(size, max(0, total - start))):
-            raise OSError(f"{len(data)} bytes arrived of {expected}")
+            raise OSError(f"{len(data)} of {expected} bytes arrived")
         return bytes(data)
 
     def size(self, name: str) -> int:
         return int(self._retry(name, lambda: self.fs.info(self.path(name))["size"], must_exist=True))
 
     def stamp(self, name: str) -> bytes:
-        return b""  # a request for each record would cost more than planning; headers have checksums
+        return b""  # a request per record would cost more than planning; headers have checksums
 
     def exists(self, name: str) -> bool:
         return bool(self._retry(name, lambda: self.fs.exists(self.path(name))))
@@ -278,7 +278,7 @@ class RemoteFolder:
         try:
             found: list[str] = self._retry("", lambda: self.fs.ls(self.url, detail=False))
         except FileNotFoundError:
-            raise StorageError(f"cannot list {self.url}: nothing is there") from None
+            raise StorageError(f"cannot list {self.url}: it does not exist") from None
         return sorted(name.rstrip("/").rsplit("/", 1)[-1] for name in found)
 
     def write(self, name: str, data: bytes) -> None:
@@ -287,7 +287,7 @@ class RemoteFolder:
     def publish(self, path: Path, name: str) -> None:
         self._retry(name, lambda: self.fs.put_file(str(path), self.path(name)))
         if (size := self.size(name)) != path.stat().st_size:
-            raise StorageError(f"{self.path(name)}: {size} bytes arrived of {path.stat().st_size}: run again")
+            raise StorageError(f"{self.path(name)}: {size} of {path.stat().st_size} bytes arrived: run again")
         path.unlink()
 
     def workdir(self) -> Path:
@@ -313,30 +313,30 @@ def folder(url: str | os.PathLike[str], anonymous: bool = False) -> Folder:
 
 
 def dataset_folder(url: str | os.PathLike[str], anonymous: bool = False) -> Folder:
-    """An archive's path may have any bytes; pyarrow opens files below UTF-8 paths only."""
+    """The folder of a dataset. Its path must be UTF-8, as pyarrow requires; an archive's path may have any bytes."""
     place = folder(url, anonymous)
     try:
         place.url.encode()
     except UnicodeEncodeError:
-        raise StorageError(f"{printable(place.url)}: a dataset's path has to be UTF-8: rename it or choose another") from None
+        raise StorageError(f"{printable(place.url)}: a dataset's path must be UTF-8: rename it or choose another") from None
     return place
 
 
 def _local_order(name: str) -> list[tuple[bool, str]]:
-    """The order in which a local folder is listed: its files come before its folders."""
+    """Sort key for the order of LocalFolder.names: the files of a folder come before its subfolders."""
     *folders, file = name.split("/")
     return [*((True, folder) for folder in folders), (False, file)]
 
 
 def links_in(place: Folder) -> str:
-    """A hint for an archive in which nothing was found."""
+    """A hint for the error message when nothing was found in an archive."""
     names = () if place.remote else place.names()
     link = next((name for name in names if os.path.islink(path := place.path(name)) and os.path.isdir(path)), None)
     return f" ({link} is a link, and such folders are not entered: name the folder itself)" if link else ""
 
 
 def prefetch(call: Callable[[Item], T], items: Iterable[Item]) -> Iterator[T]:
-    """call(item) for each, in order, with many calls in flight."""
+    """Yield call(item) for each item in order, with many concurrent calls."""
     queue = iter(items)
     with ThreadPoolExecutor(REQUESTS) as pool:
         pending = deque(pool.submit(call, item) for item in islice(queue, 2 * REQUESTS))

@@ -1,4 +1,4 @@
-"""A dataset in words: sources, roles beside the paper's, what was refused; and warnings. `omnilead show DATASET`"""
+"""The text of `omnilead show DATASET` (sources, roles compared with the paper, what was refused), and warnings."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,17 +12,17 @@ from data_tools.dataset import Dataset
 from data_tools.prepare import MAX_UV
 from data_tools.splits import RoleSources
 
-MANY_SATURATED = 0.01  # of a source's crops
-# Oh et al. 2022, section 5.1, in 5 s segments. Its split is by segment and excludes nothing: see `--plan paper-split`
+MANY_SATURATED = 0.01  # share of a source's crops
+# Numbers of 5 s segments in Oh et al. 2022, section 5.1. They split by segment and exclude nothing: see `--plan paper-split`
 PAPER_ROLES = {"pretrain": 189_051, "dx train": 32_640, "dx valid": 4_079, "dx test": 4_079}
 PAPER_ROLES |= {"id train": 147_444, "id valid": 17_670, "id gallery": 2_127, "id probe": 2_127}
-# Its six sets, in records of the Challenge's release
+# Their six databases and the numbers of records in the Challenge's release
 PAPER_SETS = {"chapman_shaoxing": 10_247, "cpsc_2018": 6_877, "cpsc_2018_extra": 3_453}
 PAPER_SETS |= {"georgia": 10_344, "ningbo": 34_905, "ptb-xl": 21_837}
 
 
 def describe(dataset: Dataset) -> str:
-    """Sources, roles beside the paper's, what was refused and why."""
+    """Describe sources, roles compared with the paper, and what was refused and why."""
     meta = dataset.meta
     megabytes = sum(shard["bytes"] for shard in dataset.shards) / 1e6
     shards = f"{len(dataset.shards)} tar shard{'s' * (len(dataset.shards) != 1)} of {megabytes:,.0f} MB in all"
@@ -38,7 +38,7 @@ def describe(dataset: Dataset) -> str:
         lines.append(f"{counts}{source['dropped_s']:10,.0f} s  {source['licence']}")
     lines += ["", f"{'role':22}{'crops':>10}{'5 s parts':>11}{'the paper':>11}"]
     if meta["plan"] == "paper-split":
-        lines.append("paper-split LEAKS: crops of one ECG are on both sides, as in the authors' code. For comparison only.")
+        lines.append("paper-split LEAKS: crops of one ECG are in train and test, as in the authors' code. For comparison only.")
     table = dataset.table(["halves", "pretrain", "dx_role", "id_role"])
     for name, paper in PAPER_ROLES.items():
         task, _, role = name.partition(" ")
@@ -49,14 +49,14 @@ def describe(dataset: Dataset) -> str:
     _, number = np.unique(records.waveform, return_inverse=True)
     pairs = np.unique(np.stack([number, records.crop_record]), axis=1)
     if duplicates := int((np.bincount(pairs[0])[number] > 1).sum()):
-        lines += ["", f"{duplicates:,} crops have a waveform that another record has too"]
+        lines += ["", f"{duplicates:,} crops have the same waveform as a crop of another record"]
     reasons = Counter(reject[2] for reject in dataset.rejects())
-    lines += ["", "refused, repaired or flagged (rejects.csv):" if reasons else "nothing refused, repaired or flagged"]
+    lines += ["", "refused, repaired or flagged (rejects.csv):" if reasons else "nothing was refused, repaired or flagged"]
     return "\n".join(lines + [f"  {reason:30}{count:8,}" for reason, count in reasons.most_common()])
 
 
 def notes(dataset: Dataset) -> Iterator[str]:
-    """Warnings about what later commands would fail on."""
+    """Warnings about problems that would appear in later commands."""
     if dataset.meta["plan"] != "all":
         yield from _role_notes(dataset)
     table = dataset.table(["source", "flags"])
@@ -65,7 +65,7 @@ def notes(dataset: Dataset) -> Iterator[str]:
     crops = Counter(table["source"].to_pylist())
     for source, count in sorted(Counter(table["source"].take(pa.array(np.unique(saturated))).to_pylist()).items()):
         if count > crops[source] * MANY_SATURATED:
-            yield f"{count:,} of {crops[source]:,} crops of {source} are beyond {MAX_UV // 1000} mV: is its unit right?"
+            yield f"{count:,} of {crops[source]:,} crops of {source} exceed {MAX_UV // 1000} mV: is its unit right?"
 
 
 def _role_notes(dataset: Dataset) -> Iterator[str]:
@@ -73,7 +73,7 @@ def _role_notes(dataset: Dataset) -> Iterator[str]:
     empty = [] if roles["pretrain"] else ["pretrain"]
     empty += [name for name in PAPER_ROLES if name != "pretrain" and name.split()[1] not in roles[name.split()[0]]]
     advice = {
-        "pretrain": "--pretrain-sources names what is for pre-training",
+        "pretrain": "--pretrain-sources names sources for pre-training",
         "dx": f"diagnosis roles are for records of {' or '.join(chosen.dx)}: --dx-sources names others",
         "id gallery": f"gallery and probe are for patients of {' or '.join(chosen.id)} with two sessions, at most "
         f"{chosen.id_share:g} of all: --id-sources and --id-share change that",
@@ -83,8 +83,8 @@ def _role_notes(dataset: Dataset) -> Iterator[str]:
         yield f"no crop for {', '.join(empty)}: {'; '.join(given) or 'too few records'}"
     names = [source["name"] for source in dataset.meta["sources"] if source["crops"]]
     if left_out := [name for name in names if not chosen.pretrains(name)]:
-        why = "not in the paper's" if chosen.pretrain is None else "not in --pretrain-sources"
+        why = "not in the paper" if chosen.pretrain is None else "not in --pretrain-sources"
         yield f"not for pre-training: {', '.join(left_out)} ({why}): --pretrain-sources all includes every source"
     others = [name for name in names if chosen.pretrains(name) and name not in PAPER_SETS]
     if chosen.pretrain is None and others and PAPER_SETS.keys() & set(names):
-        yield f"for pre-training, but not in the paper's: {', '.join(others)}: --pretrain-sources names the sources to use"
+        yield f"for pre-training, but not in the paper: {', '.join(others)}: --pretrain-sources names the sources to use"

@@ -1,12 +1,12 @@
-"""Archives of synthetic patients in the layouts of the real ones, so that every tool can be tried without real data.
+"""Archives of synthetic patients in the layouts of real archives, so that every tool can be tried without real data.
 
-plan (which records, in blocks of up to 64 patients) -> each block: draw patients, simulate their sessions (synth_ecg),
-damage a few records as in the real archives, write header + signal -> ptbxl_database.csv, scp_statements.csv, SYNTHETIC.txt
+plan (which records, in blocks of up to 64 patients) -> for each block: draw patients, simulate their sessions (synth_ecg),
+damage a few records as in real archives, write header + signal -> ptbxl_database.csv, scp_statements.csv, SYNTHETIC.txt
 
 `physionet2021` is the Challenge's training set: training/<database>/g<k>/<record>.hea + .mat, with the ids, lengths,
-sampling rates, comment styles and oddities of its eight databases; `ptbxl` is PTB-XL's own release: records500/<k>/
-<id>_hr.hea + .dat. The PTB-XL recordings of one seed have the same samples in both. The bytes depend on the arguments
-alone, not on `workers` (another CPU's float32 may move a sample by 1 uV).
+sampling rates, comment styles and quirks of its eight databases. `ptbxl` is PTB-XL's own release: records500/<k>/
+<id>_hr.hea + .dat. For the same seed, PTB-XL recordings have the same samples in both layouts. The bytes depend only on
+the arguments, not on `workers` (on another CPU, float32 may change a sample by 1 uV).
 
     omnilead synth OUT --patients 100
 """
@@ -28,19 +28,19 @@ from data_tools.record import ABBREVIATIONS, CLASSES, HEART_AXIS_CODES, LEADS, S
 from data_tools.synth_ecg import BLOCK, Findings, SyntheticPatients, draw_patients, simulate
 
 LAYOUTS = ("physionet2021", "ptbxl")
-VERSION = 2  # in archives of version 1 two sessions were less alike than real ones, and all patients had two
+VERSION = 2  # in version 1, two sessions were less alike than real ones, and all patients had two
 FOLDER_RECORDS = 1000
-TWO_SESSIONS = 0.11  # of PTB-XL's patients, as in the real one
-SMALL_SHARE = 0.01  # of the further patients, for each of the two databases that do not sample at 500 Hz
-FLAT, INVALID = 0.003, 0.003  # chance of flat chest leads; of unmeasured samples in a Ningbo record
-LABEL_FLIP = 0.03  # chance that a finding is not written down, and, per record, that a wrong one is
-CLINIC, LENGTH, READER, TWICE = 4, 5, 6, 8  # last part of a generator's key, after those of synth_ecg
+TWO_SESSIONS = 0.11  # share of PTB-XL's patients, as in the real PTB-XL
+SMALL_SHARE = 0.01  # share of the other patients, for each of the two databases that do not have 500 Hz
+FLAT, INVALID = 0.003, 0.003  # probability of flat chest leads, and of unmeasured samples in a Ningbo record
+LABEL_FLIP = 0.03  # probability that a finding is missed, and, per record, that a wrong one is added
+CLINIC, LENGTH, READER, TWICE = 4, 5, 6, 8  # last part of a generator's key; continues the numbers of synth_ecg
 _NEVER = ("BBB", "LPR")  # two classes that the signal model does not produce
 
 
 @dataclass(frozen=True)
 class Database:
-    """One of the Challenge's databases. `records`: how many the real one has; ids run from `first` to `last`."""
+    """One of the Challenge's databases. `records`: number in the real database; ids run from `first` to `last`."""
 
     prefix: str
     digits: int
@@ -53,7 +53,7 @@ class Database:
     spaced: bool = False  # `# Age: 78` and `16x1+24 1000.0(0)/mV`; else `#Age: 78` and `16+24 1000/mV`
     date: str = ""
     unit: str = "mV"
-    codes: tuple[tuple[str, str], ...] = ()  # where it does not use a class's first code
+    codes: tuple[tuple[str, str], ...] = ()  # classes for which it does not use the first code
 
     @property
     def ids(self) -> int:
@@ -76,11 +76,11 @@ DATABASES = {
     "ningbo": Database("JS", 5, 10_647, 45_551, 34_905, date=_DATES[2]),
 }
 _UNSCORED = ("428750005", "164873001", "55827005", "164865005", "425623009", "251238007", "6180003")
-# PTB-XL's statement for each class; it has none for two others, so its patients never have them
+# PTB-XL's statement for each class; two classes have none, so its patients never have them
 _SCP = {"AF": "AFIB", "AFL": "AFLT", "LBBB": "CLBBB", "RBBB": "CRBBB", "IAVB": "1AVB", "IRBBB": "IRBBB", "LAnFB": "LAFB"}
 _SCP |= {"LQRSV": "LVOLT", "LQT": "LNGQT", "NSIVCB": "IVCD", "NSR": "SR", "PAC": "PAC", "PR": "PACE", "PVC": "PVC"}
 _SCP |= {"QAb": "QWAVE", "SA": "SARRH", "SB": "SBRAD", "STach": "STACH", "TAb": "NT_", "TInv": "INVT"}
-# for scp_statements.csv: what a statement is, its superclass and its subclass
+# for scp_statements.csv: kind, superclass and subclass of each statement
 _STATEMENTS = """NORM diagnostic NORM NORM, CLBBB diagnostic CD CLBBB, CRBBB diagnostic CD CRBBB, IRBBB diagnostic CD IRBBB,
 LAFB diagnostic CD LAFB/LPFB, IVCD diagnostic CD IVCD, 1AVB diagnostic CD _AVB, LNGQT diagnostic+form STTC STTC,
 NST_ diagnostic+form STTC NST_, LVOLT form, QWAVE form, NT_ form, INVT form, PAC form, PVC form, SR rhythm, AFIB rhythm,
@@ -99,23 +99,23 @@ _REPORT |= {"PR": "schrittmacher-ekg", "LAD": "linkstyp", "RAD": "rechtstyp", "L
 
 @dataclass(frozen=True)
 class Block:
-    """Up to BLOCK patients of one database and length, with all their sessions: one task of a worker."""
+    """Up to BLOCK patients of one database and record length, with all their sessions: one task for a worker."""
 
     database: str
     key: tuple[int, ...]
     samples: int
     first_patient: int
-    ids: list[dict[int, int]]  # of each session: {patient of the block: record}
+    ids: list[dict[int, int]]  # for each session: {patient of the block: record}
 
 
 def allocate(patients: int) -> dict[str, int]:
-    """`patients` one-recording patients over the seven databases that are not PTB-XL, in the real ones' proportions."""
+    """Distribute `patients` with one recording each over the seven databases other than PTB-XL, in the real proportions."""
     small = {name: max(1, round(SMALL_SHARE * patients)) if patients >= 50 else 0 for name in ("st_petersburg_incart", "ptb")}
     small = {name: min(DATABASES[name].ids, count) for name, count in small.items()}
     large = {name: one.records for name, one in DATABASES.items() if name not in small and name != "ptb-xl"}
     rest, total = patients - sum(small.values()), sum(large.values())
     if rest > total:
-        raise DataError(f"patients={patients} is too large: beside PTB-XL's there are {total + patients - rest} ids")
+        raise DataError(f"patients={patients} is too large: outside PTB-XL there are {total + patients - rest} ids")
     shares = {name: rest * records / total for name, records in large.items()}
     counts = {name: int(share) for name, share in shares.items()}
     by_remainder = sorted(large, key=lambda name: counts[name] - shares[name])
@@ -125,13 +125,13 @@ def allocate(patients: int) -> dict[str, int]:
 
 
 def plan(patients: int, two_sessions: float = TWO_SESSIONS, seed: int = 0, layout: str = "physionet2021") -> list[Block]:
-    """Which records to make. More `patients` change no earlier record but the last block's ids; a larger share of
-    `two_sessions` only adds second sessions."""
+    """Plan which records to make. With more `patients`, earlier records stay the same, except for the ids of the last block;
+    a larger share of `two_sessions` only adds second sessions."""
     for name, value, least in (("patients", patients, 1), ("seed", seed, 0)):
         if value < least:
-            raise DataError(f"{name}={value}: at least {least} is needed")
+            raise DataError(f"{name}={value}: must be at least {least}")
     if not 0 <= two_sessions <= 1:
-        raise DataError(f"two_sessions={two_sessions}: it is a share, 0 to 1")
+        raise DataError(f"two_sessions={two_sessions}: must be a share from 0 to 1")
     if layout not in LAYOUTS:
         raise DataError(f"layout={layout!r} is not one of {', '.join(LAYOUTS)}")
     counts = {"ptb-xl": patients} | (allocate(patients) if layout == "physionet2021" else {})
@@ -139,7 +139,7 @@ def plan(patients: int, two_sessions: float = TWO_SESSIONS, seed: int = 0, layou
     for number, (name, database) in enumerate(DATABASES.items()):
         seconds, share = zip(*database.durations_s, strict=True)
         drawn = np.random.default_rng([seed, number, LENGTH]).choice(len(seconds), counts.get(name, 0), p=share)
-        again = 0  # second sessions so far
+        again = 0  # number of second sessions so far
         for length, dur_s in enumerate(seconds):
             records = np.flatnonzero(drawn == length)
             for block, first in enumerate(range(0, len(records), BLOCK)):
@@ -159,16 +159,16 @@ def plan(patients: int, two_sessions: float = TWO_SESSIONS, seed: int = 0, layou
 
 
 def damage(digital: np.ndarray, database: str, u: np.ndarray) -> None:
-    """Damage one record [samples, 12] in place: electrodes that were off, samples never measured. `u`: its random numbers."""
+    """Damage one record [samples, 12] in place: disconnected electrodes, unmeasured samples. `u`: its random numbers."""
     if u[0] < FLAT:
         digital[:, 6 + int(u[1] * 6) :] = 0
     if database == "ningbo" and u[2] < INVALID:
         start = int(u[3] * len(digital) * 0.99)
-        digital[start : start + 1 + int(u[4] * 20), 6 + int(u[5] * 6)] = -32768  # WFDB: not measured
+        digital[start : start + 1 + int(u[4] * 20), 6 + int(u[5] * 6)] = -32768  # means not measured in WFDB
 
 
 def _comments(name: str, age: int, female: bool, codes: list[str], u: np.ndarray) -> list[str]:
-    """Age, Sex, Dx, Rx, Hx, Sx; outside PTB-XL sometimes unknown, and Dx sometimes untidy, as the real headers are."""
+    """Age, Sex, Dx, Rx, Hx, Sx. As in real headers, outside PTB-XL some are unknown and some Dx are malformed."""
     years, sex = str(age), "Female" if female else "Male"
     dx = ",".join(codes)
     if name != "ptb-xl":
@@ -185,20 +185,20 @@ def _comments(name: str, age: int, female: bool, codes: list[str], u: np.ndarray
 
 
 def _codes(database: str, names: list[str]) -> list[str]:
-    """The Dx codes that this database writes for these classes."""
+    """The Dx codes that this database uses for these classes."""
     if database == "ptb-xl":
         codes = [SCP_CODES[_SCP[name]] if name in _SCP else HEART_AXIS_CODES[name] for name in names]
     else:
         first = {name: codes[0] for name, codes in CLASSES} | dict(DATABASES[database].codes)
         codes = [first[name] for name in names]
-    return codes or [_UNSCORED[0]]  # no header is without a diagnosis
+    return codes or [_UNSCORED[0]]  # every header has a diagnosis
 
 
 def _write(path: Path, database: Database, digital: np.ndarray, comments: list[str], layout: str) -> None:
-    """Header and signal. The Challenge's signal is a MATLAB level 4 file: five int32 (int16 matrix, 12 x n, real, name of 4),
-    `val`, samples. PTB-XL's release writes the aV leads in capitals and checksums unsigned."""
+    """Write header and signal. The Challenge's signal is a MATLAB level 4 file: five int32 (int16 matrix, 12 x n, real, length
+    of the name), `val`, samples. PTB-XL's release has the aV leads in capitals and unsigned checksums."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    sums = np.ascontiguousarray(digital.T).sum(1, dtype=np.int16)  # wrap as WFDB's do
+    sums = np.ascontiguousarray(digital.T).sum(1, dtype=np.int16)  # overflow as WFDB's checksums do
     if layout == "ptbxl":
         suffix, form, date, first_bytes = ".dat", "16 1000.0(0)/mV", "", b""
         leads, sums = [lead.upper() for lead in LEADS], sums.view(np.uint16)
@@ -214,7 +214,7 @@ def _write(path: Path, database: Database, digital: np.ndarray, comments: list[s
 
 
 def _csv_row(ecg_id: int, patient: int, age: int, female: bool, names: list[str], u: np.ndarray) -> dict[str, object]:
-    """One row of ptbxl_database.csv, with free text, people and dates, so that filters for them have work."""
+    """One row of ptbxl_database.csv. It includes free text, people and dates, to test that they are filtered out."""
     likelihood = (100.0, 80.0, 50.0)[int(u[6] * 3)]
     statements = [_SCP[name] for name in names if name in _SCP]
     scp = {statement: 0.0 if statement in _RHYTHM_SCP else likelihood for statement in statements}
@@ -224,7 +224,7 @@ def _csv_row(ecg_id: int, patient: int, age: int, female: bool, names: list[str]
     axis = next((name for name in names if name in HEART_AXIS_CODES), "MID" if u[7] < 0.05 else "")
     words = [_REPORT[name] for name in names if name in _REPORT]
     report = " ".join([*words, "sonst normales ekg"] if "NORM" in scp else words)
-    when = datetime(1984, 11, 9, 9, 17, 34) + timedelta(minutes=100 * ecg_id + int(u[8] * 90))  # ids are in time order
+    when = datetime(1984, 11, 9, 9, 17, 34) + timedelta(minutes=100 * ecg_id + int(u[8] * 90))  # ids are in order of time
     stem = f"{ecg_id // 1000 * 1000:05d}/{ecg_id:05d}"
     row: dict[str, object] = dict.fromkeys(CSV_COLUMNS, "")
     row |= {"ecg_id": ecg_id, "patient_id": f"{10_001 + patient}.0", "age": 300.0 if age > 89 else float(age)}
@@ -241,7 +241,7 @@ def _csv_row(ecg_id: int, patient: int, age: int, female: bool, names: list[str]
 
 
 def _read(key: tuple[int, ...], who: list[int], present: Findings, without: tuple[str, ...]) -> list[list[str]]:
-    """The diagnoses written down for each record: a few findings are missed, and a few are wrong."""
+    """The recorded diagnoses of each record: a few findings are missed, and a few wrong ones are added."""
     rng = np.random.default_rng([*key, READER])
     names = [name for name in ABBREVIATIONS if name not in (*without, *_NEVER)]
     missed = (rng.random((len(names), BLOCK)) < LABEL_FLIP)[:, who]
@@ -253,7 +253,7 @@ def _read(key: tuple[int, ...], who: list[int], present: Findings, without: tupl
 
 
 def sessions_of(block: Block) -> Iterator[tuple[SyntheticPatients, np.ndarray, list[list[str]], np.ndarray]]:
-    """For each session: the patients, int16 [records, samples, 12], the diagnoses, and the clinic's random numbers."""
+    """For each session: the patients, signals int16 [records, samples, 12], diagnoses, and random numbers for the metadata."""
     database = DATABASES[block.database]
     without = _NOT_IN_PTBXL if block.database == "ptb-xl" else ()
     patients = draw_patients(block.key, without)
@@ -268,7 +268,7 @@ def sessions_of(block: Block) -> Iterator[tuple[SyntheticPatients, np.ndarray, l
 
 
 def write_block(out: Path, layout: str, block: Block) -> tuple[int, list[dict[str, object]]]:
-    """Make and write a block's records. -> how many, and the rows of ptbxl_database.csv for PTB-XL's."""
+    """Make and write a block's records. Returns their number, and rows of ptbxl_database.csv for PTB-XL records."""
     database, rows = DATABASES[block.database], []
     for ids, (patients, digital, diagnoses, u) in zip(block.ids, sessions_of(block), strict=True):
         for i, (patient, record_id) in enumerate(ids.items()):
@@ -294,16 +294,16 @@ def synthesise(
     workers: int = 1,
     progress: bool = True,
 ) -> dict[str, int]:
-    """Write an archive into the new or empty folder `out`. -> records per database.
+    """Write an archive into the new or empty folder `out`. Returns the number of records per database.
 
-    A share `two_sessions` of `patients` PTB-XL patients have a second recording; in the Challenge's layout as many further
-    patients, with one recording each, are shared among the other seven databases.
+    There are `patients` PTB-XL patients, and a share `two_sessions` of them has a second recording. The Challenge's layout has
+    as many patients again, with one recording each, spread over the other seven databases.
     """
     if "://" in str(out):
-        raise DataError(f"{out}: archives are made on a local disk: name a folder")
+        raise DataError(f"{out}: archives are made on a local disk: choose a folder")
     out, blocks = Path(out), plan(patients, two_sessions, seed, layout)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"{out} is not empty: name a new folder, or delete this one first")
+        raise DataError(f"{out} is not empty: choose a new folder, or delete this one first")
     out.mkdir(parents=True, exist_ok=True)
     arguments = f"version={VERSION} patients={patients} two_sessions={two_sessions:g} seed={seed} layout={layout}"
     (out / "SYNTHETIC.txt").write_text(f"Synthetic ECGs of synthetic patients: no person's data.\nsynth {arguments}\n")

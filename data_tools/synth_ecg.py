@@ -1,19 +1,19 @@
-"""The signal model of `synth`: a moving heart dipole seen through each patient's own torso, in closed form.
+"""The signal model of `synth`: a moving heart dipole projected through each patient's own torso, in closed form.
 
 A patient is a set of P, QRS and T kernels (Gaussians on the Frank axes X left, Y inferior, Z posterior; Sameni et al.
-2007), an orientation of the heart and a lead field (Dower 1980, perturbed); block, axis, Q waves, R progression, low
-voltage and pacing stay. Rhythm, ectopy and ST-T are the patient's own, too, but a session shows them only with the chance
-that KEPT states, else others; and in each session the electrodes have moved:
+2007), an orientation of the heart and a lead field (Dower 1980, perturbed). Block, axis, Q waves, R progression, low
+voltage and pacing stay the same in all sessions. Patients also have a usual rhythm, ectopy and ST-T; a session shows each
+with the probability in KEPT, else a new draw. In each session the electrodes have moved:
 
     draw_patients -> [patient kernels] -> _waves -> findings -> one beat [3, time] -> added at every R peak
                   -> lead field [8, 3 dipole + 3 wander + 1 mains] x sources -> + noise -> integer uV -> 12 leads
 
-Every draw comes from a generator keyed by (seed, ..., block of BLOCK patients), and a block is drawn whole, so a record
-depends neither on the processes nor on the number of records. 24 of the Challenge's 26 diagnoses occur: BBB and LPR are
-other words for some of them. KEPT, SESSION_JITTER and the spread of patients are set so that two sessions are as alike as
-those of real PTB-XL patients, and two people as unlike (synthetic, real): same rhythm .68, .68; same set of diagnoses .44, .44;
-cosine of 12-lead median beats to one's own other session .90, .88, among people with normal ECGs .67, .68, among all .31, .50,
-for four in five have a finding here and half of them there; one's own session is the most similar of 438 for .51, .55.
+Every draw comes from a generator keyed by (seed, ..., block of BLOCK patients), and a block is drawn as a whole, so a record
+does not depend on the processes or the number of records. 24 of the Challenge's 26 diagnoses occur; BBB and LPR are synonyms
+of some of these. KEPT, SESSION_JITTER and the spread of patients are set so that two sessions are as alike, and two people as
+different, as in PTB-XL. Synthetic and real: same rhythm .68, .68; same set of diagnoses .44, .44; cosine of 12-lead median
+beats with the patient's other session .90, .88, between people with normal ECGs .67, .68, between any people .31, .50 (four in
+five have a finding here, half of them in PTB-XL); own session is the most similar of 438 for .51, .55.
 """
 
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ import numpy as np
 from data_tools.record import ABBREVIATIONS
 
 BLOCK = 64  # patients that share one generator
-SESSION_JITTER = 2.0  # in units of the changes named in `simulate` and `_beats`
-KNOT_S, NOISE_COURSE = 2.5, 0.5  # noise becomes weaker and stronger within seconds: standard deviation of its logarithm
-PATIENT, SESSION, NOISE, DISEASE = 1, 2, 3, 7  # last part of a generator's key: what it draws
+SESSION_JITTER = 2.0  # multiplies the changes in `simulate` and `_beats`
+KNOT_S, NOISE_COURSE = 2.5, 0.5  # noise strength varies within seconds: time step, standard deviation of its logarithm
+PATIENT, SESSION, NOISE, DISEASE = 1, 2, 3, 7  # last part of a generator's key: what it is for
 
 # Frank axis, centre (radians of a 1 s beat from R), amplitude (mV), width (radians): Sameni et al. 2007.
-# Three amplitudes of QRS (published: -0.32 on Y, -0.4 and 0.46 on Z) give the R/S ratios of real normal ECGs instead
+# Three QRS amplitudes (published: -0.32 on Y, -0.4 and 0.46 on Z) were changed to give the R/S ratios of real normal ECGs
 _X = [(-1.09, 0.03, 0.0906), (-0.83, 0.08, 0.1057), (-0.19, -0.13, 0.0453), (-0.07, 0.85, 0.0378), (0.0, 1.11, 0.0332)]
 _X += [(0.06, 0.75, 0.0302), (0.22, 0.06, 0.0378), (1.2, 0.1, 0.604), (1.42, 0.17, 0.302), (1.68, 0.39, 0.1812)]
 _Y = [(-1.1, 0.035, 0.07), (-0.9, 0.015, 0.07), (-0.76, -0.019, 0.04), (-0.11, 0.32, 0.055), (-0.01, 0.51, 0.037)]
@@ -41,10 +41,10 @@ _P_END_S, _T_START_S = -0.09, 0.06
 # I, II, V1..V6 from X, Y, Z: Dower et al. 1980
 _DOWER = [[0.632, -0.235, 0.059], [0.235, 1.066, -0.132], [-0.515, 0.157, -0.917], [0.044, 0.164, -1.387]]
 _DOWER += [[0.882, 0.098, -1.277], [1.213, 0.127, -0.601], [1.125, 0.127, -0.086], [0.831, 0.076, 0.230]]
-_SPAN_S = {"P": (-0.12, 0.12), "QRS": (-0.12, 0.18), "T": (-0.22, 0.22), "beat": (-0.46, 0.80)}  # around its own centre
+_SPAN_S = {"P": (-0.12, 0.12), "QRS": (-0.12, 0.18), "T": (-0.22, 0.22), "beat": (-0.46, 0.80)}  # around the wave's centre
 _NORMAL, _ATRIAL, _VENTRICULAR = 0, 1, 2  # kinds of beat
 
-# shares of patients. What VARYING names is what they usually have, and KEPT the chance that a session shows it, else a new draw
+# Shares of patients. Tables in VARYING give the usual finding; a session shows it with the probability in KEPT, else a new draw
 RHYTHM = {"NSR": 0.45, "SB": 0.13, "STach": 0.12, "SA": 0.08, "AF": 0.12, "AFL": 0.07, "Brady": 0.03}
 CONDUCTION = {"": 0.61, "IAVB": 0.08, "LBBB": 0.06, "RBBB": 0.07, "IRBBB": 0.07, "NSIVCB": 0.05, "LAnFB": 0.06}
 AXIS = {"": 0.86, "LAD": 0.10, "RAD": 0.04}
@@ -54,16 +54,16 @@ ECTOPY = {"": 0.82, "PAC": 0.09, "PVC": 0.09}
 VARYING = {"rhythm": RHYTHM, "ectopy": ECTOPY, "ST-T": REPOLARISATION}
 KEPT = {"rhythm": 0.8, "ectopy": 0.7, "ST-T": 0.7}
 
-# how patients differ: in each kernel's gain and the wave's (log), in each kernel's centre (s) and width (log)
+# Standard deviations between patients: log gain of each kernel, log gain of the wave, kernel centre (s), log kernel width
 _SPREAD = {"P": (0.22, 0.18, 0.0036, 0.09), "QRS": (0.27, 0.20, 0.0022, 0.11), "T": (0.22, 0.27, 0.009, 0.11)}
-_TILT_DEG, _FIELD_SPREAD = (7.2, 7.2, 10.8), (0.11, 0.045)  # the heart in the chest; the lead field: factor and addition
+_TILT_DEG, _FIELD_SPREAD = (7.2, 7.2, 10.8), (0.11, 0.045)  # orientation of the heart; lead field: factor and offset
 
 Key = Sequence[int]
 Names = Sequence[str]
 Findings = dict[str, np.ndarray]  # abbreviation -> bool [patients]
 
 
-class Shape(NamedTuple):  # what a patient makes of a wave's kernels: [patients, kernels]
+class Shape(NamedTuple):  # a patient's changes to a wave's kernels: [patients, kernels]
     gain: np.ndarray
     shift_s: np.ndarray
     width: np.ndarray
@@ -80,7 +80,7 @@ class SyntheticPatients:  # arrays [BLOCK, ...]
     rate_bpm: np.ndarray
     ectopic: np.ndarray  # unit vector of the ventricular focus
     chronic: Findings
-    usual: dict[str, np.ndarray]  # a name of each table in VARYING
+    usual: dict[str, np.ndarray]  # a name from each table in VARYING
     age: np.ndarray
     female: np.ndarray
 
@@ -88,14 +88,14 @@ class SyntheticPatients:  # arrays [BLOCK, ...]
 @dataclass(frozen=True)
 class Recordings:
     digital: np.ndarray  # int16 [records, samples, 12 leads], uV
-    present: Findings  # what the signal shows
+    present: Findings  # the findings in the signal
     rate_bpm: np.ndarray
 
 
 def _kernels() -> dict[str, np.ndarray]:
-    """The published kernels by wave, around its own centre: rows of axis, centre (s), width (s), amplitude (mV).
+    """The published kernels by wave, around the wave's centre: rows of axis, centre (s), width (s), amplitude (mV).
 
-    The gains per axis bring the leads' amplitudes to those of the real archives.
+    The gains per axis give the leads the amplitudes of real archives.
     """
     rows = [(axis, c / 6.2832, s / 6.2832, a) for axis, table in enumerate((_X, _Y, _Z)) for c, a, s in table]
     p = [(x, c + 0.149, max(s, 0.014), a * (1.0, 1.8, 0.5)[x]) for x, c, s, a in rows if c < _P_END_S]
@@ -111,13 +111,13 @@ KERNELS = _kernels()
 
 
 def _choose(rng: np.random.Generator, table: dict[str, float], without: Names) -> np.ndarray:
-    """One name per patient of the block; the names in `without` are never drawn."""
+    """Draw one name per patient of the block, never those in `without`."""
     weight = np.array([0.0 if name in without else p for name, p in table.items()])
     return np.array(list(table))[rng.choice(len(table), BLOCK, p=weight / weight.sum())]
 
 
 def draw_patients(key: Key, without: Names = ()) -> SyntheticPatients:
-    """The block of patients that `key` (seed, ..., block number) names. `without`: findings that they never have."""
+    """Draw the block of patients of `key` (seed, ..., block number). `without`: findings that they never have."""
     rng = np.random.default_rng([*key, PATIENT])
     shape = {}
     for wave, (spread, common, shift_s, width) in _SPREAD.items():
@@ -149,7 +149,7 @@ def draw_patients(key: Key, without: Names = ()) -> SyntheticPatients:
 
 
 def _draw_findings(rng: np.random.Generator, patients: SyntheticPatients, without: Names) -> Findings:
-    """What the session's ECG shows: rhythm, ectopy, ST-T, and the chronic findings that the rhythm lets be seen."""
+    """Draw a session's findings: rhythm, ectopy, ST-T, and the chronic findings that are visible with this rhythm."""
     anew, chronic = {kind: _choose(rng, table, without) for kind, table in VARYING.items()}, patients.chronic
     today = {kind: np.where(rng.random(BLOCK) < KEPT[kind], patients.usual[kind], anew[kind]) for kind in VARYING}
     present = {name: np.zeros(BLOCK, bool) for name in ABBREVIATIONS} | {k: v.copy() for k, v in chronic.items()}
@@ -169,7 +169,7 @@ def _rhythm(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """R peaks (s) and kinds of beat [BLOCK, beats], mean RR (s), flutter rate (Hz), amplitude of each beat (breathing).
 
-    The ranges touch their neighbours (a sinus bradycardia of 60, a PR interval of 0.2 s): readers' doubts are in them.
+    The ranges touch their neighbours (a sinus bradycardia of 60, a PR interval of 0.2 s), so borderline cases occur.
     """
 
     def uniform(low: float, high: float, *shape: int) -> np.ndarray:
@@ -182,7 +182,7 @@ def _rhythm(
     flutter_hz = uniform(4.3, 5.4)
     rate = np.where(f["AFL"], 60 * flutter_hz / rng.integers(2, 5, BLOCK), rate)
     mean_s = 60 / rate
-    beats = np.arange(int(dur_s / 0.28) + 8)  # no rhythm here has a shorter mean interval
+    beats = np.arange(int(dur_s / 0.28) + 8)  # no rhythm here has a shorter mean RR interval
     clocked = f["PR"] | f["AFL"]
     swing = np.where(f["SA"], uniform(0.12, 0.22), np.where(clocked, 0, uniform(0.005, 0.03)))
     breath_hz, phase = uniform(0.18, 0.3), uniform(0, 2 * np.pi)
@@ -197,7 +197,7 @@ def _rhythm(
     kind = np.where(early, np.where(f["PVC"][:, None], _VENTRICULAR, _ATRIAL), _NORMAL)
     prematurity = uniform(0.55, 0.72, len(beats))
     rr[:, 1:] *= np.where(early[:, 1:], prematurity[:, 1:], 1)
-    pause = np.where(kind == _VENTRICULAR, 2 - prematurity, 1.05)  # fully compensatory after a ventricular beat only
+    pause = np.where(kind == _VENTRICULAR, 2 - prematurity, 1.05)  # fully compensatory only after a ventricular beat
     rr[:, 1:] = np.where(early[:, :-1], mean_s[:, None] * pause[:, :-1], rr[:, 1:])
     peak_s = np.cumsum(rr, 1) - rr[:, :1] - uniform(0.2, 1.0, 1)
     return peak_s, kind, mean_s, flutter_hz, 1 + 0.05 * breathing
@@ -209,7 +209,7 @@ def _window(wave: str, fs_hz: int) -> np.ndarray:
 
 
 def _gauss(window_s: np.ndarray, centre_s: np.ndarray | float, width_s: np.ndarray | float) -> np.ndarray:
-    """[..., len(window_s)] float32"""
+    """Gaussian bells: float32 [..., len(window_s)]."""
     centre, width = np.asarray(centre_s, np.float32)[..., None], np.asarray(width_s, np.float32)[..., None]
     bell: np.ndarray = np.exp(np.float32(-0.5) * ((window_s - centre) / width) ** 2)
     return bell
@@ -226,7 +226,7 @@ def _waves(wave: str, shape: Shape, fs_hz: int, stretch: np.ndarray | float = 1.
 
 
 def _rotation(angles_rad: np.ndarray) -> np.ndarray:
-    """[n, 3] angles about X, Y, Z -> [n, 3, 3]"""
+    """Rotation matrices [n, 3, 3] from angles [n, 3] about X, Y, Z."""
     (cx, cy, cz), (sx, sy, sz) = np.cos(angles_rad).T, np.sin(angles_rad).T
     rows = [[cy * cz, -cy * sz, sy], [cx * sz + sx * sy * cz, cx * cz - sx * sy * sz, -sx * cy]]
     rows += [[sx * sz - cx * sy * cz, sx * cz + cx * sy * sz, cx * cy]]
@@ -236,7 +236,7 @@ def _rotation(angles_rad: np.ndarray) -> np.ndarray:
 def _shape_findings(
     own: np.random.Generator, rng: np.random.Generator, f: Findings, qrs: np.ndarray, t: np.ndarray, fs_hz: int
 ) -> None:
-    """Write conduction, infarction and voltage (`own`: the same in every session) and ST-T into QRS and T, in place."""
+    """Change QRS and T in place for conduction, infarction and voltage (from `own`, equal in all sessions) and ST-T."""
     window_s, top_mv = _window("QRS", fs_hz), np.abs(qrs).max((1, 2))
 
     def uniform(low: float, high: float) -> np.ndarray:
@@ -251,7 +251,7 @@ def _shape_findings(
 
     wide, broad_t = f["LBBB"] | f["PR"], _gauss(_window("T", fs_hz), 0.0, 0.045)
     vector = toward(0.95, 0.12, 0.55, (0.10, 0.25, 0.15))
-    vector[:, 1] -= f["PR"] * top_mv  # the wave climbs from the apex
+    vector[:, 1] -= f["PR"] * top_mv  # activation spreads upwards from the apex
     slow = 0.8 * _gauss(window_s, 0.012, uniform(0.017, 0.021))
     slow = slow + _gauss(window_s, uniform(0.055, 0.070), uniform(0.018, 0.024))
     qrs[wide] *= 0.12
@@ -274,7 +274,7 @@ def _shape_findings(
 
 
 def _turn_axis(own: np.random.Generator, f: Findings, qrs: np.ndarray, field: np.ndarray) -> np.ndarray:
-    """Turn the QRS in the frontal plane until the axis that leads I and aVF show is deviated."""
+    """Rotate the QRS in the frontal plane until leads I and aVF show the axis deviation."""
     area = np.einsum("bls,bs->bl", field[:, :2], qrs.sum(-1))
     now = np.arctan2(2 * (area[:, 1] - area[:, 0] / 2) / np.sqrt(3), area[:, 0])
     target = np.deg2rad(np.where(f["LAD"], own.uniform(-75, -33, BLOCK), own.uniform(98, 150, BLOCK)))
@@ -293,7 +293,7 @@ def _place(beat: np.ndarray, wave: np.ndarray, name: str, centre_s: np.ndarray, 
 def _beats(
     rng: np.random.Generator, patients: SyntheticPatients, f: Findings, mean_s: np.ndarray, field: np.ndarray, fs_hz: int
 ) -> np.ndarray:
-    """The session's normal, atrial premature and ventricular beat: float32 [BLOCK, 3 kinds, 3 axes, beat], mV."""
+    """A session's normal, atrial premature and ventricular beats: float32 [BLOCK, 3 kinds, 3 axes, beat], mV."""
     own = np.random.default_rng([*patients.key, DISEASE])
     stretch = np.where(f["NSIVCB"], own.uniform(1.4, 1.75, BLOCK), np.where(f["LAnFB"], 1.12, 1.0))
     waves = []
@@ -348,17 +348,17 @@ def twelve_leads(independent: np.ndarray) -> np.ndarray:
 
 
 def _noise(rng: np.random.Generator, samples: int) -> np.ndarray:
-    """Almost Gaussian, low-passed, unit variance: float32 [8, samples]. A ziggurat would take most of the time."""
+    """Nearly Gaussian low-pass noise of unit variance: float32 [8, samples]. NumPy's normal() would take most of the time."""
     bits = rng.integers(0, 2**64, 4 * (samples + 1), np.uint64).view(np.int16).reshape(2, 8, samples + 1) >> 1
     pair = (bits[0] + bits[1]) >> 1
-    noise: np.ndarray = (pair[:, 1:] + pair[:, :-1]) * np.float32(np.sqrt(12.0) / 2**15)  # 15-bit uniforms
+    noise: np.ndarray = (pair[:, 1:] + pair[:, :-1]) * np.float32(np.sqrt(12.0) / 2**15)  # sums of 15-bit uniforms
     return noise
 
 
 def _disturbance(rng: np.random.Generator, mains_hz: int, knots: int) -> tuple[np.ndarray, ...]:
-    """Three slow waves (breathing, electrodes) and the mains: gain per lead [BLOCK, 8, 4] (mV), frequency (Hz), phase
-    (turns) [BLOCK, 4]; muscle noise [BLOCK, 8] (mV); logarithms of the strength of slow waves and muscles in the course of the
-    record [BLOCK, 2, knots], in one record of 20 with a burst of muscle noise."""
+    """Three slow waves (breathing, electrodes) and the mains: gain per lead [BLOCK, 8, 4] (mV), frequency (Hz) and phase
+    (turns) [BLOCK, 4]; muscle noise [BLOCK, 8] (mV); log strength of slow waves and muscle noise over the record
+    [BLOCK, 2, knots], with a burst of muscle noise in one of 20 records."""
     low, high = np.array([0.05, 0.15, 0.35]), np.array([0.15, 0.35, 0.6])
     height = np.array([0.055, 0.045, 0.018]) * np.abs(rng.normal(size=(BLOCK, 3)))
     height = np.concatenate([height, rng.uniform(0, 0.012, (BLOCK, 1))], 1)
@@ -374,7 +374,7 @@ def _disturbance(rng: np.random.Generator, mains_hz: int, knots: int) -> tuple[n
 def simulate(
     patients: SyntheticPatients, key: Key, who: Sequence[int], samples: int, fs_hz: int, mains_hz: int, without: Names = ()
 ) -> Recordings:
-    """One session of these patients of a block; `key` is (seed, ..., block, session)."""
+    """Simulate one session of the patients `who` of a block; `key` is (seed, ..., block, session)."""
     rng = np.random.default_rng([*key, SESSION])
     f = _draw_findings(rng, patients, without)
     field = patients.field * (1 + 0.03 * SESSION_JITTER * rng.normal(size=(BLOCK, 8, 3)))
@@ -386,7 +386,7 @@ def simulate(
     top_uv, u = (1000 * noise_mv).astype(np.float32), rng.random((BLOCK, 5))
 
     width, t_s = beats.shape[-1], np.arange(samples) / fs_hz
-    early = width + round(_SPAN_S["beat"][0] * fs_hz)  # `sources` begins one beat's width before the record
+    early = width + round(_SPAN_S["beat"][0] * fs_hz)  # `sources` starts one beat's width before the record
     start = np.round(peak_s * fs_hz).astype(int) + early
     sources = np.empty((7, samples + 2 * width), np.float32)
     within = sources[:, width : width + samples]
@@ -400,21 +400,21 @@ def simulate(
         if f["AF"][b] or f["AFL"][b]:
             within[:3] += _atrial_mv(bool(f["AF"][b]), flutter_hz[b], u[b], t_s)
         turns = np.outer(freq_hz[b], t_s) + phase[b][:, None]
-        turns -= np.floor(turns)  # float32 is exact enough within one turn only
-        strength = np.exp(knots[b]) @ between  # of the slow waves, the muscles
+        turns -= np.floor(turns)  # float32 is precise enough only within one turn
+        strength = np.exp(knots[b]) @ between  # of slow waves and muscle noise
         within[3:] = np.sin(np.float32(2 * np.pi) * turns.astype(np.float32))
         within[3:6] *= strength[0]
         noise_uv = _noise(np.random.default_rng([*key, NOISE, b]), samples)
         noise_uv *= top_uv[b][:, None]
         noise_uv *= strength[1]
         noise_uv += gain_uv[b] @ within
-        uv = np.rint(noise_uv, out=noise_uv).clip(-10_000, 10_000, out=noise_uv)  # so that 3 x fits int16
+        uv = np.rint(noise_uv, out=noise_uv).clip(-10_000, 10_000, out=noise_uv)  # so that three times a value fits int16
         made[:] = twelve_leads(uv.astype(np.int16))
     return Recordings(digital, {name: mask[list(who)] for name, mask in f.items()}, 60 / mean_s[list(who)])
 
 
 def _hats(knots: int, samples: int) -> np.ndarray:
-    """float32 [knots, samples]: `values @ hats` runs in straight lines from one value to the next."""
+    """Hat functions, float32 [knots, samples]: `values @ hats` interpolates linearly between the values."""
     at = np.linspace(0, knots - 1, samples)
     hats: np.ndarray = np.maximum(0, 1 - np.abs(at - np.arange(knots)[:, None])).astype(np.float32)
     return hats

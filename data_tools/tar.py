@@ -1,6 +1,6 @@
-"""Tar shards as WebDataset and DALI read them: ustar, uncompressed, `<key>.ecg` then `<key>.json`, and an index beside.
+"""Tar shards for WebDataset and DALI: uncompressed ustar with `<key>.ecg`, then `<key>.json`, and a separate index file.
 
-Headers are written by hand: a fixed 512-byte form without times, owners or links, so the same crops give the same bytes.
+Headers are written by hand in a fixed 512-byte form without times, owners or links, so the same crops give the same bytes.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ BLOCK, MAX_NAME = 512, 99
 MAX_INDEX = 2**26
 OWNER, TIME = b"0000644\0" + b"0000000\0" * 2, b"00000000000\0"
 REST = b"0" + bytes(100) + b"ustar\00000" + bytes(64) + b"0000000\0" * 2 + bytes(167)
-CONSTANT_SUM = sum(OWNER + TIME + REST) + 8 * 32  # the checksum field itself counts as eight blanks
+CONSTANT_SUM = sum(OWNER + TIME + REST) + 8 * 32  # the checksum field itself counts as eight spaces
 
 
 def shard_name(number: int) -> str:
@@ -23,7 +23,7 @@ def index_name(shard: str) -> str:
 
 
 def part_name(shard: str) -> str:
-    """The rows of a shard in an unfinished dataset."""
+    """The file with the rows of a shard in an unfinished dataset."""
     return f".build/{shard.removesuffix('.tar')}.parquet"
 
 
@@ -31,14 +31,14 @@ def member_header(name: str, size: int) -> bytes:
     """The ustar header of a regular file, mode 0644, owner 0, time 0."""
     raw = name.encode("ascii")
     if len(raw) > MAX_NAME or not 0 <= size < 8**11:
-        raise ValueError(f"no tar header for {name!r} with {size} bytes: the limits are {MAX_NAME} letters and 8 GiB")
+        raise ValueError(f"no tar header for {name!r} with {size} bytes: the limits are {MAX_NAME} characters and 8 GiB")
     octal = b"%011o\0" % size
     total = sum(raw) + sum(octal) + CONSTANT_SUM
     return raw.ljust(100, b"\0") + OWNER + octal + TIME + b"%06o\0 " % total + REST
 
 
 class TarWriter:
-    """Appends crops to an open file and keeps track of its size, sha256 and index."""
+    """Appends crops to an open file and keeps its size, sha256 and index."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.size, self.sha256 = file, 0, hashlib.sha256()
@@ -66,7 +66,7 @@ class TarWriter:
 
 
 def index_of(shard: memoryview, offsets: Iterable[int]) -> str:
-    """The index of a finished shard, from the headers of its members."""
+    """Make the index of a finished shard from the headers of its members."""
     lines = []
     for offset in offsets:
         ecg, size = member(shard, offset)
@@ -77,7 +77,7 @@ def index_of(shard: memoryview, offsets: Iterable[int]) -> str:
 
 
 def member(shard: memoryview, offset: int) -> tuple[str, int]:
-    """Name and size of the member whose data begin at `offset`."""
+    """Name and size of the member whose data starts at `offset`."""
     header = bytes(shard[offset - BLOCK : offset])
     return header[:100].rstrip(b"\0").decode("ascii"), int(header[124:135], 8)
 

@@ -1,9 +1,9 @@
-"""Check every byte, row and role of a dataset; with the archive at hand, every sample.
+"""Check every byte, row and role of a dataset and, given the archive, every sample.
 
-By default: dataset.json's fingerprint, the sha256 of tables and shards, every tar header and JSON, DALI's index, crc32c and
-contents of every crop in the shards and in the zarr copy, counts, roles drawn again and checked for leakage.
-`fast`: structure and sizes; samples are not read. `sources`: each crop is prepared again from the archive and compared.
-Findings are sentences that name file, crop and check; an empty list means that everything holds.
+The default checks dataset.json's fingerprint, the sha256 of tables and shards, every tar header and JSON, DALI's index, crc32c
+and contents of every crop in the shards and in the zarr copy, counts, and roles, which are drawn again and checked for leakage.
+`fast` checks structure and sizes without reading samples. `sources`: each crop is prepared again from the archive and compared.
+A finding names the file, the crop and the failed check; an empty list means that there is nothing wrong.
 """
 
 import hashlib
@@ -29,9 +29,9 @@ from data_tools.splits import RoleSources
 from data_tools.tar import BLOCK, MAX_INDEX, index_name, index_of, member, member_header
 from data_tools.zarr_reader import decode, index_bytes
 
-MAX_FINDINGS = 20  # per shard; a broken disk has thousands
+MAX_FINDINGS = 20  # per shard; a broken disk can have thousands
 ROLES = ("pretrain", "dx_role", "id_role")
-FLAGS = (  # reasons in rejects.csv of records that were used
+FLAGS = (  # reasons in rejects.csv for records that were used nevertheless
     *("lead not measured", "flat lead", "saturated", "large", "einthoven"),
     *("checksum differs", "first value differs", "diagnosis without a code", "not in ptbxl_database.csv"),
     *("implausible amplitude", "shorter than stated", "SOP class", "further waveforms"),
@@ -39,7 +39,7 @@ FLAGS = (  # reasons in rejects.csv of records that were used
 CONTENT_COLUMNS = ["crc32c", "waveform", "halves", "missing_leads"]
 ARCHIVE_COLUMNS = ("patient", "dx", "age", "sex", "fs_source_hz", "halves", "missing_leads", "flags")
 JSON_COLUMNS = [name for name in COLUMNS.names if name not in ("shard", "offset", "crc32c", "waveform", *ROLES)]
-Rows = tuple[int, pa.Table]  # number of a shard, or of a storage object of the zarr copy; its rows in order
+Rows = tuple[int, pa.Table]  # number of a shard or of a storage object of the zarr copy; its rows in order
 
 
 def verify(
@@ -55,7 +55,7 @@ def verify(
         data = dataset.root.read(SAMPLES, meta["samples"]["bytes"])
         table = dataset.table()
     except (ReadError, DatasetError) as error:
-        return [str(error)]  # nothing below can be trusted
+        return [str(error)]  # further checks would mean nothing
     if unknown := set(pq.read_schema(pa.BufferReader(data)).names) - set(COLUMNS.names):
         return [f"{SAMPLES}: columns that version 1 does not have: {', '.join(sorted(unknown))}"[:200]]
     if np.mod(table["start_s"].to_numpy(), CROP / FS_HZ).any():
@@ -81,7 +81,7 @@ def verify(
 
 
 def _check_meta(dataset: Dataset, table: pa.Table) -> Iterator[str]:
-    """dataset.json against version 1, the rows, and the files that exist."""
+    """Check dataset.json against format version 1, the rows and the existing files."""
     meta = dataset.meta
     for name in ("fs_hz", "leads", "uv_per_lsb", "crop_samples"):
         if meta[name] != SPEC[name]:
@@ -113,9 +113,9 @@ def _check_table(dataset: Dataset, table: pa.Table) -> Iterator[str]:
         again = table
     for column in ROLES:
         if wrong := sum(a != b for a, b in zip(again[column].to_pylist(), table[column].to_pylist(), strict=True)):
-            yield f"{SAMPLES}: {column} of {wrong} crops is not what seed {seed} draws"
+            yield f"{SAMPLES}: {column} of {wrong} crops differs from what seed {seed} gives"
     if [class_row(tuple(dx)) for dx in table["dx"].to_pylist()] != table["labels"].to_pylist():
-        yield f"{SAMPLES}: labels are not those of the dx codes"
+        yield f"{SAMPLES}: labels do not match the dx codes"
 
 
 def check_shard(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
@@ -140,7 +140,7 @@ def check_shard(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
         if not found:
             try:
                 found += _check_members(name, data, rows)
-            except (ValueError, TypeError, AttributeError, RecursionError) as error:  # forged, with the right sha256
+            except (ValueError, TypeError, AttributeError, RecursionError) as error:  # a forged file with the right sha256
                 found.append(one_line(f"{name}: an invalid tar member: {error}"))
     except ReadError as error:
         found.append(f"{name}: {error.reason}")
@@ -158,7 +158,7 @@ def _check_size(dataset: Dataset, name: str, expected: int | None = None) -> Ite
 
 
 def _contents(dataset: Dataset, name: str, size: int) -> memoryview:
-    """A whole file; a local one is mapped into memory."""
+    """A whole file; local files are memory-mapped."""
     root = dataset.root
     try:
         return memoryview(root.read(name, size)) if root.remote else np.memmap(root.path(name), np.uint8, "r").data
@@ -169,15 +169,15 @@ def _contents(dataset: Dataset, name: str, size: int) -> memoryview:
 
 
 def _check_crop(crop: np.ndarray, row: dict[str, Any]) -> Iterator[str]:
-    """A crop's samples against its row."""
+    """Check a crop's samples against its row."""
     crc, hashed = waveform(crop)
     if crc != row["crc32c"]:
         yield "fails its crc32c"
         return
     if hashed != row["waveform"]:
-        yield f"has another waveform hash than in {SAMPLES}"
+        yield f"has a different waveform hash in {SAMPLES}"
     if int(crop.min()) < -MAX_UV:
-        yield "holds -32768, which no crop may"
+        yield "contains -32768, which is not allowed"
     if row["halves"] == 1 and crop[:, HALF:].any():
         yield "should be zero in its second half"
     if any(crop[i].any() for i, lead in enumerate(LEADS) if lead in row["missing_leads"]):
@@ -193,7 +193,7 @@ def _check_index(dataset: Dataset, name: str, data: memoryview, rows: pa.Table) 
 
 
 def _check_members(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]:
-    """Member by member to the end of the file: the expected headers, and JSON with the values of the row."""
+    """Check all members up to the end of the file: tar headers, and JSON with the values of the row."""
     end = 0
     for number, row in enumerate(rows.to_pylist()):
         key = f"{row['source']}-{row['record']}-{round(row['start_s'] * FS_HZ) // CROP:03d}"
@@ -202,13 +202,13 @@ def _check_members(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]
         _, length = member(data, text)
         headers = bytes(data[end:start]), bytes(data[text - BLOCK : text])
         if row["offset"] != start or headers != (member_header(f"{key}.ecg", CROP_BYTES), member_header(f"{key}.json", length)):
-            yield f"{at}: another crop or another kind of tar member stands where it should"
+            yield f"{at}: another crop or another kind of tar member is in its place"
             return
         facts = json.loads(bytes(data[text : text + length]))
         expected = {column: row[column] for column in JSON_COLUMNS}
         expected |= {"crc32c": f"{row['crc32c']:08x}", "waveform": f"{row['waveform']:016x}"}
         if facts.get("age") is not None:
-            facts["age"] = float(np.float32(facts["age"]))  # as the table holds it
+            facts["age"] = float(np.float32(facts["age"]))  # rounded as in the table
         if differing := sorted(name for name in facts.keys() | expected.keys() if facts.get(name) != expected.get(name)):
             yield f"{at}: JSON and {SAMPLES} differ in {', '.join(differing)}"
         end = text + length + -length % BLOCK
@@ -222,7 +222,7 @@ def _check_zarr(dataset: Dataset, table: pa.Table, fast: bool, workers: int, qui
     except DatasetError as error:
         return [str(error)]
     if chunks.meta != chunks.layout:
-        return [f"{STORE}/zarr.json: has more in it than data_tools writes"]
+        return [f"{STORE}/zarr.json: has entries that data_tools does not write"]
     blocks = range(-(-len(table) // chunks.block))
     expected, files = {f"{STORE}/zarr.json", *map(chunks.name, blocks)}, set(dataset.root.names(STORE))
     found = [f"{name}: not a part of the dataset" for name in sorted(files - expected)[:MAX_FINDINGS]]
@@ -236,15 +236,15 @@ def _check_zarr(dataset: Dataset, table: pa.Table, fast: bool, workers: int, qui
 
 
 def check_object(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
-    """A storage object of the zarr copy: its index, and its chunks, each of which is a crop."""
+    """Check a storage object of the zarr copy: its index and its chunks, one per crop."""
     number, rows = rows_of
     chunks, root, name = dataset.chunks, dataset.root, dataset.chunks.name(number)
     try:
         index, size = chunks.index(number).tolist(), root.size(name)
-        spans = sorted(index[: len(rows)])  # one after the other, from the first byte to the index
+        spans = sorted(index[: len(rows)])  # must follow each other from the first byte to the index
         ends = [0, *(start + length for start, length in spans)]
         if [start for start, _ in spans] + [size - index_bytes(chunks.block)] != ends:
-            return [f"{name}: {size} bytes, which is not what its index says (replaced, or a crop is missing)"]
+            return [f"{name}: {size} bytes do not match its index (replaced, or a crop is missing)"]
         if fast:
             return []
         data = _contents(dataset, name, size)
@@ -266,11 +266,11 @@ def check_object(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
 def _compare_archive(
     dataset: Dataset, table: pa.Table, sources: list[Source], rejects: list[Reject], key: bytes | None, quiet: bool
 ) -> list[str]:
-    """Prepare every record of the archive again: samples and columns must be those of the dataset, bit for bit."""
+    """Prepare every record of the archive again and compare samples and columns with the dataset, bit for bit."""
     if key and not dataset.meta["pseudonyms"]:
-        return ["the dataset's names are no pseudonyms: leave out --pseudonymize"]
+        return ["the dataset's names are not pseudonyms: leave out --pseudonymize"]
     if dataset.meta["pseudonyms"] != key_mark(key):
-        return ["the dataset's names are pseudonyms: --pseudonymize with the same KEYFILE is needed to compare"]
+        return ["the dataset's names are pseudonyms: to compare, use --pseudonymize with the same KEYFILE"]
     rows: dict[tuple[str, str], dict[int, int]] = {}
     columns = (table[name].to_pylist() for name in ("source", "record", "start_s"))
     for row, (source, name, start_s) in enumerate(zip(*columns, strict=True)):
@@ -289,14 +289,14 @@ def _compare_archive(
                 found.append(f"{record.source}/{name} is in the archive, but neither in {SAMPLES} nor in {REJECTS}")
     if rows:
         source, name = next(iter(rows))
-        found.append(f"{len(rows)} records are not in the archive, for example {source}/{name}: name all SRC of the dataset")
+        found.append(f"{len(rows)} records are not in the archive, for example {source}/{name}: pass all SRC of the dataset")
     return found[:MAX_FINDINGS]
 
 
 def _compare_record(
     dataset: Dataset, table: pa.Table, record: EcgRecord, name: str, parts: dict[int, int], key: bytes | None
 ) -> Iterator[str]:
-    """One record against its rows, {crop: row}."""
+    """Compare one record with its rows, {crop: row}."""
     crop = np.empty(CROP_SHAPE, "<i2")
     try:
         count = crop_count(record.signal.shape[1], record.fs_hz)
@@ -311,7 +311,7 @@ def _compare_record(
                 yield f"{at}: the archive has no such crop: {error}"
             continue
         if part not in parts:
-            yield f"{at}: a crop of the archive that is not in {SAMPLES}"
+            yield f"{at}: a crop of the archive is not in {SAMPLES}"
             continue
         row = table.slice(parts[part], 1).to_pylist()[0]
         if waveform(crop)[0] != row["crc32c"] or not np.array_equal(dataset.read(parts[part]), crop):

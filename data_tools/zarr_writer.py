@@ -1,7 +1,7 @@
-"""The zarr copy: one int16 array [crops, 12, 5000] in samples.parquet's order, zarr v3, 1,024 crops in each storage object.
+"""Write the zarr copy: a zarr v3 int16 array [crops, 12, 5000] in samples.parquet's order, 1,024 crops per storage object.
 
 Each crop is a chunk, compressed with Blosc (LZ4, bitshuffle) and followed by its crc32c, in zarr's sharding codec. The bytes
-are those of zarr-python; written here, an object appears whole or not at all.
+are the same as zarr-python's, but an object appears completely or not at all.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ Block = tuple[int, list[tuple[str, int, int]]]  # number; tar, offset and crc32c
 
 
 def write(table: pa.Table, shards: list[dict[str, Any]], out: Folder, workers: int, dask: str | None, quiet: bool) -> None:
-    """From the finished tar shards; blocks that an interrupted run has finished are kept."""
+    """Write the copy from the finished tar shards. Blocks that an interrupted run has finished are kept."""
     shard, offset, crc = (table[name].to_numpy() for name in ("shard", "offset", "crc32c"))
 
     def blocks() -> Iterator[Block]:
@@ -37,7 +37,7 @@ def write(table: pa.Table, shards: list[dict[str, Any]], out: Folder, workers: i
             yield start // SHARD_CROPS, [(f"shards/{shards[shard[i]]['name']}", int(offset[i]), int(crc[i])) for i in rows]
 
     ours = {f"{STORE}/zarr.json"} | {f"{STORE}/c/{i}/0/0" for i in range(-(-len(table) // SHARD_CROPS))}
-    for name in [name for name in out.names(STORE) if name not in ours]:  # of an interrupted run with other settings
+    for name in [name for name in out.names(STORE) if name not in ours]:  # left by an interrupted run with other settings
         out.remove(name)
     out.write(f"{STORE}/zarr.json", json.dumps(layout(len(table), SHARD_CROPS), indent=2).encode())
     with tqdm(total=len(table), unit=" crops", desc="zarr", disable=quiet) as bar:
@@ -58,7 +58,7 @@ def write_block(out: Folder, size: int, block: Block) -> int:
         ecg = out.read_range(tar, offset, CROP_BYTES)
         if google_crc32c.value(ecg) != crc:
             out.remove(part_name(os.path.basename(tar)))
-            raise DatasetError(f"{out.url}/{tar}: the crop at byte {offset} fails its crc32c: run again to make the file anew")
+            raise DatasetError(f"{out.url}/{tar}: the crop at byte {offset} fails its crc32c: run again to rebuild the file")
         return _with_crc(BLOSC.encode(np.frombuffer(ecg, "<i2")))
 
     chunks = list(prefetch(packed, crops) if out.remote else map(packed, crops))

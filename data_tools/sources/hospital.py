@@ -124,7 +124,7 @@ def _hashed(stem: str, text: str) -> str:
 
 
 def changes(uv: np.ndarray) -> bool:
-    """A lead that does not was not connected."""
+    """Whether a lead ever changes; if not, it was not connected."""
     return bool(np.fmax.reduce(uv, initial=-np.inf) != np.fmin.reduce(uv, initial=np.inf))
 
 

@@ -1,8 +1,8 @@
-"""Philips' Sierra XML 1.03 to 1.04.01, one resting ECG a file: leads in XLI, a compression of their second differences.
+"""Philips' Sierra XML 1.03 to 1.04.01, one resting ECG per file. Leads are stored in XLI, which compresses second differences.
 
-The files hold 11 s, of which the last is for a calibration pulse of 1 mV in all leads. It is checked, since damage anywhere in
-a lead's differences changes it, and is cut off. III, aVR, aVL and aVF are stored as residuals. Of all else in a file only the
-patient's id, age and sex are read; representative beats, which have a rate and resolution of their own, are not.
+The files have 11 s; the last second is for a calibration pulse of 1 mV in all leads. The pulse is checked, because damage
+anywhere in a lead's differences changes it, and then cut off. III, aVR, aVL and aVF are stored as residuals. Apart from the
+signal, only the patient's id, age and sex are read, not the representative beats, which have their own rate and resolution.
 """
 
 import binascii
@@ -18,10 +18,10 @@ from data_tools.sources.base import Decoded, Format
 from data_tools.sources.safe_xml import MAX_BYTES, root_tag, tree
 
 MAX_LEADS, MAX_SAMPLES = 32, 30_000
-ECG_S, PULSE_S, PULSE_UV = 10, (10.6, 10.7, 10.9, 11), 1000  # zeros from 10.6 s, the pulse from 10.7 to 10.9 s, zeros to 11 s
-STRINGS, END = 767, 1023  # LZW in codes of 10 bits: how many strings it learns, and the code that ends a lead
+ECG_S, PULSE_S, PULSE_UV = 10, (10.6, 10.7, 10.9, 11), 1000  # zeros from 10.6 s, pulse from 10.7 to 10.9 s, zeros to 11 s
+STRINGS, END = 767, 1023  # LZW with 10-bit codes: number of learnt strings, and the code that ends a lead
 YEARS = {"years": 1.0, "months": 1 / 12, "weeks": 7 / 365.25, "days": 1 / 365.25, "hours": 1 / 8766}
-# Fields that would shift, scale or hide the samples, and their only value that is read
+# Fields that could shift, scale or hide the samples, and the only value that is accepted
 _EXPECTED = {"dataencoding": "base64", "compression": "xli", "bitspersample": "16", "signaloffset": "0", "signalsigned": "true"}
 _IN_1_03 = {"compressmethod": "compression", "nbitspersample": "bitspersample", "signalresolution": "resolution"}
 _ALIASES = _IN_1_03 | {"samplespersecond": "samplingrate"}
@@ -65,7 +65,7 @@ FORMAT = Format(lambda head, name: root_tag(head) == "restingecgdata", decode, M
 
 
 def _stated(waveform: Element, root: Element) -> Stated:
-    """What the file says of its samples, in the names of version 1.04; some of it is said twice."""
+    """The file's description of its samples, by the field names of version 1.04; some fields are stated twice."""
     stated: Stated = {}
     characteristics = root.iterfind("dataacquisition/signalcharacteristics/*")
     for name, text in (*waveform.items(), *((field.tag, field.text or "") for field in characteristics)):
@@ -90,7 +90,7 @@ def _number(stated: Stated, name: str) -> float:
 
 
 def _lead_names(stated: Stated) -> list[str]:
-    """The leads' names in the file's order, in our spelling where they are ours. Version 1.03 names none."""
+    """Lead names in the file's order; the twelve leads get the spelling of LEADS. Version 1.03 states no names."""
     labels, kind = stated.get("leadlabels", [""])[0].split(), stated.get("acquisitiontype", [""])[0]
     if not labels and kind in ("STD-12", "10-WIRE"):
         labels = list(LEADS)
@@ -104,7 +104,7 @@ def _lead_names(stated: Stated) -> list[str]:
 
 
 def _xli(packed: bytes, leads: int, samples: int) -> list[np.ndarray]:
-    """A lead's samples each. A file may hold more leads than it names."""
+    """The samples of each named lead; a file may have more leads than it names."""
     chunks, starts, place = [], [], 0
     for _ in range(leads):
         size = int.from_bytes(packed[place : place + 4], "little")
@@ -117,7 +117,7 @@ def _xli(packed: bytes, leads: int, samples: int) -> list[np.ndarray]:
 
 
 def _samples(codes: np.ndarray, start: int, samples: int) -> np.ndarray:
-    """From LZW: the high bytes, then the low bytes, of two samples and of what leads from each two to the next."""
+    """Decode a lead. LZW gives the high bytes, then the low bytes, of the first two samples and of the second differences."""
     planes = np.frombuffer(_lzw(codes[: (codes == END).argmax()].tolist(), 2 * samples).encode("latin-1"), np.uint8)
     steps = (planes[:samples].astype(np.int16) << 8 | planes[samples:]).astype(np.int64)
     second = np.concatenate((steps[:1], steps[1:2] - 2 * steps[0], [-start], 64 - steps[2:-1]))
@@ -128,7 +128,7 @@ def _samples(codes: np.ndarray, start: int, samples: int) -> np.ndarray:
 
 
 def _codes(chunks: list[bytes]) -> np.ndarray:
-    """uint16 [chunks, codes]: 5 bytes are 4 codes; END follows each chunk's last one."""
+    """Unpack 4 codes from every 5 bytes: uint16 [chunks, codes]; END follows each chunk's last code."""
     width = max(map(len, chunks)) // 5 * 5 + 10
     data = np.frombuffer(b"".join(chunk.ljust(width, b"\xff") for chunk in chunks), np.uint8).reshape(-1, 5).astype(np.uint16)
     codes = [(data[:, i] << 2 * i + 2 | data[:, i + 1] >> 6 - 2 * i) & 1023 for i in range(4)]
@@ -136,7 +136,7 @@ def _codes(chunks: list[bytes]) -> np.ndarray:
 
 
 def _lzw(codes: list[int], size: int) -> str:
-    """A letter for each byte. A learnt string is the one before, and the first letter of the next."""
+    """Decompress LZW to one letter per byte. A learnt string is the previous string plus the first letter of the next one."""
     first, strings = _LETTERS.copy(), _LETTERS.copy()
     try:
         string = strings[codes[0]]
@@ -153,7 +153,7 @@ def _lzw(codes: list[int], size: int) -> str:
 
 
 def _with_limb_leads(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """III, aVR, aVL and aVF from I, II and the differences to what these let expect."""
+    """Compute III, aVR, aVL and aVF from I, II and the stored residuals."""
     derived = [name for name in LEADS[2:6] if name in stored]
     if missing := [name for name in ("I", "II", "III") if name not in stored and derived]:
         raise ReadError("missing lead", f"{', '.join(derived)} need {', '.join(missing)}")
@@ -166,7 +166,7 @@ def _with_limb_leads(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _pulse(leads: dict[str, np.ndarray], fs_hz: float) -> int:
-    """The height of the calibration pulse, which all leads have or none: 0. Leads that are 0 throughout were off."""
+    """The height of the calibration pulse, or 0 if no lead has one. Leads that are always 0 were off and are ignored."""
     before, start, stop, end = (round(second * fs_hz) for second in PULSE_S)
     shape = np.repeat([0, 1, 0], [start - before, stop - start, end - stop])
     measured = {name: counts for name, counts in leads.items() if counts.any() and len(counts) == end}

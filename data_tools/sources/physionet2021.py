@@ -1,6 +1,6 @@
 """PhysioNet/CinC Challenge 2021: `training/<database>/g<k>/<id>.hea` and `.mat` (MATLAB level 4), all databases in one tree.
 
-PTB-XL's records (HRnnnnn) have patients only through PTB-XL's own table: put ptbxl_database.csv beside `training`.
+Only PTB-XL's own table has the patients of its records (HRnnnnn): put ptbxl_database.csv beside `training`.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ class PhysioNet2021(WfdbSource):
     name = "physionet2021"
     licence = "CC-BY-4.0"
     suffix = ".mat"
-    table: str | None = None  # PTB-XL's table, if it is stored elsewhere
+    table: str | None = None  # path of PTB-XL's table, if it is stored elsewhere
 
     @staticmethod
     def detect(names: set[str]) -> bool:
         return "training" in names or bool(names & set(DATABASES) - {"ptb-xl"})
 
     def keys(self) -> Iterator[str]:
-        """Only the databases, if there are any: PTB-XL's own release and other archives may be stored beside them."""
+        """Only headers in database folders, if there are any: other archives (PTB-XL's own release) may be beside them."""
         names = self.root.children()
         places = ["training"] if "training" in names else [name for name in names if name in DATABASES]
         for place in places or [""]:
@@ -52,13 +52,13 @@ class PhysioNet2021(WfdbSource):
     def notes(self) -> list[str]:
         if _patients(self.root, self.table) or not any(map(self.root.exists, ("training/ptb-xl", "ptb-xl/g1"))):
             return []
-        why = "so this archive's PTB-XL records have no patient, and no gallery or probe role: give it with --patients"
+        why = "so this archive's PTB-XL records have no patient, and no gallery or probe role: pass it with --patients"
         return [f"{self.root.url}: no {TABLE}, {why}"]
 
 
-@lru_cache(maxsize=256)  # a folder holds a thousand records
+@lru_cache(maxsize=256)  # a folder has a thousand records
 def _database(url: str, place: str) -> str | None:
-    """The root may be a database, or one of its folders."""
+    """The database of a folder. The root may itself be a database or one of its folders."""
     parts = [*url.split("/")[-2:], *place.split("/")]
     return next((part for part in reversed(parts) if part in DATABASES), None)
 

@@ -1,7 +1,7 @@
-"""PTB-XL's own release: `records500/<thousand>/<id>_hr.dat` and ptbxl_database.csv (patient, age, sex, SCP statements). Without
-records500, `records100/<thousand>/<id>_lr.dat`, the same ECGs at 100 Hz, is read.
+"""PTB-XL's own release: `records500/<thousand>/<id>_hr.dat` and ptbxl_database.csv (patient, age, sex, SCP statements). If
+records500 is missing, `records100/<thousand>/<id>_lr.dat`, the same ECGs at 100 Hz, is read.
 
-Records get the Challenge's names (ecg_id 11 is HR00011), so one ECG in both releases is one record.
+Records get the Challenge's names (ecg_id 11 is HR00011), so an ECG in both releases counts as one record.
 """
 
 import ast
@@ -15,7 +15,7 @@ from data_tools.storage import Folder
 
 FOLDERS = ("records500", "records100")
 TABLE, MAX_TABLE = "ptbxl_database.csv", 256 * 2**20
-MAX_STATEMENTS = 4096  # characters of scp_codes: the parser behind literal_eval recurses
+MAX_STATEMENTS = 4096  # characters of scp_codes; limited because the parser in literal_eval recurses
 
 
 class PtbXl(WfdbSource):
@@ -56,18 +56,18 @@ class PtbXl(WfdbSource):
 
 
 def patient_id(text: str) -> str | None:
-    """The table writes whole numbers as floats: 15709.0."""
+    """The id as a whole number; the table writes it as a float: 15709.0."""
     text = text.removesuffix(".0")
     return text if text.isascii() and text.isdigit() else None
 
 
 def patients(root: Folder, place: str) -> dict[str, str | None]:
-    """ecg_id -> patient, None where the row has none."""
+    """Map ecg_id to patient, None if the row has none."""
     return {number: patient_id(row["patient_id"]) for number, row in _rows(root, place).items()}
 
 
 def statements(scp_codes: str) -> dict[str, float]:
-    """{statement: likelihood in per cent} of the cell, which is a dict as Python writes it; 0 where that is no number."""
+    """Parse a cell with a Python dict of {statement: likelihood in per cent}; a likelihood that is not a number becomes 0."""
     try:
         given = ast.literal_eval(scp_codes[:MAX_STATEMENTS])
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -84,6 +84,6 @@ def _diagnoses(row: dict[str, str]) -> tuple[str, ...]:
 
 @cached
 def _rows(root: Folder, place: str) -> dict[str, dict[str, str]]:
-    """By ecg_id, the six columns that are used; all others (dates, reports, names of staff) are never read."""
+    """The six columns that are used, by ecg_id; others (dates, reports, names of staff) are never read."""
     columns = ("ecg_id", "patient_id", "age", "sex", "scp_codes", "heart_axis")
     return {row["ecg_id"].split(".")[0]: row for row in read_table(root, place, MAX_TABLE, columns)}

@@ -1,6 +1,6 @@
-"""XML of unknown origin as a tree of elements, in bounded time and memory: no entities, no external files, limited depth.
+"""Parse untrusted XML to a tree of elements in bounded time and memory: no entities, no external files, limited depth.
 
-Tags and attributes lose their namespaces, which vendors' versions change: `{urn:hl7-org:v3}code` and `hl7:code` are `code`.
+Namespaces are removed from tags and attributes, because they differ between vendors' versions: `hl7:code` becomes `code`.
 """
 
 from typing import NoReturn
@@ -14,11 +14,10 @@ _UTF16 = (b"\xff\xfe", b"\xfe\xff", b"<\0", b"\0<")
 
 
 def tree(data: bytes, skipped: frozenset[str] = frozenset()) -> Element:
-    """The root element, without the elements named in `skipped`. A DOCTYPE may name a file, which is not read; entities are
-    refused."""
+    """The root element, without elements named in `skipped`. A file named in a DOCTYPE is not read; entities are refused."""
     if len(data) > MAX_BYTES:
         raise ReadError("file too large", f"{len(data)} bytes of XML, {MAX_BYTES} at most")
-    builder, depth, count, skipping = TreeBuilder(), 0, 0, 0  # at which depth the element is that is being skipped
+    builder, depth, count, skipping = TreeBuilder(), 0, 0, 0  # skipping: depth of the skipped element
 
     def start(tag: str, attributes: dict[str, str]) -> None:
         nonlocal depth, count, skipping
@@ -45,7 +44,7 @@ def tree(data: bytes, skipped: frozenset[str] = frozenset()) -> Element:
     def refuse(*_: object) -> NoReturn:
         raise ReadError("XML entity", "entities are not read")
 
-    declares_utf16 = b"utf-16" in data[:200].lower() and not data.startswith(_UTF16)  # but is UTF-8
+    declares_utf16 = b"utf-16" in data[:200].lower() and not data.startswith(_UTF16)  # declared as UTF-16, but stored as UTF-8
     parser = expat.ParserCreate("utf-8" if declares_utf16 else None)
     parser.buffer_text, parser.buffer_size = True, 2**16
     parser.StartElementHandler, parser.EndElementHandler, parser.CharacterDataHandler = start, end, builder.data
@@ -58,7 +57,7 @@ def tree(data: bytes, skipped: frozenset[str] = frozenset()) -> Element:
 
 
 def root_tag(head: bytes) -> str:
-    """The root's local name, from the beginning of a file in any encoding; empty if it is no XML."""
+    """The root's local name, from the first bytes of a file in any encoding; empty if it is not XML."""
     text = head.replace(b"\0", b"").lstrip(b"\xff\xfe\xef\xbb\xbf \t\r\n")
     if not text.startswith(b"<"):
         return ""

@@ -1,8 +1,8 @@
-"""SCP-ECG (EN 1064): the rhythm in section 6, Huffman-coded by the standard's default table or raw, as 0th to 2nd differences.
+"""SCP-ECG (EN 1064): the rhythm in section 6, raw or Huffman-coded by the standard's default table, as 0th to 2nd differences.
 
-Of section 1 only the patient's id, age and sex are read; the median beat in section 5 never is. Refused by name: rhythms that
-need section 5 (reference beats subtracted), bimodal compression, Huffman tables of a file's own, section 12. Every checksum
-has to hold. Leads of different times are placed on one time axis and count as not measured elsewhere.
+Of section 1 only the patient's id, age and sex are read; the median beat in section 5 is never read. Refused: rhythms that need
+section 5 (reference beats subtracted), bimodal compression, a file's own Huffman tables, section 12. All checksums must match.
+Leads recorded at different times are placed on one time axis and count as not measured elsewhere.
 """
 
 import binascii
@@ -14,15 +14,15 @@ from data_tools.errors import ReadError
 from data_tools.record import LEADS
 from data_tools.sources.base import Decoded, Format
 
-MAX_BYTES = 4 * 2**20  # twelve leads of 64 KiB, the most that a lead's length can state, are 0.8 MB
+MAX_BYTES = 4 * 2**20  # twelve leads of 64 KiB, the limit of a lead's length field, are 0.8 MB
 MAX_SAMPLES = 2**19
-FULL = (2**16 - 2, 2**16 - 1)  # a longer lead's stated length
+FULL = (2**16 - 2, 2**16 - 1)  # stated length of a lead that is too long for the field
 LEAD_CODES = dict(zip((1, 2, 61, 62, 63, 64, 3, 4, 5, 6, 7, 8), LEADS, strict=True))
 YEARS = {1: 1.0, 2: 1 / 12, 3: 7 / 365.25, 4: 1 / 365.25, 5: 1 / 8766}
 PATIENT_ID, AGE, SEX, END = 2, 4, 8, 255  # tags of section 1
 DEFAULT_TABLE = 19999
-HOPS = 4  # the Huffman decoder steps 2**HOPS numbers at a time
-# The default table by the next ten bits: n ones, a zero and a sign are n or -n; nine ones announce a number of 8 or 16 bits
+HOPS = 4  # the Huffman decoder's loop advances 2**HOPS numbers at a time
+# The default table by the next ten bits: n ones, a zero and a sign bit mean n or -n; nine ones precede an 8- or 16-bit number
 _ONES = np.array([10 - (1023 ^ bits).bit_length() for bits in range(1024)])
 _LENGTHS = np.where(_ONES == 0, 1, np.where(_ONES < 9, _ONES + 2, np.where(_ONES == 9, 18, 26)))
 _VALUES = _ONES * (1 - 2 * (np.arange(1024) >> np.clip(8 - _ONES, 0, 9) & 1))
@@ -40,7 +40,7 @@ FORMAT = Format(lambda head, name: head[16:22] == b"SCPECG" or name.lower().ends
 
 
 def _sections(data: bytes) -> dict[int, bytes]:
-    """The sections that are read, without their headers; checksums and lengths hold."""
+    """The sections that are read, without headers, after a check of checksums and lengths."""
     checksum, length = struct.unpack_from("<HI", data)
     if length > len(data):
         raise ReadError("truncated file", f"{len(data)} of {length} bytes")
@@ -84,7 +84,7 @@ def _decode(sections: dict[int, bytes]) -> Decoded:
     warnings: tuple[tuple[str, str], ...] = ()
     for row, size in enumerate(sizes):
         first, last, code = struct.unpack_from("<IIB", leads, 2 + 9 * row)
-        first = max(first, 1)  # some writers count from 0, but state the last sample as if from 1
+        first = max(first, 1)  # some writers count the first sample from 0, but the last from 1
         coded, start = rhythm[start : start + size], start + size
         if not (lead := LEAD_CODES.get(code)):
             continue
@@ -100,7 +100,7 @@ def _decode(sections: dict[int, bytes]) -> Decoded:
         found[lead] = first, _sums(steps, order)
     signals = _on_one_axis({lead: (first, steps * nanovolts / 1000) for lead, (first, steps) in found.items()})
     nominal_hz = float(round(1e6 / interval_us))
-    fs_hz = nominal_hz if round(1e6 / nominal_hz) == interval_us else 1e6 / interval_us  # 1,667 us are 600 Hz
+    fs_hz = nominal_hz if round(1e6 / nominal_hz) == interval_us else 1e6 / interval_us  # 1,667 us mean 600 Hz
     return Decoded(signals, fs_hz, *_person(sections.get(1, b"")), warnings)
 
 
@@ -118,13 +118,13 @@ def _person(section: bytes) -> tuple[str | None, float | None, str | None]:
 
 
 def huffman(coded: bytes, count: int) -> np.ndarray:
-    """`count` numbers in the default table's code.
+    """Decode `count` numbers in the default table's code.
 
-    Where a number begins depends on all before it. So the jump from every bit to the next number is looked up as if one began
-    there, and jumps are chained into jumps over 2, 4, 8 and 16 numbers: only every 16th beginning is found in a loop."""
+    The position of a number depends on all numbers before it. So the jump to the next number is looked up for every bit, as if
+    a number began there, and jumps are chained into jumps over 2, 4, 8 and 16 numbers: the loop finds only every 16th start."""
     octets = np.frombuffer(coded + bytes(6), np.uint8).astype(np.int32)
-    words = octets[:-2] << 16 | octets[1:-1] << 8 | octets[2:]  # 24 bits from every byte
-    windows = (words[:, None] >> np.arange(14, 6, -1, dtype=np.int32) & 1023).ravel()  # 10 bits from every bit
+    words = octets[:-2] << 16 | octets[1:-1] << 8 | octets[2:]  # 24 bits starting at every byte
+    windows = (words[:, None] >> np.arange(14, 6, -1, dtype=np.int32) & 1023).ravel()  # 10 bits starting at every bit
     jumps = [np.minimum(np.arange(len(windows)) + _LENGTHS.take(windows), len(windows) - 1)]
     for _ in range(HOPS):
         jumps.append(jumps[-1].take(jumps[-1]))
@@ -138,7 +138,7 @@ def huffman(coded: bytes, count: int) -> np.ndarray:
     starts = starts.ravel()[:count]
     codes = windows.take(starts)
     spare = 8 * len(coded) - int(starts[-1] + _LENGTHS[codes[-1]])
-    if not 0 <= spare < 16:  # a lead ends with an even byte
+    if not 0 <= spare < 16:  # a lead has an even number of bytes
         raise ReadError("sample count", f"{count} stated, the Huffman code holds {'more' if spare > 0 else 'fewer'}")
     values: np.ndarray = _VALUES.take(codes)
     for code, bits in _ESCAPES:
@@ -150,7 +150,7 @@ def huffman(coded: bytes, count: int) -> np.ndarray:
 
 
 def _sums(steps: np.ndarray, order: int) -> np.ndarray:
-    """The samples whose differences of this order are stored, after the first samples themselves."""
+    """Undo differences of this order; the first samples are stored undifferenced."""
     if order == 2:
         steps[1:2] -= steps[:1]
         steps[1:] = np.cumsum(steps[1:])
@@ -161,7 +161,7 @@ def _sums(steps: np.ndarray, order: int) -> np.ndarray:
 
 
 def _on_one_axis(leads: dict[str, tuple[int, np.ndarray]]) -> dict[str, np.ndarray]:
-    """{lead: (first sample, signal)} -> signals of one length."""
+    """Place {lead: (first sample, signal)} on one time axis; the signals get the same length."""
     begin = min((first for first, _ in leads.values()), default=0)
     length = max((first + len(uv) for first, uv in leads.values()), default=0) - begin
     if length > MAX_SAMPLES:

@@ -1,6 +1,6 @@
-"""A folder of WFDB records of any format, leads and rate: known leads are placed by name, other channels are ignored.
+"""A folder of WFDB records with any format, leads and rate. Known leads are placed by name, other channels are ignored.
 
-Patients are unknown, and every record's source is `wfdb`.
+Patients are unknown, and the source of every record is `wfdb`.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from data_tools.sources.wfdb_header import WfdbHeader
 
 class WfdbFolder(WfdbSource):
     name = "wfdb"
-    others = 0  # hospitals' files
+    others = 0  # number of hospitals' files, which are left out
 
     def keys(self) -> Iterator[str]:
         self.others = 0
@@ -25,10 +25,10 @@ class WfdbFolder(WfdbSource):
         return path_name(key, stem)
 
     def notes(self) -> list[str]:
-        why = "a plain WFDB folder, read without tables: patients are unknown, so nobody can be in gallery and probe"
-        notes = [f"{self.root.url}: {why}. If it belongs to a known archive, name that as SRC, or its kind with --source"]
+        why = "a plain WFDB folder without tables: patients are unknown, so gallery and probe stay empty"
+        notes = [f"{self.root.url}: {why}. If it belongs to a known archive, pass that as SRC, or set --source"]
         what = f"{self.others:,} files of hospitals' formats were left out beside WFDB records: --source hospital reads them"
         return [*notes, f"{self.root.url}: {what}"] if self.others else notes
 
     def check(self, header: WfdbHeader) -> None:
-        """Any leads, any files."""
+        """Accept any leads and files."""

@@ -1,7 +1,7 @@
-"""Strict parsing of WFDB header files: every field must be present, in range and of its type, or the record is refused.
+"""Strict parsing of WFDB headers: a record is refused unless every field is present, of the right type and in range.
 
-The format allows defaults (gain 200, 250 Hz, length from the file size, ...); each may be a silently wrong ECG, so none is
-used here. The text is bounded before anything is parsed. Dates, times and free comments are not kept.
+The format allows defaults (gain 200, 250 Hz, length from the file size, ...). A default could give a wrong ECG without notice,
+so none is used. The text's size is limited before parsing. Dates, times and free comments are not kept.
 """
 
 import math
@@ -34,7 +34,7 @@ class WfdbHeader:
     name: str
     fs_hz: float
     samples: int
-    files: tuple[str, ...]  # one a signal, like all that follows
+    files: tuple[str, ...]  # one per signal, like the fields up to `leads`
     formats: tuple[int, ...]
     offsets: tuple[int, ...]
     gains: tuple[float, ...]  # steps per mV
@@ -48,7 +48,7 @@ class WfdbHeader:
 
 
 def peek(data: bytes) -> tuple[str, int, float, int]:
-    """(name, signals, fs_hz, samples) from the record line alone: enough for planning, at a fifth of the cost."""
+    """(name, signals, fs_hz, samples) from the record line only: enough for planning, at a fifth of the cost."""
     for line in _lines(data):
         if line and not line.startswith("#"):
             return _record_line(line)
@@ -82,7 +82,7 @@ def parse_header(data: bytes) -> WfdbHeader:
 
 
 def _record_line(line: str) -> tuple[str, int, float, int]:
-    """`name n_signals fs[/counter] samples [time [date]]`: all four are required, the rest is ignored."""
+    """`name n_signals fs[/counter] samples [time [date]]`: the first four are required, the rest is ignored."""
     if len(line) > MAX_LINE:
         raise ReadError("header line too long", f"{len(line)} characters")
     fields = line.split(maxsplit=4)
@@ -98,7 +98,7 @@ def _record_line(line: str) -> tuple[str, int, float, int]:
 def _signal_lines(lines: list[str]) -> tuple[tuple[str, ...], ...]:
     """`file format gain(baseline)/unit resolution zero first checksum block lead`: all nine fields are required.
 
-    -> columns of all but resolution and block."""
+    Returns the columns of all fields except resolution and block."""
     for line in lines:
         if len(line) > MAX_LINE:
             raise ReadError("header line too long", f"{len(line)} characters")
@@ -113,11 +113,11 @@ def _signal_lines(lines: list[str]) -> tuple[tuple[str, ...], ...]:
     return columns
 
 
-@lru_cache(maxsize=64)  # an archive's records are mostly alike
+@lru_cache(maxsize=64)  # most records of an archive have the same signal lines
 def _parse_columns(
     formats: tuple[str, ...], gains: tuple[str, ...], zeros: tuple[str, ...], leads: tuple[str, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], tuple[int, ...]]:
-    """-> formats, offsets, gains, baselines."""
+    """Parse to formats, offsets, gains and baselines."""
     lead_gains = {gain for gain, lead in zip(gains, leads, strict=True) if lead.upper() in LEAD_INDEX}
     gain_of = {text: _gain(text) if text in lead_gains else _any_gain(text) for text in set(gains)}
     codes, offsets = zip(*map(_format, formats), strict=True)
@@ -140,7 +140,7 @@ def _format(text: str) -> tuple[int, int]:
 
 
 def _any_gain(text: str) -> tuple[float, int | None]:
-    """Channels that are not ECG leads may be in litres or mmHg; they are ignored later, so any gain will do."""
+    """Channels that are not ECG leads may be in litres or mmHg; they are ignored later, so any gain is accepted."""
     try:
         return _gain(text)
     except ReadError:
@@ -149,11 +149,11 @@ def _any_gain(text: str) -> tuple[float, int | None]:
 
 @lru_cache(maxsize=4096)
 def _gain(text: str) -> tuple[float, int | None]:
-    """`1000.0(0)/mV` -> steps per mV, baseline. A gain of 0 means "not calibrated"."""
+    """Parse `1000.0(0)/mV` to steps per mV and baseline. A gain of 0 means "not calibrated" and is refused."""
     found = _GAIN.fullmatch(text)
     if not found:
         raise ReadError("gain", text[:40])
-    mv = MV_PER_UNIT[unit_name(found[3] or "mV")]  # WFDB: no unit means mV
+    mv = MV_PER_UNIT[unit_name(found[3] or "mV")]  # in WFDB, no unit means mV
     return _number(found[1], "gain", GAIN_RANGE[0] * mv, GAIN_RANGE[1] * mv) / mv, int(found[2]) if found[2] else None
 
 
@@ -178,5 +178,5 @@ def _number(text: str, what: str, low: float, high: float) -> float:
 
 
 def _is_plain(text: str) -> bool:
-    """Python also accepts underscores and the digits of all scripts; WFDB does not."""
+    """Whether a number is plain ASCII: Python also accepts underscores and digits of other scripts, WFDB does not."""
     return text.isascii() and "_" not in text

@@ -1,4 +1,4 @@
-"""The signals of a WFDB record. Format 16, which all ECG archives have, is read directly, all other formats by `wfdb`."""
+"""The signals of a WFDB record. Format 16, used by all ECG archives, is read directly, other formats by `wfdb`."""
 
 import posixpath
 import tempfile
@@ -11,18 +11,18 @@ from data_tools.record import EcgRecord, parse_dx
 from data_tools.sources.wfdb_header import WfdbHeader
 from data_tools.storage import Folder
 
-MAT_OFFSET = 24  # of a MATLAB level-4 file whose only variable is `val`: five int32 words, then "val\\0"
-# format -> n, where -2**n marks a sample that was not measured
+MAT_OFFSET = 24  # header of a MATLAB level-4 file with the one variable `val`: five int32 words, then "val\\0"
+# format -> n; the value -2**n means not measured
 INVALID_BITS = {16: 15, 24: 23, 32: 31, 61: 15, 80: 7, 160: 15, 212: 11, 310: 9, 311: 9, 508: 7, 516: 15, 524: 23}
-# format -> (bytes, samples) of its smallest whole unit, which gives a file's size; FLAC has none
+# format -> (bytes, samples) of its smallest unit, to compute a file's size; FLAC has none
 UNITS = {8: (1, 1), 16: (2, 1), 24: (3, 1), 32: (4, 1), 61: (2, 1), 80: (1, 1), 160: (2, 1), 212: (3, 2)}
 UNITS |= {310: (4, 3), 311: (4, 3)}
 FLAC = (508, 516, 524)
-MAX_FALLBACK_VALUES = 8_000_000  # wfdb widens to int64
+MAX_FALLBACK_VALUES = 8_000_000  # because wfdb converts to int64
 
 
 def own_name(name: str, key: str) -> str:
-    """The name in the header, which has to be the file's: a copy under another name would be a wrong patient's ECG."""
+    """The name in the header. It must be the file's name: a renamed copy could count as another patient's ECG."""
     stem = posixpath.basename(key).removesuffix(".hea")
     if name != stem:
         raise ReadError("record name differs from file name", f"{name} in {stem}.hea")
@@ -30,7 +30,7 @@ def own_name(name: str, key: str) -> str:
 
 
 def read_record(root: Folder, key: str, header: WfdbHeader, name: str, source: str) -> EcgRecord:
-    """The record of a parsed header. A checksum or first value that differs is a warning."""
+    """Read the record of a parsed header. A wrong checksum or first value gives a warning."""
     place = posixpath.dirname(key)
     if len(set(header.formats)) > 1:
         raise ReadError("mixed signal formats", ", ".join(map(str, header.formats)))
@@ -60,7 +60,7 @@ def _read_format_16(root: Folder, name: str, header: WfdbHeader) -> np.ndarray:
 
 
 def _compare(header: WfdbHeader, signal: np.ndarray) -> list[tuple[str, str]]:
-    sums = np.add.reduce(signal, axis=1, dtype=np.int16).astype(np.int64)  # wraps like the format's checksum
+    sums = np.add.reduce(signal, axis=1, dtype=np.int16).astype(np.int64)  # overflows as the format's checksum does
     first = signal[:, 0] - np.array(header.initials)
     differing = {"checksum differs": (sums - header.checksums) % 65536, "first value differs": first}  # some sums are signed
     return [
@@ -71,7 +71,7 @@ def _compare(header: WfdbHeader, signal: np.ndarray) -> list[tuple[str, str]]:
 
 
 def _checked(root: Folder, place: str, file: str, header: WfdbHeader) -> bytes:
-    """A file of the size that its format and length give: `wfdb` itself accepts longer files, and MATLAB files."""
+    """Read a file and check its size against format and length: `wfdb` itself accepts longer files, and MATLAB files."""
     code = header.formats[0]
     offsets = {offset for name, offset in zip(header.files, header.offsets, strict=True) if name == file}
     if file.lower().endswith(".mat"):
@@ -82,7 +82,7 @@ def _checked(root: Folder, place: str, file: str, header: WfdbHeader) -> bytes:
         return root.read(posixpath.join(place, file), 8 * MAX_FALLBACK_VALUES)
     values = header.samples * header.files.count(file)
     unit, per_unit = UNITS[code]
-    smallest, largest = -(-values * unit // per_unit), -(-values // per_unit) * unit  # the last unit may be cut
+    smallest, largest = -(-values * unit // per_unit), -(-values // per_unit) * unit  # the last unit may be incomplete
     data = root.read(posixpath.join(place, file), max(offsets) + largest)
     if len(data) < max(offsets) + smallest:
         raise ReadError("signal file size", f"{len(data)} bytes, {max(offsets) + smallest} announced")
@@ -90,7 +90,7 @@ def _checked(root: Folder, place: str, file: str, header: WfdbHeader) -> bytes:
 
 
 def _read_with_wfdb(root: Folder, place: str, header: WfdbHeader) -> np.ndarray:
-    """`wfdb` reads a copy of the checked files in a temporary folder, so it meets no link, no path and no other file."""
+    """Let `wfdb` read a copy of the checked files in a temporary folder, so that it sees no links, paths or other files."""
     import wfdb
 
     if len(header.leads) * header.samples > MAX_FALLBACK_VALUES:
@@ -105,7 +105,7 @@ def _read_with_wfdb(root: Folder, place: str, header: WfdbHeader) -> np.ndarray:
         Path(scratch, "x.hea").write_text("\n".join(lines) + "\n")
         try:
             record = wfdb.rdrecord(str(Path(scratch, "x")), physical=False)
-        except Exception as error:  # whatever a broken file makes of it
+        except Exception as error:  # a broken file may raise anything
             raise ReadError("wfdb cannot read it", f"format {header.formats[0]}: {type(error).__name__}") from None
     signal = np.asarray(record.d_signal).T
     if signal.shape != (len(header.leads), header.samples):

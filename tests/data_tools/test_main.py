@@ -186,8 +186,8 @@ def test_a_wrong_unit_and_copies_are_printed(tmp_path: Path, capsys: pytest.Capt
         write_challenge(tmp_path / "src" / "cpsc_2018" / "g1", name, np.maximum(ecg(), -32767), form=form)
     code, out, err = run(capsys, "shard", tmp_path / "src", "--out", tmp_path / "out", "--workers", 1)
     assert code == 0
-    assert "note: 1 of 3 crops of cpsc_2018 are beyond 32 mV: is its unit right?" in err
-    assert "2 crops have a waveform that another record has too" in out
+    assert "note: 1 of 3 crops of cpsc_2018 exceed 32 mV: is its unit right?" in err
+    assert "2 crops have the same waveform as a crop of another record" in out
     assert "1 tar shard of" in out
 
 

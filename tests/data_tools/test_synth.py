@@ -256,7 +256,7 @@ def test_refusals(tmp_path: Path) -> None:
         ({"two_sessions": 1.5}, "two_sessions=1.5"),
         ({"layout": "edf"}, "layout='edf' is not one of physionet2021, ptbxl"),
         ({"patients": 60_000, "two_sessions": 0.9}, "five-digit"),
-        ({"patients": 90_000, "two_sessions": 0}, "beside PTB-XL's there are"),
+        ({"patients": 90_000, "two_sessions": 0}, "outside PTB-XL there are"),
     ):
         with pytest.raises(DataError, match=words):
             synth.synthesise(tmp_path / "new", **({"patients": 3, "progress": False} | change))

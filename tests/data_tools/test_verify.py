@@ -120,7 +120,7 @@ def swap(values: list) -> list:  # type: ignore[type-arg]
     return [values[1], values[0], *values[2:]]
 
 
-DAMAGES: dict[str, tuple[Damage, str]] = {  # what, words of the finding
+DAMAGES: dict[str, tuple[Damage, str]] = {  # damage, words of the finding
     "flipped sample": (flipped(TAR, 70_000), "crc32c"),
     "flipped tar header": (flipped(TAR, 3), "sha256"),
     "truncated shard": (truncate(TAR, 200_000), "truncated"),
@@ -161,9 +161,9 @@ DAMAGES: dict[str, tuple[Damage, str]] = {  # what, words of the finding
     "zarr.json that is a list": (write("store.zarr/zarr.json", b"[]"), "store.zarr"),
     "zarr with another key": (edited("store.zarr/zarr.json", "endian", "endman"), "store.zarr"),
     "zarr with another shape": (edited("store.zarr/zarr.json", "5000", "2500"), "shape"),
-    "zarr with more": (edited("store.zarr/zarr.json", '"attributes": {', '"attributes": {"a": 1'), "zarr.json: has more"),
+    "zarr with more": (edited("store.zarr/zarr.json", '"attributes": {', '"attributes": {"a": 1'), "zarr.json: has entries"),
     "role moved": (column("pretrain", lambda values: [True] * len(values)), "pretrain"),
-    "rows swapped": (column("record", swap), "stands where it should"),
+    "rows swapped": (column("record", swap), "is in its place"),
     "addresses swapped": (column("offset", swap), "crc32c"),
     "flag dropped": (column("flags", lambda values: [["large"]] * len(values)), "flags"),
     "labels changed": (column("labels", lambda values: [[True] * 26, *values[1:]]), "labels"),
@@ -290,7 +290,7 @@ def test_json_with_more_than_the_row_is_found(small: Path, tmp_path: Path, monke
 def test_a_sound_dataset_passes_every_check(archive: Path, dataset: Dataset, copy: Path) -> None:
     assert verify(dataset, open_sources(str(archive))) == []
     assert verify(dataset, open_sources(str(archive)), fast=True, key=b"k" * 32) == [
-        "the dataset's names are no pseudonyms: leave out --pseudonymize"
+        "the dataset's names are not pseudonyms: leave out --pseudonymize"
     ]
     rewritten(lambda meta: meta.pop("rejects"))(copy)  # as datasets of earlier versions
     assert verify(Dataset.open(str(copy))) == []
@@ -321,7 +321,7 @@ def test_a_changed_archive_is_found(tmp_path: Path) -> None:
 
     assert found() == []
     write_challenge(place, "E1", np.concatenate([x, ecg(5000, 1)], axis=1))
-    assert found() == ["georgia/E1 at 60 s: a crop of the archive that is not in samples.parquet"]
+    assert found() == ["georgia/E1 at 60 s: a crop of the archive is not in samples.parquet"]
     write_challenge(place, "E1", x)
     write_challenge(place, "E4", y[:, :5000])
     assert found() == ["georgia/E4 at 10 s: the archive has no such crop: too short: no crop 1 in 10 s"]
