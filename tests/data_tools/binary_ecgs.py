@@ -1,4 +1,4 @@
-"""SCP-ECG and EDF files written byte by byte, as the standards describe them and by none of the project's readers."""
+"""SCP-ECG and EDF files written byte by byte from the standards, without the project's own code."""
 
 import binascii
 import struct

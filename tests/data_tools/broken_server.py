@@ -1,4 +1,4 @@
-"""An object store's requests, counted, and some of them broken on the way."""
+"""A proxy for an object store that counts requests and breaks some of them."""
 
 import re
 import threading

@@ -1,4 +1,4 @@
-"""What the tests of data_tools share."""
+"""Fixtures for the tests of data_tools."""
 
 from pathlib import Path
 

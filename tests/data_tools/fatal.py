@@ -1,4 +1,4 @@
-"""A source that kills a process: a module of its own, which workers import quickly."""
+"""A source that kills its process; in its own module, so that workers import it quickly."""
 
 import os
 import signal

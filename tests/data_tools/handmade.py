@@ -1,5 +1,5 @@
-"""Records and archives written byte by byte, as the formats' own documents say and by none of the project's writers; and
-datasets built and read back."""
+"""Records and archives written byte by byte from the formats' documentation, without the project's own writers; helpers that
+build datasets and read them back."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path

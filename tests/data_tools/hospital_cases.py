@@ -1,4 +1,4 @@
-"""What every format of hospital files has to stand: secrets in all its fields, and damage to its bytes.
+"""Checks for every format of hospital files: private data in all fields, and damaged bytes.
 
 check_private(tmp_path, "dicom", content, patient="4711")     the content has SECRET and BORN in every field that holds text
 @given(DAMAGE)                                                flips, cuts, repeats and gaps

@@ -1,10 +1,10 @@
-"""Malformed records, each made from a good one, and what reading it must give.
+"""Malformed records, each made from a good one, and the expected result of reading it.
 
-REFUSED   by what, and the reason in rejects.csv
-READ      as they were meant: missing leads, flags, classes
+REFUSED   the damage, and the reason in rejects.csv
+READ      read as intended: missing leads, flags, classes
 ORPHANS   signals without a header
 
-Of the header's fields a few stand for all: test_wfdb_header.py has the others.
+Only a few of the header's fields are covered here; test_wfdb_header.py covers the others.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""HL7 aECG: right microvolts whatever units, order and namespaces a device writes, and nothing but the rhythm."""
+"""HL7 aECG: right microvolts for any units, order and namespaces, and only from the rhythm."""
 
 from pathlib import Path
 
@@ -84,7 +84,7 @@ def check_truth(found: Decoded) -> None:
         ("philips_104_ad4d_as_aecg.xml", (12, 5500, "20044", None, "F")),
     ],
 )
-def test_real_files(file: str, facts: tuple[int, int, str, float | None, str]) -> None:
+def test_real_files_give_the_right_microvolts(file: str, facts: tuple[int, int, str, float | None, str]) -> None:
     found = check_real(KIND, file)
     assert (len(found.signals), len(found.signals["I"]), found.patient, found.age, found.sex) == facts
 
@@ -105,11 +105,11 @@ def test_real_files(file: str, facts: tuple[int, int, str, float | None, str]) -
     ],
     ids=["namespaces", "order", "mV", "ms", "other leads", "beat first", "BOM", "UTF-16", "Latin-1", "spaces"],
 )
-def test_the_same_ecg_written_in_other_ways(text: str | bytes) -> None:
+def test_equivalent_files_give_the_same_ecg(text: str | bytes) -> None:
     check_truth(read(text))
 
 
-def test_origins_missing_samples_and_missing_leads() -> None:
+def test_origins_are_added_and_unmeasured_samples_are_nan() -> None:
     gap = np.array([3, MISSING, 7])
     found = read(
         aecg(series(TIME + lead("I", gap, origin=("0.1", "mV"), scale=("5", "uV")) + lead("V2", "1 2 3") + lead("V3", " ")))
@@ -118,26 +118,26 @@ def test_origins_missing_samples_and_missing_leads() -> None:
     assert {name: len(uv) for name, uv in found.signals.items()} == {"I": 3, "V2": 3, "V3": 0} and not found.warnings
 
 
-def test_further_waveforms_are_named() -> None:
+def test_further_waveforms_give_a_warning() -> None:
     found = read(aecg(series(TIME + leads()) + series(TIME + leads(("I",)))))
     check_truth(found)
     assert found.warnings == (("further waveforms", "the first of 2 sequence sets was read"),) and found.warnings[0][0] in FLAGS
 
 
 @pytest.mark.parametrize(("age", "years"), [(("18", "mo"), 1.5), (("", "a"), None), (("46", ""), None), (("old", "a"), None)])
-def test_ages(age: tuple[str, str], years: float | None) -> None:
+def test_ages_are_converted_to_years(age: tuple[str, str], years: float | None) -> None:
     assert read(aecg(age=age)).age == years
 
 
-def test_a_subject_without_an_id() -> None:
+def test_a_subject_without_an_id_has_no_patient() -> None:
     assert read(aecg(subject="")).patient is None
 
 
-def test_nothing_else_of_the_subject_is_copied(tmp_path: Path) -> None:
+def test_only_id_age_and_sex_of_the_subject_are_copied(tmp_path: Path) -> None:
     check_private(tmp_path, KIND, aecg().encode(), patient="4711", age=46.0, sex="F")
 
 
-def test_leads_of_different_lengths(tmp_path: Path) -> None:
+def test_leads_of_different_lengths_are_refused(tmp_path: Path) -> None:
     (tmp_path / "one.xml").write_text(aecg(series(TIME + leads(LEADS[:11]) + lead("V6", "1 2"))))
     with pytest.raises(ReadError, match="sample count"):
         HospitalFiles(folder(tmp_path)).read("one.xml")
@@ -177,7 +177,7 @@ ONE = lead("I", "1 2 3")
     ],
     ids=lambda text: text if len(text) < 30 else "text",
 )
-def test_refused(text: str, reason: str) -> None:
+def test_invalid_files_are_refused_with_a_reason(text: str, reason: str) -> None:
     found = decoded(KIND, text.encode())
     assert isinstance(found, ReadError) and found.reason == reason
 
@@ -189,6 +189,6 @@ DIGITS = slice(SMALL.index(b"<digits>", SMALL.index(b"LEAD_I")) + 8, SMALL.index
 
 @given(damage=DAMAGE)
 @settings(max_examples=200, deadline=None)
-def test_damaged_bytes(damage: Damage) -> None:
+def test_damaged_files_are_refused_or_read_correctly(damage: Damage) -> None:
     """The digits are left alone: the format has no checksum."""
     check_damage(KIND, damage.to(SMALL, DIGITS), SHORT)

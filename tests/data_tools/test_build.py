@@ -1,4 +1,4 @@
-"""A dataset as a whole: its bytes, its readers (ours, tarfile, webdataset, DALI, zarr), and repeated builds."""
+"""Whole datasets: their bytes, reading them (with data_tools, tarfile, webdataset, DALI, zarr), and repeated builds."""
 
 import csv
 import json
@@ -23,7 +23,7 @@ from data_tools.tar import member_header
 
 
 @pytest.mark.parametrize("count", [1, 2, 97, 10_007])
-def test_order_is_a_permutation_given_by_the_seed(count: int) -> None:
+def test_the_order_is_a_permutation_that_depends_on_the_seed(count: int) -> None:
     order = permutation(count, 5)
     assert sorted(order.tolist()) == list(range(count))
     np.testing.assert_array_equal(order, permutation(count, 5))
@@ -33,7 +33,7 @@ def test_order_is_a_permutation_given_by_the_seed(count: int) -> None:
     assert permutation(10, 0).tolist() == [0, 3, 5, 7, 9, 6, 2, 8, 1, 4]  # in every version
 
 
-def test_files_and_dataset_json(dataset: Dataset) -> None:
+def test_a_dataset_has_the_documented_files_and_dataset_json(dataset: Dataset) -> None:
     root = Path(dataset.root.url)
     assert {path.name for path in root.iterdir()} == {"dataset.json", "samples.parquet", "rejects.csv", "shards", "store.zarr"}
     meta = json.loads((root / "dataset.json").read_text())
@@ -95,7 +95,7 @@ def test_dali_reads_the_tars(dataset: Dataset) -> None:
             np.testing.assert_array_equal(np.array(crops.at(i)).reshape(CROP_SHAPE), dataset.read(16 * batch + i))
 
 
-def test_the_copy_has_the_bytes_of_zarr_python(dataset: Dataset, tmp_path: Path) -> None:
+def test_the_zarr_copy_has_the_same_bytes_as_zarr_python_writes(dataset: Dataset, tmp_path: Path) -> None:
     import zarr
     from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, ShardingCodec
 
@@ -115,14 +115,14 @@ def test_the_copy_has_the_bytes_of_zarr_python(dataset: Dataset, tmp_path: Path)
     assert files(tmp_path / "store.zarr") == files(Path(dataset.root.url, "store.zarr"))
 
 
-def test_a_dataset_of_zarr_alone(small: Path, tmp_path: Path) -> None:
+def test_a_dataset_may_have_only_a_zarr_copy(small: Path, tmp_path: Path) -> None:
     lone, both = build(small, tmp_path / "z", format="zarr"), build(small, tmp_path / "both", format="both")
     assert not (tmp_path / "z" / "shards").exists() and lone.shards == []
     for row in range(len(both)):
         np.testing.assert_array_equal(lone.read(row), both.read(row))
 
 
-def test_same_input_same_dataset_and_other_options_are_refused(small: Path, tmp_path: Path) -> None:
+def test_same_input_gives_the_same_dataset_and_other_options_are_refused(small: Path, tmp_path: Path) -> None:
     """A copy of the archive with other times gives the same bytes; another table of patients does not."""
     first = build(small, tmp_path / "a", format="both")
     before = files(tmp_path / "a")
@@ -182,7 +182,7 @@ def test_every_refused_record_has_its_row_and_its_path(layout: str, tmp_path: Pa
     assert refusals(again)[1] == {"seen": 8, "used": 2, "refused": 6} and len(refusals(again)[0]) == 6
 
 
-def test_pseudonyms_depend_on_the_key_alone(small: Path, tmp_path: Path) -> None:
+def test_pseudonyms_depend_only_on_the_key(small: Path, tmp_path: Path) -> None:
     keys = (b"a" * 32, b"a" * 32, b"k" * 32, None)
     made = [build(small, tmp_path / str(i), pseudonym_key=key, seed=i) for i, key in enumerate(keys)]
     names = [{row["record"] for row in one.table(["record"]).to_pylist()} for one in made]
@@ -198,7 +198,7 @@ def test_roles_can_be_selected(dataset: Dataset) -> None:
     assert len(dataset.select(dx="train")) == dataset.meta["roles"]["dx"]["train"]
 
 
-def test_the_plan_names_every_crop_once_and_depends_on_the_seed(small: Path) -> None:
+def test_the_plan_has_every_crop_once_and_depends_on_the_seed(small: Path) -> None:
     plan, other = (make_plan(open_sources(str(small)), seed).shard(0) for seed in (0, 1))
     assert len({(label, part) for _, _, label, part in plan.crops}) == len(plan.crops) == 15
     assert plan.identity != other.identity
@@ -223,7 +223,7 @@ def test_leftovers_of_a_killed_run_are_removed_and_nothing_else(small: Path, tmp
     assert files(out) == files(tmp_path / "fresh") | {"shards/notes.txt": b"of another run"}
 
 
-def test_an_archive_without_a_usable_crop_is_one_line(tmp_path: Path) -> None:
+def test_an_archive_without_a_usable_crop_gives_a_one_line_error(tmp_path: Path) -> None:
     write_challenge(tmp_path / "a" / "training" / "georgia" / "g1", "E1", np.zeros((12, 5000), np.int16))
     with pytest.raises(StorageError, match="no valid lead"):
         build(tmp_path / "a", tmp_path / "out")
@@ -237,7 +237,7 @@ def test_a_tar_header_fits_or_is_refused() -> None:
             member_header(name, size)
 
 
-def test_real_ecgs_are_read_to_the_last_bit(real_ecgs: Path, tmp_path: Path) -> None:
+def test_real_ecgs_are_read_bit_for_bit(real_ecgs: Path, tmp_path: Path) -> None:
     import scipy.io
 
     real = build(real_ecgs, tmp_path / "real")

@@ -1,4 +1,4 @@
-"""The same bytes from one process, several, and a Dask cluster; and a worker's death costs time, never data."""
+"""One process, several processes and a Dask cluster give the same bytes, also if a worker dies."""
 
 import errno
 import importlib
@@ -101,7 +101,7 @@ def test_dask_with_a_dying_worker_makes_the_same_bytes(
 
 
 @pytest.mark.usefixtures("forked")
-def test_process_that_dies(small: Path, right: dict[str, bytes], tmp_path: Path) -> None:
+def test_finished_shards_are_kept_if_a_process_dies(small: Path, right: dict[str, bytes], tmp_path: Path) -> None:
     """No process of a pool can be replaced: the run ends, says so, and what was finished is kept."""
     with pytest.raises(StorageError, match=r"worker process died.*run the same command again"):
         fatal(small, tmp_path, workers=2)
@@ -113,7 +113,7 @@ def test_process_that_dies(small: Path, right: dict[str, bytes], tmp_path: Path)
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "nowhere", "tcp://no.such.host.invalid:8786"])
-def test_no_scheduler(
+def test_an_unreachable_scheduler_gives_a_one_line_error(
     small: Path, tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cluster, "CONNECT_S", 1)
@@ -122,7 +122,7 @@ def test_no_scheduler(
     assert f"--cluster {address}: no scheduler answers" in line
 
 
-def test_scheduler_that_dies(small: Path, right: dict[str, bytes], tmp_path: Path, dask: Dask) -> None:
+def test_a_run_can_go_on_after_its_scheduler_died(small: Path, right: dict[str, bytes], tmp_path: Path, dask: Dask) -> None:
     address, (scheduler, *workers) = dask
     with pytest.raises(StorageError, match="lost the scheduler: run the same command again"):
         fatal(small, tmp_path, scheduler.pid, cluster=address)
@@ -132,7 +132,7 @@ def test_scheduler_that_dies(small: Path, right: dict[str, bytes], tmp_path: Pat
     assert files(tmp_path) == right
 
 
-def test_cluster_that_cannot_work(small: Path, tmp_path: Path, dask: Dask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_workers_are_an_error(small: Path, tmp_path: Path, dask: Dask, monkeypatch: pytest.MonkeyPatch) -> None:
     address, (_, *workers) = dask
     (tmp_path / "only_here.py").write_text("from fatal import PhysioNet2021\nclass Own(PhysioNet2021): pass\n")
     sources = open_sources(str(small), f"{tmp_path / 'only_here.py'}:Own")
@@ -146,7 +146,7 @@ def test_cluster_that_cannot_work(small: Path, tmp_path: Path, dask: Dask, monke
         build(small, tmp_path / "out", cluster=address)
 
 
-def test_processes_that_cannot_be_started_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_cannot_start_give_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where /dev/shm is read-only or full there are no semaphores."""
 
     def refuse(*_: object, **__: object) -> None:

@@ -18,7 +18,7 @@ from data_tools.storage import folder
 
 
 @pytest.mark.parametrize(("unit", "per_mv"), [("mV", 1.0), ("0.1 mV", 10.0), ("uV", 1000.0), ("V", 0.001)])
-def test_code15_in_any_unit(tmp_path: Path, unit: str, per_mv: float) -> None:
+def test_the_unit_of_the_tracings_is_detected(tmp_path: Path, unit: str, per_mv: float) -> None:
     made = write_code15(tmp_path, EXAMS, per_mv)
     source = Code15(folder(tmp_path))
     assert f"the unit of the tracings is {unit}," in source.notes()[0]
@@ -34,7 +34,7 @@ def test_code15_in_any_unit(tmp_path: Path, unit: str, per_mv: float) -> None:
     assert said(records["271011"]) == ("13", None, None, ("164909002", "426177001"))
 
 
-def test_code15_rows_without_an_exam_are_counted_and_fillers_are_not(tmp_path: Path) -> None:
+def test_rows_without_an_exam_are_refused_and_fillers_are_ignored(tmp_path: Path) -> None:
     write_code15(tmp_path, EXAMS)
     with h5py.File(tmp_path / "exams_part0.hdf5", "r+") as file:
         file["tracings"][0] = 0.0
@@ -56,7 +56,7 @@ def test_exam_ids_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert asked.count("/exam_id") == 1
 
 
-def test_a_damaged_chunk_costs_one_exam(tmp_path: Path) -> None:
+def test_a_damaged_chunk_refuses_only_its_exam(tmp_path: Path) -> None:
     made = write_code15(tmp_path, EXAMS, parts=1)
     path = tmp_path / "exams_part0.hdf5"
     with h5py.File(path, "r+") as file:
@@ -75,7 +75,7 @@ def test_a_damaged_chunk_costs_one_exam(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("per_mv", [50.0, 1e6, 1e-6, 0.0, np.nan])
-def test_code15_in_an_unknown_unit_is_one_line(tmp_path: Path, per_mv: float, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_unit_gives_a_one_line_error(tmp_path: Path, per_mv: float, capsys: pytest.CaptureFixture[str]) -> None:
     write_code15(tmp_path / "archive", EXAMS, per_mv)
     assert main(["shard", str(tmp_path / "archive"), "--out", str(tmp_path / "out"), "--workers", "1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()

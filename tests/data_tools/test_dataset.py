@@ -1,4 +1,4 @@
-"""A dataset as a sequence of ECGs. Tables that a spreadsheet opens: no cell is a formula, and numbers are numbers."""
+"""A dataset as a sequence of ECGs, and CSV tables that are safe in a spreadsheet: no formulas, numbers stay numbers."""
 
 import csv
 import io
@@ -21,7 +21,7 @@ def test_formulas_are_quoted_and_numbers_are_not(cell: str) -> None:
     assert unquoted(read) == cell
 
 
-def test_a_carriage_return_starts_no_line() -> None:
+def test_a_carriage_return_does_not_start_a_new_line() -> None:
     assert as_csv([("a\r=1", "\r=1")]) == "a =1,' =1\n"
 
 
@@ -42,7 +42,7 @@ def test_a_dataset_is_a_sequence_of_ecgs(dataset: Dataset, monkeypatch: pytest.M
     assert "signal" not in repr(dataset[0])
 
 
-def test_groups_of_rows_are_read_once(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_groups_are_read_only_once(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a dataset of more than 65,536 crops."""
     opened = Dataset.open(dataset.root.url)
     whole = opened._group(0)
@@ -51,7 +51,7 @@ def test_groups_of_rows_are_read_once(dataset: Dataset, monkeypatch: pytest.Monk
     assert [opened[row].record for row in range(8)] == dataset.column("record")[:8].tolist()
 
 
-def test_an_ecg_draws_itself(dataset: Dataset) -> None:
+def test_an_ecg_can_be_plotted(dataset: Dataset) -> None:
     figure = dataset.plot(3)
     assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
     texts = {text.get_text() for axes in figure.axes for text in axes.texts} | {text.get_text() for text in figure.texts}

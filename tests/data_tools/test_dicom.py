@@ -1,4 +1,4 @@
-"""DICOM waveforms: written element by element here, read by our reader and by pydicom."""
+"""DICOM waveforms, written here element by element, are read by our reader and by pydicom."""
 
 import io
 import struct
@@ -100,14 +100,14 @@ def same(found: Decoded | ReadError, truth: dict[str, np.ndarray] = TRUTH) -> De
 
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the shared files")
 @pytest.mark.parametrize("name", ["dicom_12lead_mortara.dcm", "same_as_aecg.dcm"])
-def test_real_files(name: str) -> None:
+def test_real_files_give_the_right_microvolts(name: str) -> None:
     found = check_real("dicom", name)
     assert len(found.signals) == 12 and not found.warnings
 
 
 @pytest.mark.parametrize("open_ends", [False, True])
 @pytest.mark.parametrize("syntax", [IMPLICIT, EXPLICIT])
-def test_both_syntaxes_with_and_without_lengths(syntax: str, open_ends: bool) -> None:
+def test_both_transfer_syntaxes_are_read_with_and_without_lengths(syntax: str, open_ends: bool) -> None:
     content = file(syntax=syntax, open_ends=open_ends)
     found = same(decoded("dicom", content))
     assert found._replace(signals={}) == Decoded({}, 500.0, "4711", 61.0, "F")
@@ -138,11 +138,11 @@ LIMB = {lead: uv for lead, uv in TRUTH.items() if lead not in V}
         file(group(TRUTH, x54001006=("CS", "SS "))),
     ],
 )
-def test_what_else_is_read(content: bytes) -> None:
+def test_valid_variants_are_read(content: bytes) -> None:
     same(decoded("dicom", content))
 
 
-def test_mdc_codes_and_a_class_that_is_no_ecgs() -> None:
+def test_mdc_codes_are_read_and_a_class_that_is_not_ecg_is_flagged() -> None:
     channels = group(TRUTH)[0x003A0200][1]
     for one, lead in zip(channels, TRUTH, strict=True):
         one[0x003A0208] = ("SQ", [{0x00080100: ("SH", f"2:{CODES[lead]}"), 0x00080102: ("SH", "MDC")}])
@@ -150,7 +150,7 @@ def test_mdc_codes_and_a_class_that_is_no_ecgs() -> None:
     assert same(decoded("dicom", content)).warnings[0][0] == "SOP class"
 
 
-def test_samples_that_were_not_measured_and_channels_that_begin_late() -> None:
+def test_unmeasured_samples_are_nan_and_late_channels_are_aligned() -> None:
     leads = {lead: uv.copy() for lead, uv in TRUTH.items()}
     leads["V2"][7], leads["V3"][9] = -32768 * 2.5, 333 * 2.5
     found = decoded("dicom", file(group(leads, x5400100a=("OW", struct.pack("<h", 333)))))
@@ -165,7 +165,7 @@ def test_samples_that_were_not_measured_and_channels_that_begin_late() -> None:
 
 
 @pytest.mark.parametrize(("age", "years"), [("006M", 0.5), ("012W", 84 / 365.25), ("61", None), ("0x1Y", None)])
-def test_ages(age: str, years: float | None) -> None:
+def test_ages_are_converted_to_years(age: str, years: float | None) -> None:
     found = same(decoded("dicom", file(x00101010=("AS", age))))
     assert found.age == (years if years is None else pytest.approx(years))
 
@@ -207,19 +207,19 @@ LONG = {lead: np.zeros(300_100) for lead in ("I", "II")}
         (file(x0040b020=("UN", b"")).replace(b"UN\0\0\0\0\0\0", b"UN\0\0" + b"\xff" * 4), "malformed DICOM"),
     ],
 )
-def test_refused(content: bytes, reason: str) -> None:
+def test_invalid_files_are_refused_with_a_reason(content: bytes, reason: str) -> None:
     found = decoded("dicom", content)
     assert isinstance(found, ReadError) and str(found).startswith(reason)
 
 
-def test_sequences_in_each_other_have_a_limit() -> None:
+def test_deeply_nested_sequences_are_refused() -> None:
     tree: Tree = {}
     for _ in range(40):
         tree = {0x0040B020: ("SQ", [tree])}
     assert "nested sequences" in str(decoded("dicom", file(**{"x0040b020": tree[0x0040B020]}, open_ends=True)))
 
 
-def test_nothing_but_id_age_and_sex_is_read(tmp_path: Path) -> None:
+def test_only_id_age_and_sex_of_the_patient_are_read(tmp_path: Path) -> None:
     """Every element of DICOM's dictionary that holds text, and private ones, are full of secrets."""
     kinds = {"PN": SECRET, "LO": SECRET, "SH": SECRET, "ST": SECRET, "LT": SECRET, "UT": SECRET, "DA": BORN, "DT": BORN}
     entries = pydicom.datadict.DicomDictionary.items()
@@ -238,7 +238,7 @@ SAMPLES = BASE.index(group(TRUTH)[0x54001010][1])
 
 @given(DAMAGE)
 @settings(max_examples=60)
-def test_damaged_bytes(damage: Damage) -> None:
+def test_damaged_files_are_refused_or_read_correctly(damage: Damage) -> None:
     check_damage("dicom", damage.to(BASE, slice(SAMPLES, len(BASE))), TRUTH)
 
 
@@ -249,7 +249,7 @@ def test_damaged_bytes(damage: Damage) -> None:
     st.binary(max_size=8),
 )
 @settings(max_examples=40)
-def test_damaged_structure(row: int, tag: int, how: str, junk: bytes) -> None:
+def test_damaged_channels_are_refused_or_read_correctly(row: int, tag: int, how: str, junk: bytes) -> None:
     channels = [channel(lead) for lead in TRUTH]
     kind, value = channels[row][tag]
     one = {"drop": None, "empty": (kind, ""), "twice": (kind, value * 2), "junk": (kind, junk)}[how]
@@ -257,11 +257,11 @@ def test_damaged_structure(row: int, tag: int, how: str, junk: bytes) -> None:
     check_damage("dicom", file(group(TRUTH, x003a0200=("SQ", channels))), TRUTH)
 
 
-def test_a_directory_of_a_medium_is_no_ecg() -> None:
+def test_a_dicomdir_is_not_taken_for_an_ecg() -> None:
     assert dicom.FORMAT.looks_like(BASE, "IM000001") and not dicom.FORMAT.looks_like(BASE, "DICOMDIR")
 
 
-def test_messages_repeat_no_text_of_a_file() -> None:
+def test_messages_never_repeat_text_of_a_file() -> None:
     name = ("UI", "MILLER^JANE")
     for content in (file(x54000100=None, x00080016=name), file(syntax=name[1])):
         with pytest.raises(ReadError) as refused:

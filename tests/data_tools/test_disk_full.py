@@ -1,4 +1,4 @@
-"""No space or no permission: an error of one line, no wrong file, and the same command finishes later."""
+"""Without space or permission: a one-line error, no wrong file, and the same command can finish later."""
 
 import errno
 import os
@@ -55,7 +55,7 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("room", [0, 700_000, 2_400_000, "00001.idx", "00001.parquet", "zarr-00000", SAMPLES, REJECTS, META])
-def test_a_full_disk_is_one_line_and_leaves_no_wrong_file(
+def test_a_full_disk_gives_a_one_line_error_and_leaves_no_wrong_file(
     small: Path,
     right: dict[str, bytes],
     mount: Mount,
@@ -92,7 +92,7 @@ def fill(place: Path, room: int) -> None:
         os.posix_fallocate(filler.fileno(), 0, os.statvfs(place).f_bavail * os.statvfs(place).f_bsize - room)
 
 
-def test_read_only(small: Path, mount: Mount, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_read_only_disk_gives_a_one_line_error(small: Path, mount: Mount, capsys: pytest.CaptureFixture[str]) -> None:
     """Refused before anything is read; a finished dataset there can still be verified, shown, and be the answer again."""
     place = mount("size=64m")
     assert main(command(small, place / "out")) == 0
@@ -107,7 +107,7 @@ def test_read_only(small: Path, mount: Mount, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("out", ["file", "file/below", "/proc/nothing", "/dev/null"])
-def test_no_place_for_a_dataset(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], out: str) -> None:
+def test_an_invalid_path_is_a_one_line_error(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], out: str) -> None:
     (tmp_path / "file").write_text("not a folder")
     assert main(command(small, tmp_path / out)) == 2
     assert "omnilead shard: " in one_line(capsys)

@@ -1,5 +1,5 @@
-"""What an archive gives today it gives for ever: bytes, rows and roles, whoever holds a dataset of it. A figure here may change
-only with a line in CHANGELOG.md that names the change."""
+"""An archive always gives the same bytes, rows and roles, so that existing datasets stay valid. A hash here may change only
+together with an entry in CHANGELOG.md."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ RATES = ("500", "257", "1000", "400")
 
 
 def signal(number: int, samples: int) -> np.ndarray:
-    """Whole numbers from products and remainders alone, so no library's generator or cosine is in them."""
+    """Whole numbers from products and remainders only, so they do not depend on a library's generator or cosine."""
     at = np.arange(12)[:, None] * 977 + np.arange(samples) * (131 + number)
     x = (at % 1009 + at % 97 * 11 - 1000) // 2 * 2
     if number % 17:
@@ -50,7 +50,7 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def test_bytes_and_rows(made: Dataset) -> None:
+def test_bytes_and_rows_never_change(made: Dataset) -> None:
     assert len(made) == 217
     assert [one["sha256"][:16] for one in made.meta["shards"]] == ["e0ce29e9d4423f79"]
     rows = made.table().to_pylist()
@@ -68,15 +68,15 @@ def test_bytes_and_rows(made: Dataset) -> None:
         ("paper-split", 0, "f2d1bfc311074c53", "62c01a550f78e0ae"),
     ],
 )
-def test_roles(plan: str, seed: int, before: str, now: str, made: Dataset) -> None:
-    """`before`: of a dataset.json that says nothing of `id_share`."""
+def test_roles_never_change(plan: str, seed: int, before: str, now: str, made: Dataset) -> None:
+    """`before`: the roles for a dataset.json without `id_share`."""
     for sources, roles in ((RoleSources.from_meta({}), before), (RoleSources(), now)):
         table = assign_roles(made.table(), plan, seed, sources).select(["pretrain", "dx_role", "id_role"])
         assert digest(json.dumps(table.to_pylist())) == roles
 
 
 def test_the_hash_of_the_preprocessing_never_changes() -> None:
-    """Datasets that are trained on together, and models and their data, are held to have the same."""
+    """Datasets used together, and a model and its data, must have the same hash."""
     assert SPEC_HASH == "ab21e8fe59588e9ba351e16fcfe918f30b27e92a10aa96979cc29362c9c1f538"
 
 

@@ -1,7 +1,7 @@
-"""kill -9 at any moment of sharding: nothing under a final name is ever wrong, and run again it ends with the same bytes.
+"""kill -9 at any moment of sharding: no file under a final name is ever wrong, and another run gives the same bytes.
 
-Run as a script, this file breeds the victims: a process without threads that forks each of them, so that a kill costs no
-imports. Half of them die after a drawn time of work, half at a drawn file-system call, which a seed repeats.
+Run as a script, this file starts the processes to kill: a process without threads forks them, so that they need no imports.
+Half of them are killed after a random time of work, half at a random file-system call; both are seeded.
 """
 
 import contextlib
@@ -56,14 +56,14 @@ def test_killed_over_and_over(small: Path, tmp_path: Path) -> None:
     assert min(result["during"][phase] for phase in ("shards", "zarr", "tables")) >= 5  # kills fell where something can break
 
 
-def test_killed_with_worker_processes(small: Path, tmp_path: Path) -> None:
-    """The whole group, then the parent alone: its workers must not go on writing where the next run writes."""
+def test_killing_a_run_also_ends_its_worker_processes(small: Path, tmp_path: Path) -> None:
+    """Kill the whole group, then only the parent: its workers must not keep writing where the next run writes."""
     assert _script("workers", small, tmp_path, 2, SEED) == {"kills": 3, "orphans": 0}
 
 
-def test_two_runs_at_once_then_other_settings(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The second is refused in one line and harms nothing. After the first was killed, any settings may take the folder,
-    and nothing of the killed run stays: its parts hold plain names, and the next run has a key."""
+def test_a_second_run_is_refused_until_the_first_ends(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second run is refused with one line and changes nothing. After the first is killed, a run with other settings may
+    use the folder, and nothing of the killed run stays: its parts have plain names, and the next run has a key."""
     out, (command, environment) = tmp_path / "out", _command("held", small, tmp_path / "out", 8, 1)
     run = subprocess.Popen(command, env=environment)
     try:
@@ -84,7 +84,7 @@ def test_two_runs_at_once_then_other_settings(small: Path, tmp_path: Path, capsy
 
 
 def test_ctrl_c_is_one_line_and_the_run_can_be_finished(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C reaches the whole group: one line, no traceback of any process, 130; run again, it finishes."""
+    """Ctrl-C for the whole group gives one line, no traceback of any process, and exit code 130; another run finishes."""
     command, environment = _command("typed", small, tmp_path / "out", 2, SEED)
     environment["HANG_AT"] = "3"
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # or, begun by `command &`, nobody here would hear it

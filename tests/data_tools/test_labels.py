@@ -1,4 +1,4 @@
-"""Label tables of archives: right labels, and nothing else of what the archives' tables hold."""
+"""Label tables of archives: right labels, and nothing else from the archives' tables."""
 
 import csv
 import json
@@ -41,7 +41,7 @@ def assert_no_secret(out: Path) -> None:
 
 @pytest.mark.skipif(not (SHARED / "ecg2").exists(), reason="needs the shared ECGs")
 @pytest.mark.parametrize("place", ["ecg2/ptbxl100", "ecg2/ptbxl500", "ecg/ptb-xl"])
-def test_ptbxl_as_others_read_it(tmp_path: Path, place: str) -> None:
+def test_ptbxl_labels_equal_an_independent_implementation(tmp_path: Path, place: str) -> None:
     """Against label sets of MERL, whose names lack underscores at the end."""
     for path in (SHARED / place / "ptbxl_database.csv", SHARED / "ecg2" / "ptbxl100" / "scp_statements.csv"):
         shutil.copy(path, tmp_path)
@@ -77,7 +77,7 @@ def ptbxl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_ptbxl_sets(ptbxl: Path) -> None:
+def test_ptbxl_label_sets_are_right(ptbxl: Path) -> None:
     found = {path.stem: labelled(path) for path in (ptbxl / "out").glob("*.parquet")}
     assert found["ptbxl-superdiagnostic"] == {"HR00007": {"NORM"}, "HR00008": {"CD"}, "HR00010": {"STTC"}}
     assert found["ptbxl-subdiagnostic"] == {"HR00007": {"NORM"}, "HR00008": {"LAFB/LPFB", "CRBBB"}, "HR00010": {"NST_"}}
@@ -97,8 +97,8 @@ def test_ptbxl_sets(ptbxl: Path) -> None:
     assert_no_secret(ptbxl / "out")
 
 
-def test_labels_fit_the_dataset_and_the_shipped_tasks(tmp_path: Path) -> None:
-    """Also under pseudonyms."""
+def test_labels_match_the_dataset_and_the_shipped_tasks(tmp_path: Path) -> None:
+    """Also with pseudonyms."""
     archive, key = tmp_path / "archive", tmp_path / "key"
     synthesise(archive, 12, 1, layout="ptbxl", progress=False)
     key.write_bytes(b"0123456789abcdef")
@@ -120,7 +120,7 @@ def test_labels_fit_the_dataset_and_the_shipped_tasks(tmp_path: Path) -> None:
     assert set(hidden) == set(Dataset.open(str(tmp_path / "hidden")).column("record")) and not set(hidden) & set(plain)
 
 
-def test_code15(tmp_path: Path) -> None:
+def test_code15_labels_are_right(tmp_path: Path) -> None:
     known = {"RBBB": "True", "SB": "False", "ST": "False", "AF": "", "normal_ecg": "False", "is_male": "True", "age": "93"}
     exams = [
         known | {"exam_id": 1169160, "1dAVb": "False", "LBBB": "False", "death": "True", "timey": "1.5"},
@@ -137,7 +137,7 @@ def test_code15(tmp_path: Path) -> None:
     assert set(load_task("code15").columns) <= set(CODE15)
 
 
-def test_physionet2021(small: Path, tmp_path: Path) -> None:
+def test_physionet2021_labels_equal_those_of_the_dataset(small: Path, tmp_path: Path) -> None:
     made = build(small, tmp_path / "data", plan="all")
     assert main(["labels", "physionet2021", str(small), "--out", str(tmp_path / "out")]) == 0
     scored, every = (labelled(tmp_path / "out" / f"physionet2021-{name}.parquet") for name in ("scored", "all"))
@@ -209,7 +209,7 @@ def named(text: str) -> tuple[set[str], set[str]]:
         ("", "", ""),
     ],
 )
-def test_statements(text: str, stated: str, hedged: str) -> None:
+def test_statements_give_the_right_codes(text: str, stated: str, hedged: str) -> None:
     assert named(text) == (set(stated.split()), set(hedged.split()))
 
 
@@ -219,7 +219,7 @@ def mimic_row(study: int, *reports: str, **numbers: object) -> dict[str, object]
     return {"study_id": study} | said | plain | numbers
 
 
-def test_mimic(tmp_path: Path) -> None:
+def test_mimic_labels_and_intervals_are_right(tmp_path: Path) -> None:
     table = [
         mimic_row(40000001, "Sinus rhythm", "", "Possible LEFT axis deviation", "Abnormal\nECG"),
         mimic_row(40000002, "Pacemaker rhythm - no further analysis", "SECRET Meier", p_onset=29999, p_end=29999, p_axis=32767),
@@ -259,7 +259,7 @@ def test_mimic(tmp_path: Path) -> None:
         ("physionet2021", None, "no readable header of the Challenge"),
     ],
 )
-def test_bad_tables_are_one_line(
+def test_bad_tables_give_a_one_line_error(
     tmp_path: Path, archive: str, table: Any, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = tmp_path / "src"
@@ -277,7 +277,7 @@ def test_bad_tables_are_one_line(
     assert not list((tmp_path / "out").glob("*"))
 
 
-def test_places_that_do_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_paths_that_do_not_exist_give_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert main(["labels", "code15", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")]) == 2
     assert main(["labels", "code15", str(tmp_path), "--out", str(tmp_path / "file")]) == 2

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: results, one-line errors, exit codes."""
+"""The command line as a user sees it: results, one-line errors, exit codes."""
 
 import os
 import re
@@ -24,7 +24,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     return code, out, err
 
 
-def test_from_nothing_to_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_commands_run_from_synth_to_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     archive, out = tmp_path / "archive", tmp_path / "dataset"
     assert run(capsys, "synth", archive, "--patients", 5, "--seed", 3)[0] == 0
     text = run(capsys, "shard", archive, "--out", out, "--workers", 1, "--format", "both")[1]
@@ -87,7 +87,7 @@ SAME = ("--workers", "1", "--pretrain-sources", "all", "--id-share", "1")  # as 
         (("show", "DATASET", "--png", "no/such/folder/x.png"), "--png no/such/folder/x.png: folder "),
     ],
 )
-def test_wrong_arguments_are_one_line_and_exit_code_2(
+def test_wrong_arguments_give_a_one_line_error_and_exit_code_2(
     arguments: tuple[str, ...],
     words: str,
     archive: Path,
@@ -129,7 +129,7 @@ def test_custom_sources_get_roles_when_named(tmp_path: Path, capsys: pytest.Capt
     assert run(capsys, *command, tmp_path / "x", "--plan", "all", "--id-sources", "ningbo")[0] == 2
 
 
-def test_the_papers_sets_and_what_is_left_out_are_printed(
+def test_sources_of_the_paper_and_left_out_sources_are_printed(
     archive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All eight databases of the Challenge: the paper pre-trains on six."""
@@ -155,8 +155,8 @@ def test_the_papers_sets_and_what_is_left_out_are_printed(
     assert code == 0 and "no crop for pretrain, id train, id valid: --pretrain-sources" in err
 
 
-def test_names_in_another_encoding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a record, of the archive's folder and of a stray file: named. Of the dataset: refused, pyarrow opens no such file."""
+def test_file_names_that_are_not_utf_8_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Records and stray files are listed with escaped names. A dataset's path is refused, since pyarrow cannot open it."""
     bad = os.fsdecode(b"\xff") + "é\n"
     src, out = tmp_path / f"src{bad}", tmp_path / "out"
     for name in ("E1", "E2"):
@@ -180,8 +180,8 @@ def test_names_in_another_encoding(tmp_path: Path, capsys: pytest.CaptureFixture
         assert code == 2 and "out\\xff" in line and "UTF-8" in line
 
 
-def test_a_wrong_unit_and_copies_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Microvolts that are called millivolts; a waveform under two names."""
+def test_a_wrong_unit_and_duplicate_waveforms_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Microvolts declared as millivolts; one waveform under two names."""
     for name, form in (("A1", "16x1+24 1(0)/mV 16 0"), ("A2", "16x1+24 1000(0)/mV 16 0"), ("A3", "16x1+24 1000(0)/mV 16 0")):
         write_challenge(tmp_path / "src" / "cpsc_2018" / "g1", name, np.maximum(ecg(), -32767), form=form)
     code, out, err = run(capsys, "shard", tmp_path / "src", "--out", tmp_path / "out", "--workers", 1)
@@ -191,7 +191,7 @@ def test_a_wrong_unit_and_copies_are_printed(tmp_path: Path, capsys: pytest.Capt
     assert "1 tar shard of" in out
 
 
-def test_interrupted_synth_is_begun_again(
+def test_an_interrupted_synth_must_be_started_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stopped(*_: object, **__: object) -> None:

@@ -1,7 +1,7 @@
-"""Every malformed record that is known to have fooled a reader: refused with its reason, or read as it was meant.
+"""Malformed records that are known to have fooled readers are refused with a reason, or read as intended.
 
-All of them lie in one archive beside good records. Each is read alone, within a second and 200 MB, as a Challenge archive and
-as a plain folder of WFDB records; then the archive as a whole becomes a dataset with the command that a user would type.
+All are in one archive with good records. Each is read alone, within a second and 200 MB, as part of a Challenge archive and of
+a plain folder of WFDB records. Then the whole archive is made into a dataset with the command that a user would type.
 """
 
 import os
@@ -164,7 +164,7 @@ def test_no_file_of_the_dataset_holds_free_text(dataset: Dataset) -> None:
         assert len(word) < 4 or word.encode() not in everything
 
 
-def test_it_agrees_with_the_archive_and_strict_makes_refused_records_an_error(
+def test_the_dataset_verifies_and_strict_makes_refused_records_an_error(
     dataset: Dataset, written: tuple[Path, dict[str, Made]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", dataset.root.url, "--archive", str(written[0]), "--workers", "1"]) == 0
@@ -175,7 +175,7 @@ def test_it_agrees_with_the_archive_and_strict_makes_refused_records_an_error(
 
 
 class Floats(Source):
-    """A source of one's own, in float millivolts, with the slips that such sources have."""
+    """A user's source in float millivolts, with typical mistakes."""
 
     name = "own"
     wrong: dict[str, tuple[dict[str, object], str]] = {  # noqa: RUF012
@@ -215,7 +215,7 @@ class Floats(Source):
         return EcgRecord(key, **facts)  # type: ignore[arg-type]
 
 
-def test_a_source_of_floats_with_mistakes(tmp_path: Path) -> None:
+def test_mistakes_of_a_user_source_are_refused_or_flagged(tmp_path: Path) -> None:
     made = shard([Floats(folder(tmp_path))], ShardOptions(str(tmp_path / "out"), quiet=True))
     assert verify(made, [Floats(folder(tmp_path))]) == []
     reasons = [(key, reason) for key, (_, reason) in Floats.wrong.items()]

@@ -1,4 +1,4 @@
-"""GE MUSE XML: right microvolts from real files, and no file is read wrongly or beyond what is needed of it."""
+"""GE MUSE XML: right microvolts from real files; no file is read wrongly, and only what is needed is read."""
 
 import base64
 import shutil
@@ -55,7 +55,7 @@ def read(place: Path, text: str | bytes) -> Any:
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the shared files")
-def test_real_files(tmp_path: Path) -> None:
+def test_real_files_give_the_right_microvolts(tmp_path: Path) -> None:
     for name in ("muse_example1", "muse_example2", "muse_example4"):
         shutil.copy(SHARED / f"{name}.xml", tmp_path)
         right = np.load(SHARED / f"{name}.xml.npz")
@@ -82,7 +82,7 @@ def test_a_folder_becomes_a_dataset(tmp_path: Path) -> None:
     np.testing.assert_array_equal(twelve["V6"], np.rint(steps()["V6"] * 4.88))
 
 
-def test_nothing_but_id_age_and_sex_is_copied(tmp_path: Path) -> None:
+def test_only_id_age_and_sex_of_the_patient_are_copied(tmp_path: Path) -> None:
     tags = ("PatientLastName", "PatientFirstName", "Race", "PatientMiddleName", "VisitNumber")
     person = "".join(f"<{tag}>{SECRET}</{tag}>" for tag in tags) + f"<DateofBirth>{BORN}</DateofBirth>"
     text = muse(person=f"{person}<PatientID>4711</PatientID><PatientAge>93</PatientAge>")
@@ -95,7 +95,7 @@ def test_nothing_but_id_age_and_sex_is_copied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("person", "age"), [("<PatientAge>6</PatientAge><AgeUnits>MONTHS</AgeUnits>", 0.5), ("", None)])
-def test_ages(tmp_path: Path, person: str, age: float | None) -> None:
+def test_ages_are_converted_to_years(tmp_path: Path, person: str, age: float | None) -> None:
     assert read(tmp_path, muse(person=person)).age == age
 
 
@@ -118,13 +118,13 @@ def test_leads_that_were_off_are_missing(tmp_path: Path) -> None:
         ("windows-1252", "cp1252"),
     ],
 )
-def test_encodings(tmp_path: Path, declared: str, written: str) -> None:
+def test_all_encodings_are_read(tmp_path: Path, declared: str, written: str) -> None:
     text = muse(person="<PatientLastName>Müller</PatientLastName><PatientID>4711</PatientID>")
     record = read(tmp_path, text.replace("ISO-8859-1", declared).encode(written))
     assert (record.patient, len(record.leads)) == ("4711", 12)
 
 
-def test_other_leads_and_a_missing_one(tmp_path: Path) -> None:
+def test_other_leads_are_ignored_and_a_missing_lead_is_not_computed_from(tmp_path: Path) -> None:
     more = {**steps(), "V3R": steps()["V1"], "V4R": steps()["V2"], "V7": steps()["V3"]}  # 15 leads with the computed ones
     read(tmp_path, muse("".join(lead_xml(name, one) for name, one in more.items())))
     fifteen = prepared(HospitalFiles(folder(tmp_path)), "one.xml")
@@ -174,12 +174,12 @@ EXTERNAL = '<!DOCTYPE RestingECG SYSTEM "restecg.dtd"><RestingECG><PatientDemogr
         (all_leads(WaveFormData="AAAA", **dict.fromkeys(_COUNTS)), "sample count"),
     ],
 )
-def test_refused(tmp_path: Path, text: str, reason: str) -> None:
+def test_invalid_files_are_refused_with_a_reason(tmp_path: Path, text: str, reason: str) -> None:
     found = read(tmp_path, text)
     assert isinstance(found, ReadError) and found.reason == reason
 
 
-def test_a_rate_of_nothing_is_refused(tmp_path: Path) -> None:
+def test_an_empty_sampling_rate_is_refused(tmp_path: Path) -> None:
     read(tmp_path, muse(rhythm=waveform_xml("Rhythm", lead_xml("I", np.arange(5000)), rate="")))
     found = prepared(HospitalFiles(folder(tmp_path)), "one.xml")
     assert isinstance(found, ReadError) and found.reason == "sampling rate"
@@ -187,10 +187,10 @@ def test_a_rate_of_nothing_is_refused(tmp_path: Path) -> None:
 
 @given(at=st.integers(0, 30_000), byte=st.integers(0, 255), cut=st.integers(0, 30_000))
 @settings(max_examples=60, deadline=None)
-def test_damaged_bytes_are_refused_or_change_nothing(
+def test_damaged_files_are_refused_or_read_correctly(
     tmp_path_factory: pytest.TempPathFactory, at: int, byte: int, cut: int
 ) -> None:
-    """Whatever a byte becomes, the samples of the leads that are read are right."""
+    """Whichever byte changes, the samples of all leads that are read are right."""
     place = tmp_path_factory.getbasetemp()
     short = {name: one[:2500] for name, one in steps().items()}
     data = bytearray(muse("".join(lead_xml(name, one) for name, one in short.items())).encode())

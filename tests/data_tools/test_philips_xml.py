@@ -1,4 +1,4 @@
-"""Philips XML: right microvolts from real files and from files made here, and no damaged one read wrongly."""
+"""Philips XML: right microvolts from real files and from files made here; no damaged file is read wrongly."""
 
 import base64
 import struct
@@ -105,12 +105,12 @@ def check_truth(found: Decoded) -> None:
         ("philips_10401_wrong_encoding.xml", (None, None, "")),
     ],
 )
-def test_real_files(file: str, person: tuple[str | None, float | None, str | None]) -> None:
+def test_real_files_give_the_right_microvolts(file: str, person: tuple[str | None, float | None, str | None]) -> None:
     found = check_real(KIND, file)
     assert (found.patient, found.age, found.sex) == person and {len(uv) for uv in found.signals.values()} == {5000}
 
 
-def test_another_reader_agrees(tmp_path: Path) -> None:
+def test_ecgdatakit_reads_the_same_microvolts(tmp_path: Path) -> None:
     kit = pytest.importorskip("ecgdatakit", reason="needs ecgdatakit, of the group test")
     (tmp_path / "one.xml").write_text(philips(inner=f"<samplingrate>{RATE}</samplingrate>"))
     leads = {lead.label: lead.samples for lead in kit.FileParser.parse(tmp_path / "one.xml", units="uV").leads}
@@ -119,13 +119,13 @@ def test_another_reader_agrees(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "latin-1", "utf-8 that says utf-16"])
-def test_encodings(encoding: str) -> None:
+def test_all_encodings_are_read(encoding: str) -> None:
     name = encoding.split()[0]
     text = philips(more="<x>é</x>").replace("UTF-8", {"utf-8-sig": "UTF-8"}.get(encoding, encoding.split()[-1]))
     check_truth(read(text.encode(name)))
 
 
-def test_version_1_03_names_no_leads_and_may_state_no_resolution() -> None:
+def test_version_1_03_is_read_without_lead_names_or_resolution() -> None:
     old = {"compression": None, "compressmethod": "XLI", "bitspersample": None, "nbitspersample": "16", "leadlabels": None}
     old |= {"numberofleads": None, "resolution": None}
     channels = "<numberchannelsallocated>12</numberchannelsallocated>"
@@ -135,7 +135,7 @@ def test_version_1_03_names_no_leads_and_may_state_no_resolution() -> None:
     assert isinstance(found, ReadError) and found.reason == "signal count"
 
 
-def test_more_leads_fewer_leads_and_no_pulse() -> None:
+def test_files_with_more_or_fewer_leads_or_no_pulse_are_read() -> None:
     fifteen = philips([*CHUNKS, *CHUNKS[6:9]], leadlabels=f"{' '.join(LEADS)} V3R V4R V7", numberofleads="15")
     check_truth(read(fifteen))
     seven = [name for name in LEADS if name not in ("III", "aVR", "aVL", "aVF", "V3")]
@@ -147,16 +147,16 @@ def test_more_leads_fewer_leads_and_no_pulse() -> None:
     check_truth(read(philips([*plain, SPARE], durationperchannel="10000")))
 
 
-def test_the_medical_record_number_stands_in_for_the_patient_id() -> None:
+def test_the_medical_record_number_replaces_a_missing_patient_id() -> None:
     assert read(philips().replace("<patientid>4711</patientid>", "<patientid/><MRN>12</MRN>")).patient == "12"
 
 
 @pytest.mark.parametrize(("age", "years"), [("<years>50</years>", 50.0), ("<days></days>", None), ("<years>?</years>", None)])
-def test_ages(age: str, years: float | None) -> None:
+def test_ages_are_converted_to_years(age: str, years: float | None) -> None:
     assert read(philips().replace("<months>18</months>", age)).age == years
 
 
-def test_nothing_else_of_the_patient_is_copied(tmp_path: Path) -> None:
+def test_only_id_age_and_sex_of_the_patient_are_copied(tmp_path: Path) -> None:
     content = philips().replace(BORN_ISO, BORN_ISO.replace("-", "")).encode() + f"<!-- {BORN_ISO} {SECRET} -->".encode()
     check_private(tmp_path, KIND, content, patient="4711", age=1.5, sex="F")
 
@@ -205,14 +205,14 @@ MIXED = [*CHUNKS[:7], LOW[7], *CHUNKS[8:]]
     ],
     ids=lambda text: text if len(text) < 30 else "text",
 )
-def test_refused(text: str, reason: str) -> None:
+def test_invalid_files_are_refused_with_a_reason(text: str, reason: str) -> None:
     found = decoded(KIND, text.encode())
     assert isinstance(found, ReadError) and found.reason == reason
 
 
 @given(damage=DAMAGE)
 @settings(max_examples=80, deadline=None)
-def test_damaged_bytes(damage: Damage) -> None:
+def test_damaged_files_are_refused_or_read_correctly(damage: Damage) -> None:
     check_damage(KIND, damage.to(philips().encode()), TRUTH)
 
 
@@ -220,5 +220,5 @@ def test_damaged_bytes(damage: Damage) -> None:
     name=st.sampled_from(sorted(WAVE)),
     text=st.sampled_from(["", "-1", "nan", "1e308", "0x5", "5 5", "12", "II I", "500", None]),
 )
-def test_unlikely_fields(name: str, text: str | None) -> None:
+def test_unusual_field_values_are_refused_or_read_correctly(name: str, text: str | None) -> None:
     check_damage(KIND, philips(**{name: text}).encode(), TRUTH)

@@ -1,4 +1,4 @@
-"""The figures are to scale and name what they show and what is missing."""
+"""Figures are to scale, and state what they show and what is missing."""
 
 from pathlib import Path
 from typing import IO, Any
@@ -35,7 +35,7 @@ def words(where: Figure | Axes) -> list[str]:
     return [text.get_text() for text in where.texts]
 
 
-def test_page_is_a4_one_mv_ten_mm_and_one_second_25_mm_in_pixels() -> None:
+def test_the_page_is_a4_with_10_mm_per_mv_and_25_mm_per_second() -> None:
     figure = ecg_figure(square_waves(), FS_HZ)
     figure.set_dpi(DPI)
     figure.canvas.draw()
@@ -53,7 +53,7 @@ def test_page_is_a4_one_mv_ten_mm_and_one_second_25_mm_in_pixels() -> None:
     assert len(flanks) >= 16
 
 
-def test_calibration_pulse_in_every_row() -> None:
+def test_every_row_has_a_calibration_pulse() -> None:
     pulses = [points(line) for line in lines(ecg_figure(np.zeros((12, 5000)), FS_HZ), "calibration")]
     assert [pulse[0, 1] for pulse in pulses] == list(ROWS_Y_MM)
     for pulse in pulses:
@@ -62,14 +62,14 @@ def test_calibration_pulse_in_every_row() -> None:
         assert pulse[:, 0].max() < TRACE_X_MM
 
 
-def test_grid_has_a_line_each_millimetre_and_a_stronger_one_each_five() -> None:
+def test_the_grid_has_lines_every_1_mm_and_stronger_ones_every_5_mm() -> None:
     fine, coarse = ecg_figure(square_waves(), FS_HZ).axes[0].collections
     assert [len(grid.get_paths()) for grid in (fine, coarse)] == [271 + 176, 55 + 36]
     assert np.max(coarse.get_linewidth()) > np.max(fine.get_linewidth())
 
 
 @pytest.mark.parametrize(("samples", "fs_hz"), [(3001, 257.0), (1283, 257.0), (9999, 1000.0)])
-def test_any_length_and_rate(samples: int, fs_hz: float) -> None:
+def test_ecgs_of_any_length_and_rate_can_be_drawn(samples: int, fs_hz: float) -> None:
     mv = np.tile(np.sin(np.arange(samples) / fs_hz), (12, 1))
     trace = points(lines(ecg_figure(mv, fs_hz), "trace II")[1])
     assert len(trace) == min(samples, 10 * fs_hz)
@@ -90,7 +90,7 @@ def test_columns_are_contiguous_in_time() -> None:
     assert "25 mm/s   10 mm/mV   500 Hz" in words(figure)
 
 
-def test_missing_lead_is_dashed_and_says_so() -> None:
+def test_a_missing_lead_is_dashed_and_labelled() -> None:
     mv = square_waves()
     mv[10] = np.nan
     figure = ecg_figure(mv, FS_HZ, missing=["V1"])
@@ -102,7 +102,7 @@ def test_missing_lead_is_dashed_and_says_so() -> None:
     assert "missing" not in words(ecg_figure(square_waves(), FS_HZ).axes[0])
 
 
-def test_half_gain_only_when_needed_and_announced() -> None:
+def test_half_gain_is_used_only_when_needed_and_stated() -> None:
     def footer(mv: float) -> str:
         figure = ecg_figure(square_waves(mv=mv), FS_HZ)
         trace, pulse = points(lines(figure, "trace II")[1]), points(lines(figure, "calibration")[0])
@@ -117,7 +117,7 @@ def test_half_gain_only_when_needed_and_announced() -> None:
     assert "25 mm/s   10 mm/mV   500 Hz" in words(ecg_figure(mv, FS_HZ))
 
 
-def test_short_record_ends_where_it_ends_and_shows_every_lead_from_its_start_again() -> None:
+def test_a_short_record_starts_again_in_later_columns() -> None:
     """A crop of 5 s still has chest leads: their columns show its own time, not an empty paper."""
     figure = ecg_figure(np.tile(np.linspace(0, 1, 2500), (12, 1)), FS_HZ)
     assert points(lines(figure, "trace II")[1])[:, 0].max() <= TRACE_X_MM + 125  # the rhythm strip
@@ -130,7 +130,7 @@ def test_short_record_ends_where_it_ends_and_shows_every_lead_from_its_start_aga
 
 
 @pytest.mark.parametrize("how", ["flat", "missing", "nan"])
-def test_rhythm_strip_takes_another_lead_when_ii_is_useless(how: str) -> None:
+def test_the_rhythm_strip_uses_another_lead_if_ii_has_no_signal(how: str) -> None:
     mv = square_waves()
     assert len(lines(ecg_figure(mv, FS_HZ), "trace II")) == 2
     mv[1] = {"flat": 0.7, "missing": mv[1], "nan": np.nan}[how]
@@ -139,7 +139,7 @@ def test_rhythm_strip_takes_another_lead_when_ii_is_useless(how: str) -> None:
     assert strip[0, 1] == ROWS_Y_MM[3] and len(strip) == 5000
 
 
-def test_offset_is_removed_but_not_the_input() -> None:
+def test_the_offset_is_removed_without_changing_the_input() -> None:
     mv = square_waves() + 50.0
     mv[:, -1] = np.inf
     before = mv.copy()
@@ -163,7 +163,7 @@ def tick_names(axes: Axes) -> list[str]:
 
 
 @pytest.mark.parametrize("sources", [1, 15])
-def test_summary_names_and_counts_everything(sources: int) -> None:
+def test_the_summary_shows_all_names_and_counts(sources: int) -> None:
     counts = {f"source_{i}": {"train": 1000 * (i + 1), "valid": 10 + i} for i in range(sources)}
     counts["source_0"]["test"] = 7
     classes = {name: 3**i for i, name in enumerate(ABBREVIATIONS[:12])}
@@ -185,7 +185,7 @@ def test_summary_names_and_counts_everything(sources: int) -> None:
 
 
 @pytest.mark.parametrize("counts", [{}, {"a": {}}, {"a": {"train": 5}}])
-def test_summary_without_labels_or_sources(counts: dict[str, dict[str, int]]) -> None:
+def test_the_summary_can_be_drawn_without_labels_or_sources(counts: dict[str, dict[str, int]]) -> None:
     figure = summary_figure(counts, {}, "t")
     figure.canvas.draw()
     assert words(figure.axes[1]) == ["no diagnosis labels"]
@@ -207,7 +207,7 @@ def test_save_is_deterministic_and_leaves_nothing_else(tmp_path: Path, suffix: s
 
 
 @pytest.mark.parametrize("name, error", [("a.nonsense", "as .nonsense: use .png, .svg or .pdf"), ("a.png", "no room")])
-def test_failed_save_keeps_the_old_file(name: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_keeps_the_old_file(name: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Figure, file: IO[bytes], **_: Any) -> None:
         file.write(b"half")
         raise OSError("no room")

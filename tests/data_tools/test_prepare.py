@@ -1,4 +1,4 @@
-"""A record of any form -> crops of one form: bit-exact where nothing needs doing, right to the LSB where something does."""
+"""Records of any form become crops of one form: bit for bit if no conversion is needed, else right to the last bit."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ def test_canonical_samples_are_copied_bit_for_bit() -> None:
         (1.0, {"leads": [*LEADS]}),
     ],
 )
-def test_gain_and_unit_lead_to_the_same_microvolts(scale: float, changes: dict[str, object]) -> None:
+def test_any_gain_and_unit_give_the_same_microvolts(scale: float, changes: dict[str, object]) -> None:
     x = ecg()
     np.testing.assert_array_equal(prepared(record(x * scale, **changes))[1], x)
 
@@ -50,7 +50,7 @@ def test_baseline_is_subtracted_before_the_gain_divides() -> None:
     np.testing.assert_array_equal(out, x // 5 * 5)
 
 
-def test_leads_are_placed_by_name_and_absent_ones_are_named() -> None:
+def test_leads_are_placed_by_name_and_absent_ones_are_listed() -> None:
     x = ecg()
     order = [3, 1, 0, 11]
     facts, out = prepared(record(np.vstack([x[order], x[:1] + 9]), leads=(*(LEADS[i].lower() for i in order), "resp")))
@@ -105,7 +105,7 @@ def test_a_crop_without_a_valid_lead_is_refused(signal: np.ndarray) -> None:
         prepared(record(signal, gain=1.0))
 
 
-def test_flags_say_what_is_odd() -> None:
+def test_unusual_crops_are_flagged() -> None:
     x = ecg()
     x[9] = 5
     x[2, 100] += 60
@@ -120,7 +120,7 @@ def test_flags_say_what_is_odd() -> None:
 
 
 @pytest.mark.parametrize(("uv", "flags"), [(20_000, ()), (20_001, ("large",)), (-20_000, ()), (-20_001, ("large",))])
-def test_the_threshold_of_large_amplitudes(uv: int, flags: tuple[str, ...]) -> None:
+def test_large_is_flagged_only_beyond_its_threshold(uv: int, flags: tuple[str, ...]) -> None:
     x = ecg()
     x[7, 100] = uv
     assert prepared(record(x))[0].flags == flags
@@ -128,7 +128,7 @@ def test_the_threshold_of_large_amplitudes(uv: int, flags: tuple[str, ...]) -> N
 
 @pytest.mark.parametrize("lead", range(2, 6))
 @pytest.mark.parametrize("missing", [None, 0, 1, 2, 3, 4, 5, 6])
-def test_the_threshold_of_contradicting_limb_leads(lead: int, missing: int | None) -> None:
+def test_einthoven_is_flagged_only_beyond_its_threshold(lead: int, missing: int | None) -> None:
     for uv in (20, 21, -20, -21):
         x = ecg()
         x[lead, 100] += uv
@@ -139,7 +139,7 @@ def test_the_threshold_of_contradicting_limb_leads(lead: int, missing: int | Non
 
 
 @pytest.mark.parametrize("fs_hz", [100.0, 128.0, 240.0, 250.0, 257.0, 360.0, 400.0, 977.0, 1000.0])
-def test_resampling_keeps_a_sine_and_its_clock(fs_hz: float) -> None:
+def test_resampling_keeps_amplitude_and_phase_of_a_sine(fs_hz: float) -> None:
     """Amplitude and phase of sines well below both Nyquist rates, to 2 uV of 1 mV, away from the record's ends."""
     t, t_500 = np.arange(round(10 * fs_hz) + 3) / fs_hz, np.arange(CROP) / FS_HZ
     hz = np.array([0.5, 1, 2, 3, 5, 7, 9, 11, 13, 15, 17, 20])[:, None]
@@ -148,7 +148,7 @@ def test_resampling_keeps_a_sine_and_its_clock(fs_hz: float) -> None:
     np.testing.assert_allclose(out[:, inner], 1000 * np.sin(2 * np.pi * hz * t_500)[:, inner], atol=4)
 
 
-def test_resampling_suppresses_what_would_alias() -> None:
+def test_resampling_suppresses_aliases() -> None:
     t = np.arange(10_000) / 1000.0
     x = np.stack([np.sin(2 * np.pi * 5 * t)] + [np.sin(2 * np.pi * (300 + 10 * k) * t) for k in range(11)])
     _, out = prepared(record(x, fs_hz=1000.0, gain=1.0))
@@ -157,7 +157,7 @@ def test_resampling_suppresses_what_would_alias() -> None:
 
 
 @pytest.mark.parametrize("fs_hz", [257.0, 400.0, 1000.0])
-def test_a_crop_of_aresampled_record_does_not_depend_on_the_cut(fs_hz: float) -> None:
+def test_a_crop_of_a_resampled_record_does_not_depend_on_the_cut(fs_hz: float) -> None:
     """Crop 1 of 30 s equals samples 5,000 to 9,999 of the same record resampled in one piece."""
     rng = np.random.default_rng(3)
     x = rng.normal(0, 1, (12, round(30 * fs_hz)))
@@ -171,7 +171,7 @@ def test_a_crop_of_aresampled_record_does_not_depend_on_the_cut(fs_hz: float) ->
     assert whole.shape[1] == samples_at_500(x.shape[1], fs_hz)
 
 
-def test_a_constant_stays_constant_to_the_very_ends() -> None:
+def test_resampling_keeps_a_constant_constant_up_to_both_ends() -> None:
     x = np.full((12, 2570), 0.7)
     x[11] = np.sin(np.arange(2570))
     _, out = prepared(record(x, fs_hz=257.0, gain=1.0))
@@ -180,7 +180,7 @@ def test_a_constant_stays_constant_to_the_very_ends() -> None:
 
 @pytest.mark.parametrize("fs_hz", [499.999, 500.001])
 @pytest.mark.parametrize("gain", [1000.0, 200.0])
-def test_a_rate_that_is_500_but_for_rounding_is_500(fs_hz: float, gain: float) -> None:
+def test_a_rate_that_rounds_to_500_counts_as_500(fs_hz: float, gain: float) -> None:
     """Whether the samples can be taken as they are or not."""
     x = ecg()
     (facts, out), (plain_facts, plain) = prepared(record(x, fs_hz=fs_hz, gain=gain)), prepared(record(x, gain=gain))

@@ -1,11 +1,11 @@
-"""`Dx:` -> codes -> the 26 classes."""
+"""From `Dx:` to codes and the 26 classes."""
 
 import pytest
 
 from data_tools.record import ABBREVIATIONS, CLASSES, class_row, only_codes, parse_dx
 
 
-def test_each_code_of_a_class_is_that_class_and_no_other() -> None:
+def test_each_code_belongs_to_exactly_one_class() -> None:
     assert len(CLASSES) == len(class_row(())) == 26 and not any(class_row(("164931005", "1")))
     for index, (_, codes) in enumerate(CLASSES):
         for code in codes:

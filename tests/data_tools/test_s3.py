@@ -1,6 +1,6 @@
-"""Archives and datasets in an object store: the local bytes, whatever the network does on the way.
+"""Archives and datasets in an object store give the same bytes as local ones, also over a bad network.
 
-The store is moto behind a real HTTP server on loopback; a layer before it counts the requests and breaks some of them.
+The store is moto behind a real HTTP server on loopback; a proxy before it counts the requests and breaks some of them.
 """
 
 import json
@@ -128,14 +128,14 @@ def assert_same(url: str, local: Dataset) -> None:
     assert without_recipe(s3_files(url)) == without_recipe(files(Path(local.root.url)))
 
 
-def test_labels(s3: Server, small: Path, tmp_path: Path) -> None:
+def test_labels_are_the_same_as_on_a_disk(s3: Server, small: Path, tmp_path: Path) -> None:
     assert main(["labels", "physionet2021", ARCHIVE, "--out", f"{BUCKET}/labels"]) == 0
     assert main(["labels", "physionet2021", str(small), "--out", str(tmp_path / "labels")]) == 0
     assert s3_files(f"{BUCKET}/labels") == files(tmp_path / "labels")
 
 
 @pytest.mark.parametrize(("source", "out", "kind"), [("s3", "local", "both"), ("local", "s3", "tar"), ("s3", "s3", "both")])
-def test_same_bytes(
+def test_archives_and_datasets_in_a_bucket_give_the_same_bytes(
     s3: Server, small: Path, right: dict[str, Dataset], tmp_path: Path, source: str, out: str, kind: str
 ) -> None:
     place = f"{BUCKET}/made" if out == "s3" else str(tmp_path / "made")
@@ -146,8 +146,8 @@ def test_same_bytes(
     assert list(tmp_path.glob("omnilead-*/*")) == []
 
 
-def test_many_requests_at_once(s3: Server, small: Path) -> None:
-    """The plan's headers, a shard's records and the twin's crops do not wait for one another."""
+def test_requests_run_concurrently(s3: Server, small: Path) -> None:
+    """Headers for the plan, records for a shard and crops for the zarr copy are requested concurrently."""
     dataset, sources = build(small, f"{BUCKET}/made"), open_sources(ARCHIVE)
     for work in (
         lambda: plan.make_plan(sources, 0),
@@ -159,8 +159,8 @@ def test_many_requests_at_once(s3: Server, small: Path) -> None:
         assert s3.most >= 3
 
 
-def test_requests(s3: Server, small: Path) -> None:
-    """A record costs its header for the plan, then header and signal; a crop, one range; nothing is asked twice."""
+def test_the_number_of_requests_is_small(s3: Server, small: Path) -> None:
+    """A record needs its header for the plan, then header and signal; a crop needs one range. No request is repeated."""
     sources = open_sources(ARCHIVE)
     notes = [note for source in sources for note in source.notes()]  # as the command line asks for them
     made = shard(sources, ShardOptions(f"{BUCKET}/made", quiet=True))
@@ -205,7 +205,7 @@ def test_a_remote_dataset_is_verified_drawn_and_read_in_place(
 
 
 def test_public_bucket(s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without credentials: --anonymous signs nothing, and its absence is an error at once."""
+    """Without credentials, --anonymous sends unsigned requests; without it there is an error at once."""
     public, made = f"{BUCKET}/public", str(tmp_path / "made")
     build(ARCHIVE, public, format="both")
     fs = storage._connect(BUCKET, False)
@@ -228,8 +228,8 @@ def test_public_bucket(s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("how", ["500", "drop", "cut", "lie", "stall"])
-def test_bad_network(s3: Server, right: dict[str, Dataset], monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """Every kind of request fails a few times, on the way in and on the way out: nothing of it is in the bytes."""
+def test_bad_network_is_harmless(s3: Server, right: dict[str, Dataset], monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Every kind of request fails a few times, for reads and for writes, and the bytes stay the same."""
     if how == "stall":
         impatient(monkeypatch)
     reads, writes = ["hea$", "mat$", "tar$"], ["tar$", "/c/0/0/0$", "dataset.json$"]
@@ -244,7 +244,7 @@ def test_bad_network(s3: Server, right: dict[str, Dataset], monkeypatch: pytest.
 
 @pytest.mark.parametrize("how", ["500", "404", "drop", "cut", "lie", "stall"])
 @pytest.mark.parametrize("source", ["tar", "zarr"])
-def test_training_over_a_bad_network(
+def test_crops_read_over_a_bad_network_are_right(
     s3: Server,
     right: dict[str, Dataset],
     tmp_path: Path,
@@ -252,7 +252,7 @@ def test_training_over_a_bad_network(
     source: Literal["tar", "zarr"],
     how: str,
 ) -> None:
-    """Of either twin, every crop as it is on a disk, or one line."""
+    """From tar and zarr, every crop equals the local one, or there is a one-line error."""
     local = right["both"]
     storage._connect(BUCKET, False).put(f"{local.root.url}/", f"{BUCKET}/made/", recursive=True)
     if how == "stall":
@@ -282,11 +282,11 @@ def test_training_over_a_bad_network(
     [("500", "GET", "HR0000[0-9].mat$"), ("500", "PUT", "00001.tar$"), ("500", "PUT", "/c/0/0/0$")]
     + [("lie", "GET", path) for path in ("csv$", "HR00001.hea$", "00000.parquet$")],
 )
-def test_dead_network(
+def test_a_dead_network_gives_a_one_line_error_and_the_run_can_be_finished(
     s3: Server, right: dict[str, Dataset], capsys: pytest.CaptureFixture[str], how: str, method: str, path: str
 ) -> None:
-    """It ends with one line; when the network is back, the same command finishes. A short answer is noticed even if the length
-    that is announced is the length that arrives."""
+    """The run ends with one line; when the network is back, the same command finishes. A truncated response is noticed even if
+    its stated length matches."""
     command = ["shard", ARCHIVE, "--out", f"{BUCKET}/made", "--format", "both", "--workers", "1"]
     s3.faults = [Fault(how, method, path, float("inf"))]
     assert main(command) == 2
@@ -301,7 +301,7 @@ def test_dead_network(
         assert_same(f"{BUCKET}/made", right["both"])
 
 
-def test_short_answers_are_asked_again(s3: Server, small: Path) -> None:
+def test_short_responses_are_requested_again(s3: Server, small: Path) -> None:
     dataset = build(small, f"{BUCKET}/good")
     dataset.addresses  # noqa: B018
     s3.faults = [Fault("lie", "GET", "tar$", 2)]
@@ -315,8 +315,8 @@ def test_short_answers_are_asked_again(s3: Server, small: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["00001.tar$", "store.zarr/c/0/0/0$", "dataset.json$"])
-def test_killed_while_uploading(s3: Server, small: Path, right: dict[str, Dataset], tmp_path: Path, path: str) -> None:
-    """Nothing unfinished looks finished, and run again it finishes and removes the temporary files of the killed run."""
+def test_a_killed_upload_can_be_finished(s3: Server, small: Path, right: dict[str, Dataset], tmp_path: Path, path: str) -> None:
+    """An unfinished dataset is recognized as such; another run finishes it and removes the killed run's temporary files."""
     fault = Fault("kill", "PUT", path)
     s3.faults = [fault]
     fault.victim = started(build_small, str(small), f"{BUCKET}/made", out=tmp_path / "output", env=dict(os.environ))
@@ -335,7 +335,7 @@ def build_small(source: str, out: str) -> None:
     build(source, out, format="both")
 
 
-def test_names_come_in_the_same_order(s3: Server, tmp_path: Path) -> None:
+def test_names_are_listed_in_the_same_order_as_on_a_disk(s3: Server, tmp_path: Path) -> None:
     """The order of records is part of the plan: it may not depend on where the archive lies."""
     remote, local = folder(f"{BUCKET}/tree"), folder(tmp_path / "tree")
     for name in ("b/2", "b/1", "a", "c", "b.x", "b/c/d", "B/z", "b-/q", "aa/b/c", "a0"):
@@ -348,7 +348,7 @@ def test_names_come_in_the_same_order(s3: Server, tmp_path: Path) -> None:
 
 
 def test_broken_records_are_refused_as_on_a_disk(s3: Server, small: Path, tmp_path: Path) -> None:
-    """An empty header, an empty signal, a signal that is missing: three lines in rejects.csv, and the others go on."""
+    """An empty header, an empty signal and a missing signal: three rows in rejects.csv; other records are read."""
     broken = tmp_path / "archive"
     shutil.copytree(small, broken)
     first, second, third = sorted(broken.rglob("HR*.hea"))[:3]
@@ -363,7 +363,7 @@ def test_broken_records_are_refused_as_on_a_disk(s3: Server, small: Path, tmp_pa
 
 
 @pytest.mark.parametrize("url", ["s3://no-such-bucket/x", f"{BUCKET}/nothing", "s3://", "s3:///x", "nosuch://x/y", "http://"])
-def test_wrong_addresses(s3: Server, url: str, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_addresses_fail(s3: Server, url: str, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["shard", url, "--out", str(tmp_path / "made")], ["verify", url], ["show", url]):
         assert main(command) == 2
     assert main(["shard", str(small), "--out", url, "--workers", "1"]) == (0 if url.startswith(BUCKET) else 2)
@@ -371,7 +371,7 @@ def test_wrong_addresses(s3: Server, url: str, small: Path, tmp_path: Path, caps
     assert len(errors) == (3 if url.startswith(BUCKET) else 4)
 
 
-def test_a_store_that_does_not_answer(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_does_not_answer_gives_an_error_after_retries(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     forget()
     with pytest.raises(StorageError, match="after 6 tries"):

@@ -1,4 +1,4 @@
-"""Copies of the real archives' formats, read back to the last bit."""
+"""Archives in the formats of real ones are read back bit for bit."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -57,7 +57,7 @@ CHALLENGE = {"E00001": "georgia", "E10344": "georgia", "JS45551": "ningbo", "HR0
 CHALLENGE["I0001"] = "st_petersburg_incart"
 
 
-def test_challenge(challenge: Path) -> None:
+def test_challenge_records_are_read_correctly(challenge: Path) -> None:
     records = read(PhysioNet2021(folder(challenge)))
     assert {name: record.source for name, record in records.items()} == CHALLENGE
     for seed, (name, record) in enumerate(((name, records[name]) for name in CHALLENGE), 1):
@@ -81,7 +81,7 @@ def test_patients_of_the_challenge_come_from_ptbxls_table(challenge: Path, place
     assert PhysioNet2021(folder(challenge)).notes() == []
 
 
-def test_ptbxls_table_may_lie_elsewhere(challenge: Path, tmp_path: Path) -> None:
+def test_ptbxls_table_may_be_stored_elsewhere(challenge: Path, tmp_path: Path) -> None:
     write_table(tmp_path / "elsewhere" / "my table.csv", PTBXL_COLUMNS, [{"ecg_id": 11, "patient_id": "15709.0"}])
     command = ["shard", str(challenge / "training"), "--out", str(tmp_path / "out"), "--workers", "1"]
     assert main([*command, "--patients", str(tmp_path / "elsewhere" / "my table.csv")]) == 0
@@ -92,7 +92,7 @@ def test_ptbxls_table_may_lie_elsewhere(challenge: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("below", ["training", "training/georgia", "training/georgia/g1"])
-def test_any_level_of_the_challenge_may_be_the_root(challenge: Path, below: str) -> None:
+def test_any_folder_of_the_challenge_may_be_the_root(challenge: Path, below: str) -> None:
     records = read(PhysioNet2021(folder(challenge / below)))
     assert records["E00001"].source == "georgia"
 
@@ -100,7 +100,7 @@ def test_any_level_of_the_challenge_may_be_the_root(challenge: Path, below: str)
 # PTB-XL's own release
 
 
-def test_ptbxl(tmp_path: Path) -> None:
+def test_ptbxl_records_are_read_correctly(tmp_path: Path) -> None:
     rows: dict[int, dict[str, object]] = {
         11: {"patient_id": "15709.0", "sex": 1, "age": 300, "scp_codes": "{'AFIB': 0.0, 'CLBBB': 100.0, 'IMI': 15.0}"}
         | {"heart_axis": "LAD"},
@@ -170,7 +170,7 @@ def test_records100_alone_is_ptbxl(kind: str, tmp_path: Path, capsys: pytest.Cap
     assert made.meta["roles"]["id"]["probe"] == 1
 
 
-def test_500_hz_is_read_where_both_are_there(tmp_path: Path) -> None:
+def test_500_hz_is_preferred_to_100_hz(tmp_path: Path) -> None:
     write_ptbxl(tmp_path, {1: {}, 2: {}}, fs=100)
     write_ptbxl(tmp_path, {1: {}})
     (source,) = open_sources(str(tmp_path))
@@ -208,7 +208,7 @@ def test_real_records_are_the_same_at_100_and_500_hz(real_ecgs: Path) -> None:
 
 
 @pytest.mark.parametrize("listed", [True, False])
-def test_mimic(tmp_path: Path, listed: bool) -> None:
+def test_mimic_records_are_read_correctly(tmp_path: Path, listed: bool) -> None:
     made = write_mimic(tmp_path, {"41420867": "10001725", "45090959": "10001725", "40000017": "19999987"}, listed)
     records = read(MimicIvEcg(folder(tmp_path)))
     assert [records[name].patient for name in made] == ["10001725", "10001725", "19999987"]
@@ -250,7 +250,7 @@ def test_mimic_rows_that_contradict_themselves_are_refused(tmp_path: Path) -> No
         ("record_list.csv", lambda text: text + "1," + "x" * 200_000, "field larger than"),
     ],
 )
-def test_a_table_that_cannot_be_used_stops_the_run_with_one_line(
+def test_an_unusable_table_stops_the_run_with_a_one_line_error(
     tmp_path: Path, table: str, change: Callable[[str], str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = tmp_path / "archive"
@@ -266,7 +266,7 @@ def test_a_table_that_cannot_be_used_stops_the_run_with_one_line(
     assert message in error and table in error
 
 
-def test_a_table_cut_off_or_saved_by_a_spreadsheet_is_still_read(tmp_path: Path) -> None:
+def test_a_truncated_table_or_one_saved_by_a_spreadsheet_is_read(tmp_path: Path) -> None:
     write_code15(tmp_path, EXAMS)
     path = tmp_path / "exams.csv"
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\r\n", b"\n").rstrip() + b"\n999,4")
@@ -277,7 +277,7 @@ def test_a_table_cut_off_or_saved_by_a_spreadsheet_is_still_read(tmp_path: Path)
 # A source of one's own
 
 
-def test_the_custom_source_of_the_readme(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_custom_source_in_the_readme_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The example in the README, word for word, through the command line."""
     readme = (Path(__file__).parents[2] / "data_tools" / "README.md").read_text()
     (tmp_path / "clinics.py").write_text(re.findall(r"```python\n(.*?)```", readme, re.DOTALL)[0])
@@ -312,7 +312,7 @@ class Named(Source):
         return EcgRecord(name, ecg(seed=len(key)), 500.0, LEADS, gain=1000.0, dx=dx, source=source)
 
 
-def test_names_that_no_shard_can_hold_are_refused_and_diagnoses_that_are_no_codes_are_not_copied(tmp_path: Path) -> None:
+def test_invalid_record_names_are_refused_and_diagnoses_without_a_code_are_dropped(tmp_path: Path) -> None:
     made = shard([Named(folder(tmp_path))], ShardOptions(str(tmp_path / "out"), quiet=True))
     assert [(name, rows[0]["dx"]) for name, rows in sorted(crops_of(made).items())] == [
         (("a-b", "c"), ["164889003"]),
@@ -331,7 +331,7 @@ def test_names_that_no_shard_can_hold_are_refused_and_diagnoses_that_are_no_code
 # Which archive is it?
 
 
-def test_archives_are_told_apart_by_their_names(tmp_path: Path, challenge: Path) -> None:
+def test_archives_are_detected_by_their_file_names(tmp_path: Path, challenge: Path) -> None:
     writers: dict[str, Callable[[Path], object]] = {
         "a": lambda root: write_ptbxl(root, {1: {}}),
         "b": lambda root: write_mimic(root, {"41420867": "10001725"}),
@@ -363,7 +363,7 @@ def test_ptbxls_own_release_beside_databases_of_the_challenge_is_read_once(tmp_p
 
 
 @pytest.mark.parametrize("names", [[], ["notes.txt", "data/readme.md"], None])
-def test_an_unknown_folder_is_one_line(tmp_path: Path, names: list[str] | None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_folder_is_an_error(tmp_path: Path, names: list[str] | None, capsys: pytest.CaptureFixture[str]) -> None:
     root = tmp_path / "archive"
     for name in names or ():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -395,7 +395,7 @@ def write_private(root: Path) -> None:
     write_challenge(root / "d/training/georgia/g1", "E00001", ecg(seed=8), comments=["# Dx: SECRET Mr. Xavier", "# Hx: SECRET"])
 
 
-def test_no_secret_of_an_archives_tables_comes_into_a_dataset(tmp_path: Path) -> None:
+def test_a_dataset_has_no_private_columns_of_an_archives_tables(tmp_path: Path) -> None:
     write_private(tmp_path / "archive")
     made = build(tmp_path / "archive", tmp_path / "out", format="both")
     everything = everything_in(made)
@@ -406,7 +406,7 @@ def test_no_secret_of_an_archives_tables_comes_into_a_dataset(tmp_path: Path) ->
         assert secret not in everything
 
 
-def test_with_a_key_no_id_comes_into_a_dataset(tmp_path: Path) -> None:
+def test_a_pseudonymized_dataset_has_no_original_ids(tmp_path: Path) -> None:
     write_private(tmp_path / "archive")
     made = build(tmp_path / "archive", tmp_path / "out", format="both", pseudonym_key=bytes(range(32)))
     everything = everything_in(made)

@@ -1,4 +1,4 @@
-"""Roles: shares as in the paper, no leakage for any seed, unchanged when data is added."""
+"""Roles have the paper's shares, do not leak for any seed, and stay the same when data is added."""
 
 import dataclasses
 
@@ -66,7 +66,7 @@ def test_no_patient_or_waveform_has_two_roles(seed: int) -> None:
     assert (roles.dx != assign(records, "paper", seed + 1).dx).any()
 
 
-def test_shares_are_those_of_the_paper() -> None:
+def test_the_roles_have_the_shares_of_the_paper() -> None:
     records = archive(12_000)
     roles = assign(records, "paper", 0)
     in_dx = records.is_from("cpsc_2018", "georgia")[records.crop_record]
@@ -76,7 +76,7 @@ def test_shares_are_those_of_the_paper() -> None:
     assert [*shares, np.mean(roles.identity[trained] == TRAIN)] == pytest.approx([0.8, 0.1, 0.1, 0.8], abs=0.015)
 
 
-def test_gallery_and_probe_hold_one_crop_of_two_sessions_of_every_patient_who_has_them() -> None:
+def test_gallery_and_probe_have_one_crop_of_two_sessions_of_each_patient_with_two() -> None:
     records = archive(600)
     roles = assign(records, "paper", 0, EVERYBODY)
     patients = np.array(records.patients.to_pylist(), dtype=object)
@@ -108,7 +108,7 @@ def drawn(records: Records, **sources: float) -> set[str]:
 
 
 @pytest.mark.parametrize("returning", [0.16, 0.3, 0.5, 1.0])
-def test_at_most_a_share_of_the_patients_is_tested(returning: float) -> None:
+def test_at_most_id_share_of_the_patients_are_in_gallery_and_probe(returning: float) -> None:
     """Where all have two sessions, pre-training would else get nobody."""
     sessions = np.where(np.arange(2000) < 2000 * returning, 2, 1)
     for share in (0.0, 0.05, 0.15):
@@ -117,7 +117,7 @@ def test_at_most_a_share_of_the_patients_is_tested(returning: float) -> None:
     assert len(drawn(patients_of(sessions), id_share=1.0)) == 2000 * returning
 
 
-def test_the_real_archive_keeps_all_its_patients_with_two_sessions() -> None:
+def test_with_the_share_of_the_real_ptbxl_all_patients_with_two_sessions_are_used() -> None:
     """2,127 of 18,885; here a tenth."""
     assert len(drawn(patients_of(np.where(np.arange(1_888) < 213, 2, 1)))) == 213
 
@@ -129,7 +129,7 @@ def test_new_patients_move_no_patient_between_training_and_test() -> None:
     assert len(before) > 80 and {patient for patient in after if int(patient[1:]) < 1000} == before
 
 
-def test_the_share_is_of_each_sources_own_patients() -> None:
+def test_the_share_is_computed_for_each_source() -> None:
     few, many = patients_of(np.where(np.arange(500) < 50, 2, 1)), patients_of(np.full(400, 2))
     names = [*few.names.to_pylist(), *many.names.to_pylist()]
     patients = [*few.patients.to_pylist(), *many.patients.to_pylist()]
@@ -139,7 +139,7 @@ def test_the_share_is_of_each_sources_own_patients() -> None:
     assert of[0] == 50 and of[1] == len(drawn(many))
 
 
-def test_the_papers_six_sets_pre_train_and_others_if_they_are_named() -> None:
+def test_ptb_and_incart_are_for_pretraining_only_if_named() -> None:
     """Sources of one's own pre-train, whatever lies beside them: what is added later takes nobody out."""
     names = ("clinic", "georgia", "ptb", "st_petersburg_incart")
     of = records_of([name for name in names for _ in range(10)], [None] * 40)
@@ -154,12 +154,12 @@ def test_the_papers_six_sets_pre_train_and_others_if_they_are_named() -> None:
     assert trained(pretrain=("all",)) == set(names)
 
 
-def test_equal_patient_numbers_of_two_sources_are_two_patients() -> None:
+def test_the_same_patient_id_in_two_sources_means_two_patients() -> None:
     records = records_of(["ningbo", "ptb-xl"], ["7", "7"])
     assert not np.isin(assign(records, "paper", 0, RoleSources(id=("ningbo", "ptb-xl"))).identity, (GALLERY, PROBE)).any()
 
 
-def test_two_files_of_one_waveform_are_one_session() -> None:
+def test_two_files_with_the_same_waveform_count_as_one_session() -> None:
     for waveform, expected in (([5, 5], 0), ([5, 6], 1)):
         roles = assign(records_of(["ptb-xl"] * 2, ["p", "p"], waveform), "paper", 0, EVERYBODY)
         assert [int((roles.identity == role).sum()) for role in (GALLERY, PROBE)] == [expected, expected]
@@ -207,7 +207,7 @@ def test_every_kind_of_leakage_is_found() -> None:
     assert leaks(records, clean) == []
 
 
-def test_paper_split_leaks_as_the_authors_code_does_and_all_gives_everything() -> None:
+def test_paper_split_leaks_like_the_authors_code_and_all_uses_everything_for_pretraining() -> None:
     records = archive(2000)
     leaking = assign(records, "paper-split", 0)
     assert any("two of diagnosis" in finding for finding in leaks(records, leaking))

@@ -1,4 +1,4 @@
-"""The synthetic archives: reproducible, readable by other people's readers, and the ECGs that their labels say."""
+"""Synthetic archives are reproducible and readable by other libraries, and their ECGs match their labels."""
 
 import ast
 import csv
@@ -69,7 +69,7 @@ def mean_beat(digital: np.ndarray) -> np.ndarray:
     return beat / np.linalg.norm(beat)
 
 
-def test_same_seed_same_bytes_whatever_the_workers(challenge: Path, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_bytes_for_any_number_of_workers(challenge: Path, tmp_path: Path) -> None:
     synth.synthesise(tmp_path / "two", PATIENTS, seed=5, workers=2, progress=False)
     first = files(challenge)
     assert files(tmp_path / "two") == first
@@ -86,7 +86,7 @@ def test_a_larger_archive_keeps_the_patients_of_a_smaller_one() -> None:
     assert few[2] == many[2][:10]
 
 
-def test_stored_integers_obey_einthoven_and_their_headers(challenge: Path, ptbxl: Path) -> None:
+def test_stored_samples_match_einthovens_equations_and_their_headers(challenge: Path, ptbxl: Path) -> None:
     unsigned = 0
     for header in headers(challenge) + headers(ptbxl):
         digital = samples_of(header).astype(int)
@@ -109,7 +109,7 @@ def test_stored_integers_obey_einthoven_and_their_headers(challenge: Path, ptbxl
     assert twelve_leads(extreme)[:, 4].tolist() == [15_000, -15_000]
 
 
-def test_other_readers_see_our_digital_values(challenge: Path, ptbxl: Path) -> None:
+def test_wfdb_and_scipy_read_the_same_samples(challenge: Path, ptbxl: Path) -> None:
     groups = sorted((challenge / "training").iterdir())
     assert [group.name for group in groups] == sorted(synth.DATABASES)
     chosen = [header for group in groups for header in headers(group)[:3]] + headers(ptbxl)[::40]
@@ -129,7 +129,7 @@ def test_other_readers_see_our_digital_values(challenge: Path, ptbxl: Path) -> N
     assert {len(samples_of(h)) / 500 for h in headers(challenge / "training/cpsc_2018")} <= {6, 10, 12, 15, 20, 30, 60}
 
 
-def test_both_layouts_hold_the_same_and_the_csv_agrees_with_the_headers(challenge: Path, ptbxl: Path) -> None:
+def test_both_layouts_have_the_same_records_and_the_csv_matches_the_headers(challenge: Path, ptbxl: Path) -> None:
     assert (challenge / "ptbxl_database.csv").read_bytes() == (ptbxl / "ptbxl_database.csv").read_bytes()
     assert "seed=5" in (ptbxl / "SYNTHETIC.txt").read_text()
     with open(challenge / "ptbxl_database.csv", newline="", encoding="utf-8") as file:
@@ -153,7 +153,7 @@ def test_both_layouts_hold_the_same_and_the_csv_agrees_with_the_headers(challeng
         assert codes - {""} == set(stated["Dx"].split(",")) - {"428750005"}
 
 
-def test_oddities_of_the_real_archives(challenge: Path) -> None:
+def test_the_archives_have_the_quirks_of_the_real_ones(challenge: Path) -> None:
     for name, mark, form in (("ptb-xl", "# Age: ", "16x1+24 1000.0(0)/mv"), ("chapman_shaoxing", "#Age: ", "16+24 1000/mV")):
         text = headers(challenge / "training" / name)[0].read_text()
         assert f"\n{mark}" in text and f".mat {form} 16 0 " in text
@@ -166,7 +166,7 @@ def test_oddities_of_the_real_archives(challenge: Path) -> None:
     assert (invalid == -32_768).sum() == 11 and (invalid[:, :6] == 1).all()
 
 
-def test_classes_and_label_noise(challenge: Path, sessions: list[tuple]) -> None:
+def test_all_classes_occur_and_labels_are_noisy(challenge: Path, sessions: list[tuple]) -> None:
     shown = {name for pair in sessions for made in pair for name, mask in made.present.items() if mask.any()}
     assert shown == set(ABBREVIATIONS) - {"BBB", "LPR"}
     codes = [comments(header)["Dx"].split(",") for header in headers(challenge)]
@@ -182,7 +182,7 @@ def test_classes_and_label_noise(challenge: Path, sessions: list[tuple]) -> None
     assert 0.02 < wrong / (wrong + right) < 0.10
 
 
-def test_heart_rate_is_what_the_label_says(sessions: list[tuple]) -> None:
+def test_the_heart_rate_matches_the_label(sessions: list[tuple]) -> None:
     for name, low, high in (("SB", 36, 62), ("STach", 96, 152)):
         within = []
         for made in (made for pair in sessions for made in pair):
@@ -238,14 +238,14 @@ def test_two_sessions_are_as_alike_as_real_ones(pairs: list[tuple[list[np.ndarra
 
 
 def test_noise_differs_between_the_halves_of_a_record(sessions: list[tuple]) -> None:
-    """Else the level of noise would tell a model which halves belong together."""
+    """Otherwise a model could tell from the noise level which halves belong together."""
     fast = np.diff(np.concatenate([made.digital for pair in sessions for made in pair])[:, :, 6:].astype(np.float32), axis=1)
     level = np.log(np.median(np.abs(np.stack(np.split(fast[:, :4998], 2, axis=1))), axis=(2, 3)))
     ratio = (level[0] - level[1]).std() / level[0].std()
     assert 0.3 < ratio < 1.2
 
 
-def test_refusals(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("keep")
     with pytest.raises(DataError, match=r"full is not empty.*new folder"):

@@ -1,4 +1,4 @@
-"""A killed build whose files are damaged: run again, it makes again what does not hold; verify finds the rest."""
+"""Damage to the files of a killed build: another run rebuilds the files that fail their checks; verify finds the rest."""
 
 import random
 import shutil
@@ -45,8 +45,8 @@ def unfinished(small: Path, small_shards: None, tmp_path_factory: pytest.TempPat
     return whole, killed
 
 
-def test_two_hundred_flipped_bits(small: Path, unfinished: tuple[Path, Path], tmp_path: Path) -> None:
-    """Each is repaired or named; what is small, and what decides about patients and roles, is repaired."""
+def test_flipped_bits_are_repaired_or_found(small: Path, unfinished: tuple[Path, Path], tmp_path: Path) -> None:
+    """Each flipped bit is repaired or found; small files, and files with patients and roles, are always repaired."""
     whole, killed = unfinished
     right, draw = files(whole), random.Random(0)
     names = sorted(name for name, data in files(killed).items() if data)
@@ -66,9 +66,7 @@ def test_two_hundred_flipped_bits(small: Path, unfinished: tuple[Path, Path], tm
         shutil.rmtree(out)
 
 
-def test_a_shard_that_the_zarr_twin_cannot_be_made_from_is_made_again(
-    small: Path, unfinished: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_shard_too_damaged_for_the_zarr_copy_is_rebuilt(small: Path, unfinished: tuple[Path, Path], tmp_path: Path) -> None:
     whole, killed = unfinished
     out = tmp_path / "out"
     shutil.copytree(killed, out)

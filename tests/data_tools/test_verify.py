@@ -1,4 +1,4 @@
-"""`verify` finds and names all damage, and finds nothing where there is none."""
+"""`verify` finds and names all damage, and reports nothing for a sound dataset."""
 
 import hashlib
 import json
@@ -203,8 +203,8 @@ def pieces(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_flipped_byte_is_found_wherever_it_is(pieces: Path, tmp_path: Path) -> None:
-    """In every file but the two that hold the checksums of all others, which are flipped above."""
+def test_a_flipped_byte_is_found_in_any_file(pieces: Path, tmp_path: Path) -> None:
+    """In every file except the two with the checksums of all others, which are flipped above."""
     names = {str(path.relative_to(pieces)) for path in pieces.rglob("*") if path.is_file()}
     names -= {"dataset.json", "samples.parquet"}
     assert len(names) >= 2 + 3 * 3
@@ -219,7 +219,7 @@ def test_a_flipped_byte_is_found_wherever_it_is(pieces: Path, tmp_path: Path) ->
         assert {name for name in names if name not in found} == {"store.zarr/zarr.json"}
 
 
-def test_files_that_belong_elsewhere_are_found(
+def test_swapped_files_and_files_of_another_dataset_are_found(
     small: Path, pieces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two files of a dataset swapped, and files of another dataset."""
@@ -238,7 +238,7 @@ def test_files_that_belong_elsewhere_are_found(
         assert any(name in line for line in verify(Dataset.open(str(root))))
 
 
-def test_fast_checks_sizes_and_reads_no_sample(copy: Path) -> None:
+def test_fast_checks_sizes_without_reading_samples(copy: Path) -> None:
     flip(copy / TAR, 70_000)
     flip(copy / ZARR, 40_000)
     assert verify(Dataset.open(str(copy)), fast=True) == []
@@ -282,7 +282,7 @@ def test_a_damaged_dataset_json_does_not_open(damage: Damage, words: str, whole:
         Dataset.open(str(tmp_path))
 
 
-def test_json_with_more_than_the_row_is_found(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extra_json_entries_are_found(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "row_of", lambda *facts: row_of(*facts) | {"name": "Bob"})
     assert verify(make(small, tmp_path / "out"))[0].endswith("JSON and samples.parquet differ in name")
 
@@ -308,7 +308,7 @@ def test_a_wrong_byte_never_reaches_the_reader(whole: Dataset, copy: Path) -> No
 
 
 def test_a_changed_archive_is_found(tmp_path: Path) -> None:
-    """Samples that changed after sharding, a record that vanished, one that was never read, longer and shorter ones."""
+    """Changed samples, a missing record, a record that was never read, and longer and shorter records."""
     place, x = tmp_path / "a" / "training" / "georgia" / "g1", ecg(30_000)
     x[:, 10_000:15_000] = 7  # a crop that has to be refused is not missed
     y = ecg(10_000)
@@ -362,7 +362,7 @@ def test_columns_that_differ_from_the_archive_are_named(key: bytes | None, archi
         copy = place
 
 
-def test_flags_are_those_of_the_readme() -> None:
+def test_the_readme_lists_all_flags() -> None:
     flagged = (ROOT / "data_tools" / "README.md").read_text().partition("Used, but flagged:")[2].replace("\n", " ")
     assert sorted(re.findall("`([^`]+)`", flagged)) == sorted(FLAGS)
 

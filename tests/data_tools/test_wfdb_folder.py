@@ -30,7 +30,7 @@ def test_any_wfdb_format_is_read_as_wfdb_reads_it(tmp_path: Path, form: str, lea
     assert missing == set(LEADS) - set(leads) | ({"V6"} if form != "8" else set())
 
 
-def test_a_format_may_not_guess_at_the_files_length(tmp_path: Path) -> None:
+def test_a_file_of_the_wrong_length_is_refused(tmp_path: Path) -> None:
     """wfdb itself takes what it needs of a longer file."""
     for form, leads in (("212", 3), ("24", 2), ("80", 5)):
         write_wfdb(tmp_path, f"f{form}", form, LEADS[:leads])
@@ -42,7 +42,7 @@ def test_a_format_may_not_guess_at_the_files_length(tmp_path: Path) -> None:
             path.write_bytes(data[:-4] if reason == "file too large" else data + bytes(3))
 
 
-def test_a_record_in_two_files_and_a_channel_in_another_unit(tmp_path: Path) -> None:
+def test_records_in_two_files_and_channels_in_other_units_are_read(tmp_path: Path) -> None:
     x = ecg(3600, 1)
     line = "{}.dat 16 200(0)/{} 16 0 0 0 0 {}".format
     lines = ["two 3 360 3600", line("a", "mV", "II"), line("a", "mV", "V1"), line("b", "mmHg", "ABP")]
@@ -54,7 +54,7 @@ def test_a_record_in_two_files_and_a_channel_in_another_unit(tmp_path: Path) -> 
     assert set(LEADS) - set(prepare_crop(record, 0, np.empty(CROP_SHAPE, "<i2")).missing) == {"II", "V1"}
 
 
-def test_names_that_repeat_in_subfolders(tmp_path: Path) -> None:
+def test_equal_names_in_subfolders_become_different_records(tmp_path: Path) -> None:
     places = ["", "patient 1", "patient 2/day 1"]
     made = [write_wfdb(tmp_path / place, "rec_1", "212", LEADS, samples=3600 + i) for i, place in enumerate(places)]
     write_wfdb(tmp_path / ("long" * 20), "rec_1", "16", LEADS)

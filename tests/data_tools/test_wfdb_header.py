@@ -1,4 +1,4 @@
-"""A header is read exactly or refused; no text, however broken, gives a wrong value or another exception."""
+"""A header is read exactly or refused; broken text never gives a wrong value or another exception."""
 
 import math
 import re
@@ -82,7 +82,7 @@ def parsed(data: bytes) -> WfdbHeader:
         ([], None, None, ()),
     ],
 )
-def test_comments(comments: list[str], age: float | None, sex: str | None, codes: tuple[str, ...]) -> None:
+def test_comments_give_age_sex_and_dx(comments: list[str], age: float | None, sex: str | None, codes: tuple[str, ...]) -> None:
     header = parsed(Text(comments=comments).render())
     assert (header.age, header.sex, only_codes(parse_dx(header.dx))[0]) == (age, sex, codes)
 
@@ -106,7 +106,7 @@ SIGNAL_FIELDS = {
 
 
 @pytest.mark.parametrize(("where", "meant"), SIGNAL_FIELDS.items(), ids=lambda value: " ".join(value))
-def test_ways_to_write_a_field(where: tuple[str, str], meant: dict[str, object]) -> None:
+def test_all_valid_spellings_of_a_field_are_read(where: tuple[str, str], meant: dict[str, object]) -> None:
     text = Text()
     for signal in text.signals:
         setattr(signal, where[0], where[1])
@@ -117,7 +117,7 @@ def test_ways_to_write_a_field(where: tuple[str, str], meant: dict[str, object])
         assert getattr(header, name) == (pytest.approx(expected, rel=1e-12) if name == "gains" else expected), name
 
 
-def test_a_record_name_may_end_in_mat_and_a_rate_have_a_counter() -> None:
+def test_a_record_name_may_end_in_mat_and_a_rate_may_have_a_counter() -> None:
     header = parsed(Text(name="E00001.mat", fs="360.5/1000(7)").render())
     assert (header.name, header.fs_hz) == ("E00001", 360.5)
 
@@ -187,7 +187,7 @@ GOOD = Text().render()
         *[(b"\n".join(GOOD.split(b"\n")[:lines]) + b"\n", "signal count") for lines in range(1, 13)],  # cut off
     ],
 )
-def test_text_that_is_no_header(data: bytes, reason: str) -> None:
+def test_text_that_is_not_a_header_is_refused(data: bytes, reason: str) -> None:
     assert str(parse(data)).startswith(reason)
 
 
@@ -196,12 +196,12 @@ def test_text_that_is_no_header(data: bytes, reason: str) -> None:
     [b"#", b"# ", b"#" + b" " * 60_000 + b"Age", b"#Dx:" + b"," * 60_000, b"#Age: " + b"1" * 60_000, b"#Age: 1\n", b" \n"],
     ids=lambda filler: ascii(filler[:8]),
 )
-def test_long_comments_neither_take_time_nor_change_the_signals(filler: bytes) -> None:
+def test_long_comments_are_fast_and_do_not_change_the_signals(filler: bytes) -> None:
     data = (GOOD + filler * (60_000 // len(filler)))[:65_536]
     assert parsed(data).leads == LEADS
 
 
-def test_other_channels_may_have_any_unit_and_leads_may_not() -> None:
+def test_only_channels_that_are_not_leads_may_have_any_unit() -> None:
     text = Text(count="13")
     text.signals.append(Signal(gain="12.5(0)/mmHg", lead="ABP"))
     assert parsed(text.render()).leads == (*LEADS, "ABP")
