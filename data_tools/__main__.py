@@ -156,7 +156,7 @@ def _open_sources(urls: list[str], kind: str, options: argparse.Namespace) -> li
         if not challenge:
             raise DataError(f"--patients {table}: no SRC is the Challenge's archive, which this table is for: leave it out")
         if "://" not in table and not Path(table).exists():
-            raise DataError(f"--patients {table}: no such file: name PTB-XL's ptbxl_database.csv")
+            raise DataError(f"--patients {table}: no such file: give the path of ptbxl_database.csv")
         for source in challenge:
             source.table = table
     return sources
@@ -211,8 +211,8 @@ def _verify(options: argparse.Namespace) -> int:
     checked += ", the archive's samples" if sources else ""
     if options.fast:
         files = " and ".join({"tar": "shards/", "zarr": "store.zarr"}[name] for name in dataset.meta["formats"])
-        checked += f"; not read: the contents of {files} (run without --fast to check these)"
-    result = f"{len(found)} finding{'s' * (len(found) != 1)}" if found else f"everything holds ({checked})"
+        checked += f"; not read: the contents of {files}, run without --fast to check these"
+    result = f"{len(found)} finding{'s' * (len(found) != 1)}" if found else f"all checks passed ({checked})"
     print(f"{options.dataset}: {len(dataset):,} crops, {result}; {time.monotonic() - started:.1f} s")
     return 1 if found else 0
 

@@ -207,7 +207,7 @@ class RemoteFolder:
         return f"{self.url}/{name}" if name else self.url
 
     def _retry(self, name: str, call: Callable[[], T], must_exist: bool = False) -> T:
-        """Call with retries, exponential backoff and jitter. `must_exist`: also retry a 404, which can be a passing error."""
+        """Call with retries, exponential backoff and jitter. `must_exist`: also retry a 404, which can be transient."""
         what = self.path(name)
         for attempt in range(1, RETRIES + 1):
             try:

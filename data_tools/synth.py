@@ -53,7 +53,7 @@ class Database:
     spaced: bool = False  # `# Age: 78` and `16x1+24 1000.0(0)/mV`; else `#Age: 78` and `16+24 1000/mV`
     date: str = ""
     unit: str = "mV"
-    codes: tuple[tuple[str, str], ...] = ()  # classes for which it does not use the first code
+    codes: tuple[tuple[str, str], ...] = ()  # (class, code) if it does not use a class's first code
 
     @property
     def ids(self) -> int:

@@ -44,7 +44,7 @@ _DOWER += [[0.882, 0.098, -1.277], [1.213, 0.127, -0.601], [1.125, 0.127, -0.086
 _SPAN_S = {"P": (-0.12, 0.12), "QRS": (-0.12, 0.18), "T": (-0.22, 0.22), "beat": (-0.46, 0.80)}  # around the wave's centre
 _NORMAL, _ATRIAL, _VENTRICULAR = 0, 1, 2  # kinds of beat
 
-# Shares of patients. Tables in VARYING give the usual finding; a session shows it with the probability in KEPT, else a new draw
+# Shares of patients. Tables in VARYING give the usual finding; a session has it with the probability in KEPT, else a new draw
 RHYTHM = {"NSR": 0.45, "SB": 0.13, "STach": 0.12, "SA": 0.08, "AF": 0.12, "AFL": 0.07, "Brady": 0.03}
 CONDUCTION = {"": 0.61, "IAVB": 0.08, "LBBB": 0.06, "RBBB": 0.07, "IRBBB": 0.07, "NSIVCB": 0.05, "LAnFB": 0.06}
 AXIS = {"": 0.86, "LAD": 0.10, "RAD": 0.04}

@@ -69,7 +69,7 @@ def test_a_tour_without_the_repository(omnilead: Callable[..., str]) -> None:
     assert "  pretrain " in omnilead("--help")
     omnilead("synth", "archive", "--patients", "30")
     omnilead("shard", "archive", "--out", "dataset", "--workers", "1", "--pretrain-sources", "all")
-    assert "everything holds" in omnilead("verify", "dataset", "--archive", "archive", "--workers", "1")
+    assert "all checks passed" in omnilead("verify", "dataset", "--archive", "archive", "--workers", "1")
     settings = [word for setting in [*TINY.split(), "train.deepspeed=zero1"] for word in ("--set", setting)]
     done = omnilead("pretrain", "--config", "quickstart", "--data", "dataset", "--out", "RUN", *settings, "--profile", "1")
     assert "aten::" in done and "done: RUN/model, RUN/report.html" in done

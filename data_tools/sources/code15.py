@@ -1,6 +1,6 @@
 """CODE-15 %: `exams_part<k>.hdf5` (float tracings, 400 Hz, zero padding at both ends) and exams.csv.
 
-Copies differ in the unit of the tracings, and no file states it, so it is estimated from the amplitudes (see `_steps_per_mv`).
+Releases and copies have different units, which no file states; the unit is estimated from the amplitudes (`_steps_per_mv`).
 """
 
 import math
@@ -128,7 +128,7 @@ def _open_dataset(h5py: Any, file: Any, part: str, name: str) -> Any:
 
 @cached
 def _exams(root: Folder) -> dict[str, tuple[str | None, float | None, str | None, tuple[str, ...]]]:
-    """Map exam_id to patient, age, sex and diagnoses. Deaths and follow-up times are never read."""
+    """Map exam_id to patient, age, sex and diagnoses. Death and follow-up times are never read."""
     return {
         row["exam_id"]: (
             row["patient_id"] or None,

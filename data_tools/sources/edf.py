@@ -83,7 +83,7 @@ def _text(field: bytes) -> str:
 def _number(text: str, name: str) -> float:
     """Parse a number of the header, which is stored as text."""
     if not _NUMBER.fullmatch(text) or not math.isfinite(value := float(text)):
-        raise ReadError("header", f"{name}: {text!r} is no number")
+        raise ReadError("header", f"{name}: {text!r} is not a number")
     return value
 
 

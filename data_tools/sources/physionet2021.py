@@ -28,7 +28,7 @@ class PhysioNet2021(WfdbSource):
         return "training" in names or bool(names & set(DATABASES) - {"ptb-xl"})
 
     def keys(self) -> Iterator[str]:
-        """Only headers in database folders, if there are any: other archives (PTB-XL's own release) may be beside them."""
+        """Only headers in database folders, if there are any: other archives (PTB-XL's release) may be in the same folder."""
         names = self.root.children()
         places = ["training"] if "training" in names else [name for name in names if name in DATABASES]
         for place in places or [""]:

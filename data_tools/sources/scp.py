@@ -33,7 +33,7 @@ def decode(data: bytes) -> Decoded:
     try:
         return _decode(_sections(data))
     except (struct.error, IndexError):
-        raise ReadError("truncated file", "a field lies beyond its section") from None
+        raise ReadError("truncated file", "a field is outside its section") from None
 
 
 FORMAT = Format(lambda head, name: head[16:22] == b"SCPECG" or name.lower().endswith(".scp"), decode, MAX_BYTES)

@@ -195,7 +195,7 @@ def test_a_remote_dataset_is_verified_drawn_and_read_in_place(
     assert main(["verify", f"{BUCKET}/made", "--archive", ARCHIVE, "--workers", "1"]) == 0
     assert main(["show", f"{BUCKET}/made"]) == 0
     assert main(["show", f"{BUCKET}/made", "--crop", "3", "--png", str(tmp_path / "crop.png")]) == 0
-    assert f"{len(local):,} crops, everything holds" in capsys.readouterr().out
+    assert f"{len(local):,} crops, all checks passed" in capsys.readouterr().out
     assert (tmp_path / "crop.png").stat().st_size > 10_000
     fs = storage._connect(BUCKET, False)
     name = f"{BUCKET}/made/shards/00001.tar"
