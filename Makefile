@@ -1,4 +1,4 @@
-# Each target does all of its own set-up: a machine needs python 3.11 or newer with venv, make, and PyPI.
+# Each target does its own set-up. Requirements: Python 3.11 or newer with venv, make, and access to PyPI.
 PYTHON ?= python3
 BIN := .venv/bin
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
@@ -6,16 +6,16 @@ RUN := OMP_NUM_THREADS=1 $(BIN)/python
 .PHONY: help test demo lint bench bench-gpu clean
 
 help:
-	@echo "make test   install into .venv and run every test"
-	@echo "make demo   install into .venv; archive -> dataset -> pre-trained model, against random weights and the mean beat"
-	@echo "make lint   ruff and mypy"
-	@echo "make bench  measure this machine, 15 minutes; again: what is still missing; tables in benchmarks/RESULTS.md"
-	@echo "make bench-gpu   the same on a GPU, after checks and tests, 15 minutes; again: what is still missing"
+	@echo "make test   install into .venv and run all tests"
+	@echo "make demo   install into .venv; archive -> dataset -> pre-trained model, compared with random weights and the mean beat"
+	@echo "make lint   run ruff and mypy"
+	@echo "make bench  measure this machine for 15 minutes (rerun to continue); tables in benchmarks/RESULTS.md"
+	@echo "make bench-gpu   the same on a GPU, 15 minutes including checks and tests (rerun to continue)"
 	@echo "make clean  remove .venv, .bench and demo/"
 
 .venv/installed: pyproject.toml constraints.txt
-	@$(PYTHON) -c "import sys; sys.exit(None if sys.version_info >= (3, 11) else 'python 3.11 or newer is needed: make PYTHON=python3.11')"
-	@echo "installing into .venv: about 1 GB, some minutes"
+	@$(PYTHON) -c "import sys; sys.exit(None if sys.version_info >= (3, 11) else 'Python 3.11 or newer is required: make PYTHON=python3.11')"
+	@echo "installing into .venv: about 1 GB, a few minutes"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check pip==26.3
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
@@ -36,7 +36,7 @@ demo: .venv/installed
 	$(BIN)/python -m engine pretrain --config small --data demo/dataset --out demo/run --set train.steps=500 --set train.batch_crops=32 \
 	    --set train.lr=1e-3 --set train.validate_every=0
 	$(BIN)/python -m engine bench --models pre-trained=demo/run --data demo/dataset --tasks diagnosis --leads 12 1 --share 0.03 0.1 1 --out demo/bench
-	@echo "look at demo/summary.png, demo/ecg.png, demo/augmentations.png, demo/run/report.html, demo/bench/bench.png"
+	@echo "see demo/summary.png, demo/ecg.png, demo/augmentations.png, demo/run/report.html, demo/bench/bench.png"
 
 lint: .venv/installed
 	$(BIN)/ruff check .
