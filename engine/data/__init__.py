@@ -1,1 +1,1 @@
-"""From a dataset to batches on the device: which crop comes when, fetching it, changing it."""
+"""From a dataset to batches on the device: the order of crops, reading them, augmenting them."""

@@ -1,15 +1,15 @@
-"""Augmentations of ECG crops: one formula each, for numpy, for torch on any device and for DALI.
+"""Augmentations of ECG crops. Each is one formula that runs in numpy, in torch on any device and in DALI.
 
     augment_draws.draws(config, seed, epoch, crop) -> parameters p
     x -> 3KG matrix -> + gain * wave of each noise -> limb leads from I and II -> model's leads -> * window * lead mask -> x
 
-`augment` is deterministic: all random numbers are in p. The lead mask (RLM) comes last, so that masked leads, and leads that
-were not recorded, are exactly zero. Formulas: Oh et al. 2022, appendix B; the variants of the authors' code (kinds authors_*)
-differ in the parameters drawn, and recompute the limb leads from I and II.
+`augment` is deterministic: all random numbers are in p. Random lead masking (RLM) comes last, so masked leads and missing leads
+are exactly zero. The formulas are from Oh et al. 2022, appendix B. The variants of the authors' code (kinds authors_*) draw
+their parameters differently and recompute the limb leads from I and II.
 
 Shapes: B crops, S adjacent halves or views, L leads, T samples, K components. x is [B, S, L, T] float32 millivolts; p holds
-[B, S, 1 or L, 1 or K]. In DALI there is no B. numpy and torch turn one half (S = 1) into two views if p has two.
-`python -m engine.data.picture augmentations.png` draws all of them.
+[B, S, 1 or L, 1 or K]. DALI has no B axis. numpy and torch turn one half (S = 1) into two views if p has parameters for two.
+`python -m engine.data.picture augmentations.png` draws every augmentation.
 """
 
 import functools
@@ -33,7 +33,7 @@ NOISE_SETS = {
 }
 WANDER_COMPONENTS = 3
 TAU = 2 * math.pi
-FINE = 50  # about the square root of T
+FINE = 50  # samples in a fine step of _factored_cosines: about the square root of T
 
 Array = Any  # numpy array, torch tensor or DALI node
 Product = tuple[Array, Array]  # gain [.., S, 1|L, 1], wave [.., S, 1|L, T]
@@ -41,7 +41,7 @@ Product = tuple[Array, Array]  # gain [.., S, 1|L, 1], wave [.., S, 1|L, T]
 
 @dataclass(frozen=True)
 class AmplitudeMv:
-    """Largest amplitude of each kind of noise, as in the paper; the authors' code uses 0.1 (tasks/ecg_pretraining.py:136)."""
+    """Largest amplitude of each kind of noise, as in the paper; the authors' code has 0.1 (tasks/ecg_pretraining.py:136)."""
 
     powerline: float = 0.5  # mains hum
     emg: float = 0.5  # muscle noise
@@ -55,11 +55,11 @@ class AmplitudeMv:
 
 @dataclass(frozen=True)
 class ThreeKG:
-    """The heart seen from another angle (Gopal et al. 2021; fairseq-signals perturb_ecg_dataset.py:120-199)."""
+    """3KG: the heart seen from another angle (Gopal et al. 2021; fairseq-signals perturb_ecg_dataset.py:120-199)."""
 
-    angle_deg: float = 45.0  # three rotations of the dipole, each uniform within +- this
-    scale: float = 1.5  # a factor for each axis, uniform from 1 to this
-    time_mask: float = 0.5  # share of the samples zeroed by a cyclic window, another one in each lead
+    angle_deg: float = 45.0  # largest angle of the dipole's three rotations; each is uniform within +- this
+    scale: float = 1.5  # largest scale factor; one for each axis, uniform from 1 to this
+    time_mask: float = 0.5  # share of the samples to zero, in one cyclic window per lead
 
     def __post_init__(self) -> None:
         _within("augment.threekg.angle_deg", self.angle_deg, 0, 180)
@@ -69,37 +69,37 @@ class ThreeKG:
 
 @dataclass(frozen=True)
 class AugmentConfig:
-    rlm: float = 0.5  # probability with which each lead of each half is zeroed; 0 = off
-    rlm_keep_one: bool = False  # never mask all leads of a half (the paper may)
-    noise: str | tuple[str, ...] = ()  # kinds, or the name of a set: physio3, physio4, authors_physio3, authors_physio4
+    rlm: float = 0.5  # random lead masking: probability of zeroing each lead of each half; 0 = off
+    rlm_keep_one: bool = False  # never mask all leads of a half (the paper's masking can)
+    noise: str | tuple[str, ...] = ()  # kinds of noise, or a set: physio3, physio4, authors_physio3, authors_physio4
     amplitude_mv: AmplitudeMv = field(default_factory=AmplitudeMv)
-    powerline_hz: int = 50  # 60 in the Americas; authors_powerline takes either at random
-    powerline_components: int = 1  # multiples of powerline_hz
-    per_lead: bool = False  # draw parameters for each lead instead of once for all; white noise always differs between leads
-    dependency: bool | None = None  # recompute the limb leads from I and II after the noise; None: for authors_* only
+    powerline_hz: int = 50  # 60 in the Americas; authors_powerline picks 50 or 60 at random
+    powerline_components: int = 1  # number of harmonics of powerline_hz
+    per_lead: bool = False  # draw noise parameters for each lead instead of once for all; white noise always differs by lead
+    dependency: bool | None = None  # recompute the limb leads from I and II after adding noise; None: for authors_* only
     threekg: ThreeKG | None = None
-    leads: str | tuple[str, ...] = "12"  # used by the model
-    padded: bool = True  # the other leads are zeros; false: they are left out
-    extra: str = ""  # your own, file.py:function of x_BSLT and a torch.Generator, after the others: engine.data.extra
+    leads: str | tuple[str, ...] = "12"  # leads that the model uses
+    padded: bool = True  # keep the other leads as zeros; false: leave them out
+    extra: str = ""  # your own function(x_BSLT, generator) as file.py:function, applied after the others: engine.data.extra
 
     def __post_init__(self) -> None:
         _within("augment.rlm", self.rlm, 0, 1)
         if self.rlm == 1 and not self.rlm_keep_one:
-            raise ConfigError("augment.rlm=1: zeroes every lead: use less than 1, or rlm_keep_one: true")
+            raise ConfigError("augment.rlm=1: this masks every lead: use less than 1, or rlm_keep_one: true")
         for kind in self.kinds:
             if kind not in PAPER_NOISE + AUTHORS_NOISE:
                 known = ", ".join([*PAPER_NOISE, *AUTHORS_NOISE, *NOISE_SETS])
-                raise ConfigError(f"augment.noise={self.noise!r}: no kind is called {kind!r}: use {known}")
+                raise ConfigError(f"augment.noise={self.noise!r}: unknown kind {kind!r}: use {known}")
         if len(set(map(formula, self.kinds))) < len(self.kinds):
-            raise ConfigError(f"augment.noise={self.noise!r}: a kind occurs twice: name each once, the paper's or the authors'")
+            raise ConfigError(f"augment.noise={self.noise!r}: a kind occurs twice: give each once, the paper's or the authors'")
         if self.powerline_hz not in (50, 60):
-            raise ConfigError(f"augment.powerline_hz={self.powerline_hz!r}: no mains has it: use 50 or 60")
+            raise ConfigError(f"augment.powerline_hz={self.powerline_hz!r}: not a mains frequency: use 50 or 60")
         if self.powerline_components not in (1, 2, 3, 4):
-            raise ConfigError(f"augment.powerline_components={self.powerline_components!r}: must stay below 250 Hz: use 1 to 4")
+            raise ConfigError(f"augment.powerline_components={self.powerline_components!r}: must be 1 to 4 (below 250 Hz)")
         if self.per_lead and any(kind in AUTHORS_NOISE for kind in self.kinds):
-            raise ConfigError("augment.per_lead=True: the authors' kinds say themselves what is per lead: use false")
+            raise ConfigError("augment.per_lead=True: the authors' kinds fix what is drawn per lead: use false")
         if self.extra and not OWN.fullmatch(self.extra):
-            raise ConfigError(f"augment.extra={self.extra!r}: name your own function as file.py:function")
+            raise ConfigError(f"augment.extra={self.extra!r}: must be file.py:function")
         parse_leads(self.leads, "augment.leads")
 
     @property
@@ -109,7 +109,7 @@ class AugmentConfig:
 
     @property
     def changes_zeros(self) -> bool:
-        """Leads that were not recorded would be changed, or could be the only ones that are not masked."""
+        """Whether missing leads must be masked explicitly: they would get noise, or be the one lead that rlm_keep_one keeps."""
         return bool(self.kinds) or self.threekg is not None or self.rlm_keep_one
 
     @property
@@ -127,12 +127,12 @@ class AugmentConfig:
 
     @property
     def noise_leads(self) -> tuple[int, ...]:
-        """Leads that noise is added to: all, where leads are computed from other leads afterwards."""
+        """Leads that get noise: all of them if some leads are later computed from others."""
         return ALL if self.refits_limb_leads or self.threekg else self.output_leads
 
 
 def _within(key: str, value: float, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:  # NaN is not within
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:  # also refuses NaN
         raise ConfigError(f"{key}={value!r}: must be a number from {low} to {high}")
 
 
@@ -141,16 +141,16 @@ def formula(kind: str) -> str:
 
 
 class Axis(NamedTuple):
-    """Time, three ways, each [T]."""
+    """Three time axes, each [T]."""
 
     index: Array
     time_s: Array
-    mains_s: Array  # time folded into +-50 ms: all mains repeat every 0.1 s, and float32 keeps the phase of small angles only
+    mains_s: Array  # time modulo 0.1 s, the common period of all mains hum: float32 loses the phase of large angles
 
 
 @dataclass(frozen=True)
 class Ops:
-    """Operations that differ between the three libraries; + - * < & do not."""
+    """The operations that the three libraries write differently; + - * < & are the same in all."""
 
     constant: Callable[[np.ndarray], Array]
     cosines: Callable[[Array, Array, Array, Array, int], Array]  # a, f, phi, t, K -> sum_k a_k cos(2 pi f_k t + phi_k)
@@ -169,9 +169,9 @@ def axis(samples: int, fs_hz: float, ops: Ops) -> Axis:
 
 
 def augment(x: Array, p: Mapping[str, Array], config: AugmentConfig, time: Axis, ops: Ops) -> Array:
-    """x with the augmentations of `config` for the parameters p. torch overwrites x where it can.
+    """Apply the augmentations of `config` with the parameters p. torch overwrites x where it can.
 
-    p["white"], needed by the kind emg, is standard normal noise [.., S, len(config.noise_leads), T].
+    The kind emg needs p["white"], standard normal noise [.., S, len(config.noise_leads), T].
     """
     if config.threekg:
         x = ops.mix(p["matrix"], x)
@@ -179,7 +179,7 @@ def augment(x: Array, p: Mapping[str, Array], config: AugmentConfig, time: Axis,
         x = _select(x, config.output_leads, ops)
     if config.kinds:
         x = ops.add(x, [WAVES[formula(kind)](p, time, config, ops) for kind in config.kinds])
-    if config.refits_limb_leads:  # linear, so once is the same as after each kind
+    if config.refits_limb_leads:  # it is linear: once after all kinds equals once after each
         x = refit_limb_leads(x, ops)
     if config.noise_leads != config.output_leads:
         x = _select(x, config.output_leads, ops)
@@ -219,7 +219,7 @@ def outside_window(p: Mapping[str, Array], time: Axis) -> Array:
 
 
 def refit_limb_leads(x: Array, ops: Ops) -> Array:
-    """III, aVR, aVL and aVF from I and II: Einthoven and Goldberger."""
+    """Recompute III, aVR, aVL and aVF from I and II (Einthoven, Goldberger)."""
     one, two = ops.rows(x, 0, 1), ops.rows(x, 1, 2)
     made = [two - one, (one + two) * -0.5, one - two * 0.5, two - one * 0.5]
     return ops.cat([ops.rows(x, 0, 2), *made, ops.rows(x, 6, 12)])
@@ -238,9 +238,8 @@ def _plain_cosines(cos: Callable[[Array], Array], part: Callable[[Array, int], A
 
 
 def _factored_cosines(amplitude: Array, hz: Array, phase: Array, time_s: Array, count: int) -> Array:
-    """The same by cos(u + v) = cos u cos v - sin u sin v, u every 50th sample and v the 49 after it: 50 times fewer cosines.
-
-    Holds for time folded at 0.1 s too, where t is that of u plus that of v up to a whole number of waves.
+    """The same with cos(u + v) = cos u cos v - sin u sin v, where u is every 50th sample and v the offset from it, 0 to 49: 50
+    times fewer cosines. It also holds for time modulo 0.1 s, where t is u + v up to a whole number of periods.
     """
     coarse_s, fine_s = time_s[::FINE], time_s[:FINE]
     total = None
@@ -266,13 +265,13 @@ def numpy_ops() -> Ops:
 
 
 def torch_ops() -> Ops:
-    """In place, in few passes over x. Can be compiled into one kernel."""
+    """Work in place, in few passes over x. torch.compile can fuse them into one kernel."""
     import torch
 
     broadcast_shapes: Any = torch.broadcast_shapes  # not typed
 
     def owned(x: Array, *others: Array) -> Array:
-        """x, or a copy of it in the shape of the result: one half that becomes two views."""
+        """x, or a copy of it in the shape of the result, if one half becomes two views."""
         shape = broadcast_shapes(x.shape, *(other.shape for other in others))
         return x if x.shape == shape else x.expand(shape).clone()
 
@@ -282,7 +281,7 @@ def torch_ops() -> Ops:
             return wave.shape[-2] > 1 or (not isinstance(gain, float) and gain.shape[-2] > 1)
 
         if shared := [gain * wave for gain, wave in products if not per_lead((gain, wave))]:
-            total = functools.reduce(operator.add, shared)  # in 1/L of the memory of x
+            total = functools.reduce(operator.add, shared)  # takes 1/L of the memory of x
             x = owned(x, total).add_(total)
         for gain, wave in filter(per_lead, products):
             x = owned(x, wave)
@@ -301,14 +300,14 @@ def torch_ops() -> Ops:
 
 
 def dali_ops() -> Ops:
-    """Inside a DALI pipeline, whose samples have no batch axis: x_SLT. On the CPU several times slower than torch."""
+    """For a DALI pipeline, whose samples have no batch axis: x_SLT. On the CPU it is several times slower than torch."""
     from nvidia.dali import fn, types
     from nvidia.dali import math as dali_math
 
     constant: Any = types.Constant  # not typed
 
     def mix(matrix: Array, x: Array) -> Array:
-        """DALI has no matrix product: a sum over leads of column times row."""
+        """Matrix product as a sum over leads of column times row: DALI has none."""
         products = (matrix[:, :, lead : lead + 1] * x[:, lead : lead + 1, :] for lead in ALL)
         return functools.reduce(operator.add, products)
 

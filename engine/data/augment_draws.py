@@ -1,10 +1,10 @@
-"""The parameters of every augmentation of a crop, from counter-based numbers: a function of (seed, epoch, crop, view).
+"""Draw the augmentation parameters of a crop with counter-based random numbers: a function of (seed, epoch, crop, view).
 
     p = draws(config, seed, epoch_B, crop_B)        arrays for augment.augment, [B, S, 1 or L, 1 or K] float32 or bool
-    p["white"] = white(bank, p["white_start"], T)   for the kind emg; bank = white_bank(seed), once
+    p["white"] = white(bank, p["white_start"], T)   for the kind emg; call bank = white_bank(seed) once
 
-They do not depend on rank, batch size, order of crops, restarts, or on which other leads are used. Fresh white noise for each
-sample would cost ten times the rest: each lead of each crop is given a random slice of a fixed bank instead.
+They do not depend on rank, batch size, order of crops, restarts or which other leads are used. Fresh white noise for each crop
+would cost ten times as much as all other draws, so each lead of each crop gets a random slice of a fixed noise bank.
 Distributions: Oh et al. 2022, appendix B, and fairseq-signals augmentations.py for the kinds authors_*.
 
 Shapes: B crops, S views, L leads, T samples, K components.
@@ -21,11 +21,11 @@ from engine.data.augment import AUTHORS_NOISE, PAPER_NOISE, TAU, WANDER_COMPONEN
 from engine.data.counter import RandomStream
 
 Params = dict[str, np.ndarray]
-ONE_FOR_ALL = (0,)  # instead of leads: one draw for all of them
-WHITE_BANK = 2**22  # 16 MiB: a CPU's cache holds it, and two leads' noises overlap with probability 0.001
+ONE_FOR_ALL = (0,)  # in place of lead numbers: one draw for all leads
+WHITE_BANK = 2**22  # 16 MiB: fits in a CPU's cache, and the noise of two leads overlaps with probability 0.001
 
 # From I II V1..V6 to Frank's X (left), Y (inferior), Z (posterior): Edenbrandt and Pahlm 1988. Its pseudo-inverse is Dower's
-# matrix to 0.005, and inverts it exactly, so that a view's dipole is the rotated dipole.
+# matrix to within 0.005 and inverts it exactly, so the dipole of a view is exactly the rotated dipole.
 INVERSE_DOWER = np.array(
     [
         [0.156, -0.010, -0.172, -0.074, 0.122, 0.231, 0.239, 0.194],
@@ -43,7 +43,7 @@ FROM_DIPOLE = _TO_12 @ DOWER  # [12, 3]
 
 
 class _Draw:
-    """uniform and normal in [B, S, leads, slots]; a slot is the n-th number that a stream needs for a lead."""
+    """Random numbers [B, S, leads, slots]. Slot n is the n-th number that a stream draws for a lead."""
 
     def __init__(self, seed: int, epoch_B: np.ndarray, crop_B: np.ndarray, views: int) -> None:
         epoch, crop = np.broadcast_arrays(np.atleast_1d(epoch_B), np.atleast_1d(crop_B))
@@ -66,8 +66,8 @@ def draws(
     samples: int = 2500,
     measured_BL: np.ndarray | None = None,
 ) -> Params:
-    """Parameters for `views` halves or views of each crop. `crop_B`: augmenter.crop_key of each. `measured_BL`: bool [B, 12],
-    which leads were recorded; None: all."""
+    """Draw parameters for `views` halves or views of each crop. `crop_B`: the augmenter.crop_key of each crop. `measured_BL`:
+    bool [B, 12], which leads were recorded; None: all."""
     draw = _Draw(seed, epoch_B, crop_B, views)
     p: Params = {}
     if config.threekg:
@@ -82,21 +82,21 @@ def draws(
 
 
 def _keep(draw: _Draw, config: AugmentConfig, measured_BL: np.ndarray | None) -> np.ndarray:
-    """Random lead masking: zeroed where u < p, for each lead of each half (Oh et al. 2022; augmentations.py:199-201)."""
+    """Random lead masking: each lead of each half is zeroed where u < p (Oh et al. 2022; augmentations.py:199-201)."""
     usable = np.isin(config.output_leads, config.seen)[:, None]
     if measured_BL is not None:
         usable = usable & measured_BL[:, None, list(config.output_leads), None]
     u = np.where(usable, draw.uniform(RandomStream.LEAD_MASK, config.output_leads, [0]), -1.0)
     keep: np.ndarray = (u >= config.rlm) & usable
     if config.rlm_keep_one:
-        keep |= (u == u.max(axis=-2, keepdims=True)) & usable  # each lead is the largest equally often
+        keep |= (u == u.max(axis=-2, keepdims=True)) & usable  # every lead is equally likely to have the largest u
     return keep
 
 
 def _powerline(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
     count, leads = config.powerline_components, _noise_leads(config)
     amplitude = draw.uniform(RandomStream.POWERLINE, leads, range(2, 2 + count)) * config.amplitude_mv.powerline
-    phase = draw.uniform(RandomStream.POWERLINE, leads, [0]) * TAU  # one for all components, as the paper writes it
+    phase = draw.uniform(RandomStream.POWERLINE, leads, [0]) * TAU  # the same for all components, as in the paper
     hz = np.full(amplitude.shape, config.powerline_hz) * np.arange(1, 1 + count)
     return {"powerline_amplitude": amplitude, "powerline_phase": np.broadcast_to(phase, hz.shape), "powerline_hz": hz}
 
@@ -116,7 +116,7 @@ def _emg(draw: _Draw, config: AugmentConfig, samples: int, own: bool = False) ->
 
 
 def _authors_emg(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
-    """Each lead has its amplitude (augmentations.py:92)."""
+    """Each lead has its own amplitude (augmentations.py:92)."""
     return _emg(draw, config, samples, own=True)
 
 
@@ -131,7 +131,7 @@ def _wander(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
 
 
 def _authors_wander(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
-    """Three frequencies on their own, C for each lead (augmentations.py:160-180)."""
+    """Three independent frequencies, and C for each lead (augmentations.py:160-180)."""
     count = WANDER_COMPONENTS
     hz = 0.01 + draw.uniform(RandomStream.WANDER, ONE_FOR_ALL, range(2 * count, 3 * count)) * 0.19
     gain = 1 + 0.5 * draw.normal(RandomStream.WANDER, config.noise_leads, [3 * count])
@@ -139,17 +139,17 @@ def _authors_wander(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
 
 
 def _shift(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
-    """The paper says only "a randomly sampled span": N(0.2 T, (0.04 T)^2) long, as in the authors' code, anywhere within T."""
+    """The paper only says "a randomly sampled span". Here: length N(0.2 T, (0.04 T)^2), as the authors' code; any position."""
     leads = _noise_leads(config)
     amplitude = (2 * draw.uniform(RandomStream.SHIFT, leads, [0]) - 1) * config.amplitude_mv.shift
     length = (0.2 + 0.04 * draw.normal(RandomStream.SHIFT, leads, [1])) * samples
-    length = np.clip(length, 1, samples)  # 5 sigma either way
+    length = np.clip(length, 1, samples)  # the lower bound is 5 sigma away, the upper 20
     start = np.floor(draw.uniform(RandomStream.SHIFT, leads, [2]) * (samples - length))
     return {"shift_amplitude": amplitude, "shift_start": start, "shift_stop": np.floor(start + length)}
 
 
 def _authors_shift(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
-    """+1 or -1 mV for each lead, minus one U(0, max) (augmentations.py:124-126; probably meant: times)."""
+    """+1 or -1 mV for each lead, minus one U(0, max) for all (augmentations.py:124-126; they probably meant times)."""
     sign = np.where(draw.uniform(RandomStream.SHIFT, config.noise_leads, [3]) < 0.5, 1.0, -1.0)
     subtracted = draw.uniform(RandomStream.SHIFT, ONE_FOR_ALL, [0]) * config.amplitude_mv.shift
     return _shift(draw, config, samples) | {"shift_amplitude": sign - subtracted}
@@ -177,7 +177,7 @@ def _threekg(draw: _Draw, threekg: ThreeKG, leads: tuple[int, ...], samples: int
 def threekg_matrix(angle_rad: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """[..., 12, 12] float64: twelve leads -> dipole -> rotated, then scaled along each axis -> twelve leads.
 
-    The dipole has three components, so that even angle 0 and scale 1 is a projection and not the identity.
+    The dipole has only three components, so even angle 0 with scale 1 is a projection, not the identity.
     """
     stretched = np.asarray(scale)[..., None] * rotation(np.asarray(angle_rad))
     matrix: np.ndarray = FROM_DIPOLE @ stretched @ TO_DIPOLE
@@ -185,7 +185,7 @@ def threekg_matrix(angle_rad: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def rotation(angle_rad: np.ndarray) -> np.ndarray:
-    """[..., 3] -> [..., 3, 3]: about z, then y, then x, all fixed (scipy's Rotation.from_euler("zyx"))."""
+    """[..., 3] -> [..., 3, 3]: rotate about the fixed axes z, then y, then x (scipy's Rotation.from_euler("zyx"))."""
     about_z, about_y, about_x = (_about(axis, angle_rad[..., i]) for i, axis in enumerate((2, 1, 0)))
     turned: np.ndarray = about_x @ about_y @ about_z
     return turned
@@ -203,12 +203,12 @@ def _about(axis: int, angle: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=1)  # shared by all loaders of a run
 def white_bank(seed: int, size: int = WHITE_BANK) -> np.ndarray:
-    """Standard normal float32, in 0.2 s at full size."""
+    """Standard normal float32 numbers; the full size takes 0.2 s."""
     return counter.normal(seed, RandomStream.WHITE, np.arange(size)).astype(np.float32)
 
 
 def white(bank: Any, start: Any, samples: int) -> Any:
-    """[B, S, L, T] from a bank and p["white_start"], both of numpy or both of torch; a copy."""
+    """Copy noise [B, S, L, T] from a bank at p["white_start"]; both are numpy arrays, or both torch tensors."""
     if isinstance(bank, np.ndarray):
         return np.lib.stride_tricks.sliding_window_view(bank, samples)[start[..., 0]]
     return bank.unfold(0, samples, 1).index_select(0, start.reshape(-1)).view(*start.shape[:-1], samples)

@@ -2,10 +2,10 @@
 
     crops_BLT int16 [B, 12, 5000] -> x_BSLT float32 [B, S, L, 2500]
 
-The reference for the other backends, and the fast path on a CPU. `Augmenter` holds what stays the same from batch to batch;
-everything random comes in as parameters (augment_draws), so the same batch can be made again anywhere.
+This is the reference for the other backends and the fast path on a CPU. `Augmenter` holds what is the same for all batches;
+everything random is passed in as parameters (augment_draws), so any process can reproduce a batch.
 
-A lead that a record lacks is zeros in its crops, and must stay zeros whatever is added: `measured_leads` tells which.
+Missing leads are zeros in a crop and must stay zeros under every augmentation: `measured_leads` finds them.
 """
 
 import ctypes
@@ -32,16 +32,16 @@ from engine.data.order import Places
 
 FS_HZ, CROP, HALF = 500.0, 5000, 2500
 MV_PER_UV = 1e-3
-CHUNK, WAVES_CHUNK = 16, 64  # crops made at a time on a CPU: 4 MB of float32, and 1; measured 4 to 32, 4 to 64
+CHUNK, WAVES_CHUNK = 16, 64  # crops at a time on a CPU: 4 MB and 1 MB of float32; the best of 4 to 32 and of 4 to 64
 Views = Literal["halves", "window"]
 Tensors = dict[str, torch.Tensor]
 MeasuredLeads = Callable[[Places], np.ndarray]  # bool [B, 12]
 Write = Callable[[Sequence[int], Sequence[int]], None]  # (places in a buffer of crops, positions in the batch)
 
 
-@lru_cache(maxsize=4)  # each validation asks again
+@lru_cache(maxsize=4)  # every validation calls this
 def missing_leads(dataset: Dataset) -> np.ndarray:
-    """uint16 [crops]: a bit for each lead that was not measured, I being 1."""
+    """uint16 [crops]: one bit for each missing lead; bit 0 is lead I."""
     found = [np.zeros(0, np.uint16)]
     for part in dataset.parts(["missing_leads"]):
         missing, bits = part["missing_leads"], np.zeros(len(part), np.uint16)
@@ -59,7 +59,7 @@ def none_measured(dataset: Dataset, leads: Sequence[int]) -> np.ndarray:
 
 
 def measured_leads(datasets: Sequence[Dataset]) -> MeasuredLeads | None:
-    """A function of a batch's crops; None if no record lacks a lead."""
+    """A function that looks up the measured leads of a batch; None if no record has missing leads."""
     bits = [missing_leads(dataset) for dataset in datasets]
 
     def of(places: Places) -> np.ndarray:
@@ -74,13 +74,13 @@ def measured_leads(datasets: Sequence[Dataset]) -> MeasuredLeads | None:
 
 
 def crop_key(places: Places) -> np.ndarray:
-    """A crop's key for the counter-based generator: its dataset and its row."""
+    """The key of each crop for the counter-based generator: dataset and row in one integer."""
     key: np.ndarray = places.dataset.astype(np.int64) << 40 | places.row
     return key
 
 
 def parameters(config: AugmentConfig, views: Views, seed: int, places: Places, measured: MeasuredLeads | None = None) -> Params:
-    """All that is random about a batch."""
+    """Draw everything that is random about a batch."""
     crop = crop_key(places)
     p = draws(config, seed, places.epoch, crop, measured_BL=measured(places) if measured else None)
     if views == "window":
@@ -89,8 +89,8 @@ def parameters(config: AugmentConfig, views: Views, seed: int, places: Places, m
 
 
 def views(crops_BLT: np.ndarray, config: AugmentConfig) -> torch.Tensor:
-    """Both halves of crops without any augmentation, float32 millivolts [B, 2, L, 2500] on the CPU: for validation. Leads that
-    the model does not use are zeros, or left out (config.padded)."""
+    """Both halves of crops without augmentation, for validation: float32 millivolts [B, 2, L, 2500] on the CPU. Leads that the
+    model does not use are zeros if config.padded, else left out."""
     x_BSLT = np.zeros((len(crops_BLT), 2, len(config.output_leads), HALF), np.float32)
     used = list(config.seen)
     x_BSLT[:, :, used if config.padded else slice(None)] = (
@@ -100,8 +100,8 @@ def views(crops_BLT: np.ndarray, config: AugmentConfig) -> torch.Tensor:
 
 
 def single_threaded() -> None:
-    """Keeps torch from opening OpenMP threads for this thread's operations: they would take the training step's cores."""
-    torch.get_num_threads()  # torch sets the process's number in a thread at its first operation
+    """Keep torch from starting OpenMP threads for this thread's operations: they would take cores from the training step."""
+    torch.get_num_threads()  # initialises the thread's setting first: torch would otherwise reset it at the first operation
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).omp_set_num_threads(1)
 
@@ -109,7 +109,7 @@ def single_threaded() -> None:
 @dataclass(frozen=True, eq=False)
 class Augmenter:
     config: AugmentConfig
-    views: Views  # the two adjacent halves (CMSC), or one random window augmented twice (SimCLR, 3KG)
+    views: Views  # two adjacent halves (CMSC), or one random window augmented twice (SimCLR, 3KG)
     seed: int
     device: torch.device
     ops: Ops = field(default_factory=torch_ops)
@@ -124,13 +124,13 @@ class Augmenter:
 
     @property
     def by_crop(self) -> bool:
-        """Halves of all leads with white noise or noise that all leads share: a crop is made in a few passes over it."""
+        """Whether the fast writer applies: halves of all 12 leads, with only white noise and noise that all leads share."""
         c = self.config
         per_lead = c.refits_limb_leads or c.per_lead or any(kind in AUTHORS_NOISE for kind in c.kinds)
         return self.views == "halves" and c.threekg is None and c.output_leads == ALL and not (c.kinds and per_lead)
 
     def to_device(self, p: Params) -> Tensors:
-        """A few kilobytes a batch, in one asynchronous copy each."""
+        """Copy the parameters to the device asynchronously: a few kilobytes for a batch."""
         return {name: values.to(self.device, non_blocking=True) for name, values in self.pinned(p).items()}
 
     def pinned(self, p: Params) -> Tensors:
@@ -142,11 +142,11 @@ class Augmenter:
         if "emg_amplitude" in p:
             p = p | {"white": white(self.bank, p["white_start"], HALF)}
         x = cast(torch.Tensor, augment(x.mul_(MV_PER_UV), p, self.config, self.time, self.ops))
-        return x if x.shape[1] == 2 else x.repeat(1, 2, 1, 1)  # a window that nothing was done to is still two views
+        return x if x.shape[1] == 2 else x.repeat(1, 2, 1, 1)  # without augmentation, the window is repeated as two views
 
     def writer(self, p: Tensors, out_BSLT: torch.Tensor) -> Callable[[torch.Tensor], Write]:
-        """For a CPU: writer(p, out)(crops)(places, positions) makes the same of a few crops, at their positions in `out`. Five
-        times faster than a whole batch at once, most of whose cost is page faults."""
+        """For a CPU: writer(p, out)(crops)(places, positions) writes a few augmented crops to their positions in `out`. Five
+        times faster than a whole batch at once, where page faults take most of the time."""
         if self.by_crop:
             return self._crop_writer(p, out_BSLT)
 
@@ -163,7 +163,7 @@ class Augmenter:
         return of
 
     def _crop_writer(self, p: Tensors, out_BSLT: torch.Tensor) -> Callable[[torch.Tensor], Write]:
-        """What the leads of a crop share is computed here, for many crops at once."""
+        """The fast writer: what the leads of a crop share is computed here first, for many crops at once."""
         keep = p.get("keep", torch.ones(1)).expand(len(out_BSLT), 2, len(ALL), 1)
         scales, keeps, outs = (keep * MV_PER_UV).unbind(), keep.unbind(), out_BSLT.unbind()
         shared = [formula(kind) for kind in self.config.kinds if formula(kind) != "emg"]
@@ -198,7 +198,7 @@ class Augmenter:
         return waves.unbind()
 
     def split(self, crops_BLT: torch.Tensor, start_B: torch.Tensor | None = None) -> torch.Tensor:
-        """The two halves as views of one copy, or the same window once: `augment` makes two of it."""
+        """The two halves (without copying), or one window, which `augment` turns into two views."""
         if start_B is None:
             return crops_BLT.view(*crops_BLT.shape[:2], 2, HALF).transpose(1, 2)
         index = start_B[:, None, None] + torch.arange(HALF, device=crops_BLT.device)

@@ -1,14 +1,14 @@
-"""Counter-based random numbers and permutations: pure functions of a seed and some counters, so there is no state to save.
+"""Counter-based random numbers and permutations: pure functions of a seed and counters, so there is no state to save.
 
-Every random decision about a crop is drawn here, keyed by (seed, stream, epoch, crop, view, slot): it depends on no rank, batch
-size, order of calls, restart or library version.
+Every random decision about a crop is drawn here, keyed by (seed, stream, epoch, crop, view, slot). It does not depend on rank,
+batch size, order of calls, restarts or library versions.
 
     u_BVS = uniform(seed, RandomStream.WINDOW, epoch[:, None, None], crop[:, None, None], view[None, :, None], slot)
 
-Words are folded in from left to right and broadcast as late as possible, so put the fastest-varying last: above, the first four
+Counters are hashed from left to right and broadcast as late as possible, so put the fastest-varying last: above, the first four
 cost one hash per crop. With 512 crops, 2 views and 16 slots on one core: 7 ns per uniform, 40 ns per normal.
 
-`permute` is the keyed bijection of [0, n) behind the order of samples: 0.14 ms for 512 elements of any n.
+`permute` is a keyed bijection of [0, n), from which the order of crops is made: 0.14 ms for 512 elements of any n.
 """
 
 from enum import IntEnum
@@ -20,15 +20,15 @@ _WORD = 0xD1B54A32D192ED03  # makes the result depend on the order of the counte
 _RADIUS, _ANGLE = 0x8CB92BA72F3D8DD7, 0xAEF17502108EF2D9  # the two uniforms behind a normal
 _ALL_BITS = 2**64 - 1
 
-MAX_SIZE = 2**40  # of a permutation
+MAX_SIZE = 2**40  # largest permutation
 HALF_ROUNDS = 8  # with 6, pairs of elements are visibly dependent below n = 50; with 8 only below 17
-TINY = 32  # up to this size a Feistel network does not reach all permutations equally often, whatever its rounds
+TINY = 32  # up to this size, no number of rounds makes all permutations of a Feistel network equally likely
 
 Counter = int | np.integer | np.ndarray
 
 
 class RandomStream(IntEnum):
-    """What a number is drawn for: two purposes never share a draw. Old runs depend on the values: add, never renumber."""
+    """The purpose of a random number: two purposes never share a draw. Saved runs depend on the values: add, never renumber."""
 
     ORDER = 1
     SHARD_ORDER = 2
@@ -48,8 +48,8 @@ class RandomStream(IntEnum):
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's finaliser (Stafford's variant 13), in place: a bijection of uint64 that avalanches every bit."""
-    shifted = x >> 30  # the only scratch array: fresh pages cost more than the arithmetic
+    """SplitMix64's finaliser (Stafford's variant 13), in place: a bijection of uint64 with full avalanche."""
+    shifted = x >> 30  # the only scratch array: allocating fresh pages costs more than the arithmetic
     x ^= shifted
     x *= 0xBF58476D1CE4E5B9
     x ^= np.right_shift(x, 27, out=shifted)
@@ -59,29 +59,29 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def bits(seed: Counter, *counters: Counter) -> np.ndarray:
-    """uint64, all bits random, in the broadcast shape of the counters (integers or integer arrays, taken modulo 2**64)."""
+    """Random uint64 in the broadcast shape of the counters (integers or integer arrays, taken modulo 2**64)."""
     words = [_word(value) for value in (seed, *counters)]
-    state = np.zeros(1, np.uint64)  # one element, not a scalar: numpy's scalars warn when they wrap
+    state = np.zeros(1, np.uint64)  # one element, not a scalar: numpy scalars warn on overflow
     for k, word in enumerate(words):
-        # xor, not addition: two crops with neighbouring states would otherwise draw the same numbers, shifted
+        # xor, not addition: with addition, crops with neighbouring states would draw the same numbers, shifted
         state = mix(state ^ (word * GOLDEN + ((k + 1) * _WORD & _ALL_BITS)))
     return state.reshape(np.broadcast_shapes(*(np.shape(value) for value in (seed, *counters))))
 
 
 def uniform(seed: Counter, *counters: Counter) -> np.ndarray:
-    """float64 in [0, 1), multiples of 2**-53."""
+    """float64 in [0, 1): multiples of 2**-53."""
     drawn = bits(seed, *counters)
     return _unit(drawn.reshape(-1)).reshape(drawn.shape)
 
 
 def normal(seed: Counter, *counters: Counter) -> np.ndarray:
-    """float64, standard normal, up to 8.6 (Box-Muller). Exact to rounding: log and cos differ by an ulp between machines."""
+    """float64, standard normal, at most 8.6 (Box-Muller). Machines may differ by rounding: log and cos vary by an ulp."""
     drawn = bits(seed, *counters)
     state = drawn.reshape(-1)
     angle = _unit(mix(state ^ _ANGLE))
     angle *= 2.0 * np.pi
     radius = _unit(mix(state ^ _RADIUS))
-    np.subtract(1.0, radius, out=radius)  # (0, 1]: its logarithm is finite
+    np.subtract(1.0, radius, out=radius)  # now in (0, 1], so that the logarithm is finite
     np.log(radius, out=radius)
     radius *= -2.0
     np.sqrt(radius, out=radius)
@@ -99,12 +99,12 @@ def _word(value: Counter) -> np.ndarray:
         return np.full(1, value & _ALL_BITS, np.uint64)
     array = np.atleast_1d(value)
     if array.dtype.kind not in "iu":
-        raise TypeError(f"a counter must be an integer or an array of integers, not {array.dtype}")
+        raise TypeError(f"a counter must be an integer or an integer array, not {array.dtype}")
     return array.astype(np.uint64)
 
 
 def permute(i: Counter, n: Counter, key: Counter) -> np.ndarray:
-    """Where element i of [0, n) goes under a key (int64): a bijection for every n from 1 to 2**40. The arguments broadcast."""
+    """The image (int64) of i in the permutation of [0, n) with this key, for n from 1 to 2**40. The arguments broadcast."""
     shape = np.broadcast_shapes(np.shape(i), np.shape(n), np.shape(key))
     x = np.broadcast_to(i, shape).reshape(-1)
     size, keys = (v.reshape(1) if v.size == 1 else np.broadcast_to(v, shape).reshape(-1) for v in (np.asarray(n), bits(key)))
@@ -123,16 +123,16 @@ def _at(value: np.ndarray, at: np.ndarray) -> np.ndarray:
 
 
 def _rank(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """By rank of a hash that has no ties (it is a bijection): every permutation is equally likely."""
+    """Rank the elements by a hash without ties (it is a bijection): every permutation is equally likely."""
     hashes = bits(key[:, None], np.arange(TINY))
     own = bits(key, x)
     return np.asarray(((hashes < own[:, None]) & (np.arange(TINY) < n[:, None])).sum(axis=1))
 
 
 def _walk(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """A Feistel network on [0, a * b), a = ceil(sqrt n) and b = ceil(n / a), applied until the result lies inside [0, n): once
-    for nearly all elements, as the domain exceeds n by less than a."""
-    a = np.ceil(np.sqrt(n)).astype(np.uint64)  # IEEE: sqrt is rounded alike on every machine
+    """A Feistel network on [0, a * b), a = ceil(sqrt n) and b = ceil(n / a), applied until the result is in [0, n): nearly
+    always once, as the domain exceeds n by less than a."""
+    a = np.ceil(np.sqrt(n)).astype(np.uint64)  # IEEE rounds sqrt the same way on every machine
     b = (n + a - 1) // a
     out = _feistel(x, a, b, key)
     outside = np.flatnonzero(out >= n)
@@ -145,7 +145,7 @@ def _walk(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 def _feistel(x: np.ndarray, a: np.ndarray, b: np.ndarray, key: np.ndarray) -> np.ndarray:
     high, low = np.divmod(x, b)
-    for k in range(0, HALF_ROUNDS, 2):  # 53 bits of each hash: the sums must not wrap before the modulus
+    for k in range(0, HALF_ROUNDS, 2):  # 53 bits of each hash, so that the sums do not overflow before the modulus
         high = (high + (mix(low * GOLDEN ^ (key + k)) >> 11)) % a
         low = (low + (mix(high * GOLDEN ^ (key + (k + 1))) >> 11)) % b
     return np.asarray(high * b + low)

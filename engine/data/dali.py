@@ -1,10 +1,10 @@
-"""The NVIDIA DALI pipeline: the same definition on a GPU and, for tests, on a CPU (device_id=None).
+"""The NVIDIA DALI pipeline. The same definition runs on a GPU and, for tests, on a CPU (device_id=None).
 
     external source (int16 crops and the parameters of their augmentation) -> halves -> mV -> noise -> lead mask -> torch
 
-Parameters come from the counter-based generator on the host. White noise is drawn on the device by DALI's own generator,
-whose state is part of the checkpoint: a restored pipeline continues with the same bits. On a CPU its noise is ten times slower
-than torch's.
+Parameters come from the counter-based generator on the host. White noise is drawn on the device by DALI's own generator. Its
+state is part of the checkpoint, so a restored pipeline continues bit for bit. On a CPU, DALI draws noise ten times slower than
+torch.
 """
 
 import base64
@@ -22,8 +22,8 @@ from engine.data.augment_draws import Params
 from engine.data.augmenter import FS_HZ, HALF, MV_PER_UV, Views
 
 PREFETCH = 2
-IN_USE = PREFETCH + 1  # batches that DALI may still read after they were fed: it does not copy them
-ON_HOST = "start"  # fn.slice reads it on the host
+IN_USE = PREFETCH + 1  # batches that DALI may still be reading: it does not copy what it is fed
+ON_HOST = "start"  # fn.slice needs this one on the host
 
 
 def version() -> str:
@@ -31,14 +31,14 @@ def version() -> str:
         from nvidia import dali
     except ImportError:
         raise ConfigError(
-            "pipeline.backend=dali, which auto takes on a GPU, needs the extra cu13 or cu12: pip install 'omnilead[cu13]', "
+            "pipeline.backend=dali (the default on a GPU) needs the extra cu13 or cu12: pip install 'omnilead[cu13]', "
             "or set pipeline.backend=torch"
         ) from None
     return str(dali.__version__)
 
 
 class InFlight:
-    """Holds batches that a GPU may still read: DALI reuses their memory once they are freed, whatever torch has queued."""
+    """Keeps batches alive while a GPU may still read them: DALI reuses freed memory without waiting for torch's kernels."""
 
     def __init__(self, event: Callable[[], Any]) -> None:
         self.event = event
@@ -49,7 +49,7 @@ class InFlight:
         self.current = batch
 
     def release(self) -> None:
-        """Called before the next batch: by then all that reads the current one has been queued. At most two wait."""
+        """Call before the next batch, when all kernels that read the current one are queued. Keeps at most two batches."""
         if self.current is not None:
             event = self.event()
             event.record()
@@ -59,7 +59,7 @@ class InFlight:
 
 
 class Pipeline:
-    """`feed` yields (position, crops int16 [B, 12, 5000], parameters), ahead of time; crops may change after IN_USE more."""
+    """`feed` is read ahead: (position, crops int16 [B, 12, 5000], parameters). It may reuse the crops IN_USE items later."""
 
     def __init__(
         self,
@@ -79,9 +79,7 @@ class Pipeline:
         self.given: deque[list[np.ndarray]] = deque(maxlen=IN_USE)
         self.taken = InFlight(torch.cuda.Event) if device.type == "cuda" else None
         build = self._definition(config, views, batch, seed, threads)
-        with (
-            warnings.catch_warnings()
-        ):  # DALI says that it does not restore an external source: `feed` starts in the right place
+        with warnings.catch_warnings():  # DALI does not restore an external source; `feed` starts at the right position
             warnings.filterwarnings("ignore", "Checkpointing enabled in a pipeline with external source")
             try:
                 state = {} if blob is None else {"checkpoint": base64.b64decode(blob, validate=True).decode("latin-1")}
@@ -137,12 +135,12 @@ class Pipeline:
         return self.given[-1]
 
     def release(self) -> None:
-        """Before `run`: waits if the GPU is behind with too many of the batches given so far."""
+        """Call before `run`: waits until the GPU has finished with all but the last batches."""
         if self.taken:
             self.taken.release()
 
     def run(self) -> tuple[int, torch.Tensor]:
-        """-> (position of the batch, x_BSLT), which shares DALI's memory."""
+        """-> (position of the batch, x_BSLT). The tensor shares DALI's memory."""
         stamp, x = self.pipeline.run()
         tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(x.as_tensor())
         if self.taken:
@@ -150,7 +148,7 @@ class Pipeline:
         return int(np.asarray(stamp.as_cpu().at(0))[0]), tensor
 
     def close(self) -> None:
-        """At once, not when it is collected: until then it may read the crops that it was fed."""
+        """Shut down now, not at garbage collection: until then DALI may read the crops that it was fed."""
         self.pipeline._shutdown()
 
     def checkpoint(self) -> str:

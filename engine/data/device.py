@@ -1,4 +1,4 @@
-"""Crops in device memory: a whole dataset (pipeline.backend=resident), and copies to and from a GPU beside what it computes."""
+"""Crops in device memory: a whole dataset (pipeline.backend=resident), and copies to and from a GPU that overlap computing."""
 
 from collections.abc import Callable
 
@@ -15,11 +15,11 @@ READ_CROPS = 1024  # at a time
 
 
 class Resident:
-    """All rows that an order may ask for in device memory, each read and checked once. On a GPU, a batch is one compiled kernel
-    that gathers, scales, adds noise and masks."""
+    """Keeps all rows of an order in device memory; each is read and verified once. On a GPU, one compiled kernel makes a batch:
+    it gathers, scales, adds noise and masks."""
 
     def __init__(self, order: Order, reader: CropReader, augmenter: Augmenter, spare_bytes: float = 0) -> None:
-        """`spare_bytes`: what the training needs beside the crops."""
+        """`spare_bytes`: memory that training needs besides the crops."""
         self.augmenter, self.numbers = augmenter, [rows.row(np.arange(len(rows))) for rows in order.rows]
         self.offset = np.cumsum([0, *map(len, self.numbers)])
         needed = int(self.offset[-1]) * CROP_BYTES
@@ -27,11 +27,11 @@ class Resident:
         if free is not None and needed + spare_bytes > free:
             raise ConfigError(
                 f"pipeline.backend=resident: {needed / 1e9:.1f} GB of crops and about {spare_bytes / 1e9:.1f} GB for a step "
-                f"are more than the GPU's free {free / 1e9:.1f} GB: use pipeline.backend=dali, or lower train.micro_batch"
+                f"do not fit in the GPU's free {free / 1e9:.1f} GB: use pipeline.backend=dali, or lower train.micro_batch"
             )
         self.crops = torch.empty((int(self.offset[-1]), *CROP_SHAPE), dtype=torch.int16, device=augmenter.device)
-        self.row = np.concatenate(self.numbers)  # with on_corrupt=skip, another one in the place of a bad one
-        self.reasons: dict[tuple[int, int], str] = {}  # of bad crops
+        self.row = np.concatenate(self.numbers)  # with on_corrupt=skip, a bad row is replaced by another
+        self.reasons: dict[tuple[int, int], str] = {}  # why a (dataset, row) is bad
         dataset = np.repeat(np.arange(len(self.numbers)), np.diff(self.offset))
         buffer = np.empty((READ_CROPS, *CROP_SHAPE), np.int16)
         for part in (slice(at, at + READ_CROPS) for at in range(0, len(dataset), READ_CROPS)):
@@ -43,7 +43,7 @@ class Resident:
         self._make = self.compiled() if augmenter.device.type == "cuda" else self._eager
 
     def find(self, places: Places) -> tuple[np.ndarray, Report]:
-        """Where a batch's crops lie, and which rows they are."""
+        """The places of a batch's crops in memory, and their rows."""
         index = np.empty(len(places), np.int64)
         for d, numbers in enumerate(self.numbers):
             mine = places.dataset == d
@@ -60,13 +60,13 @@ class Resident:
         return self.augmenter(self.crops.index_select(0, index), p)
 
     def compiled(self, backend: str = "inductor") -> Callable[..., torch.Tensor]:
-        _ = self.augmenter.time  # made here: the compiler cannot trace what makes it
+        _ = self.augmenter.time  # computed here, as the compiler cannot trace it
         if self.augmenter.config.kinds:
             _ = self.augmenter.bank
         return torch.compile(self._eager, fullgraph=True, backend=backend)
 
     def write(self, p: Tensors, out: torch.Tensor) -> torch.Tensor:
-        """The same on a CPU, a few crops at a time."""
+        """Make a batch on a CPU, a few crops at a time."""
         write, index = self.augmenter.writer(p, out)(self.crops), p["index"].tolist()
         for at in range(0, len(index), CHUNK):
             write(index[at : at + CHUNK], range(at, min(at + CHUNK, len(index))))
@@ -74,8 +74,8 @@ class Resident:
 
 
 class Upload:
-    """Copies host memory to a GPU beside what it computes; `wait` before that memory is written again. On the stream that
-    computes, a copy would wait for everything queued there."""
+    """Copies host memory to a GPU on a stream of its own, so that a copy does not wait for queued kernels. Call `wait` before
+    writing to that host memory again."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream, self.copied = device, torch.cuda.Stream(device), torch.cuda.Event()
@@ -87,7 +87,7 @@ class Upload:
             self.copied.record()
         computing = torch.cuda.current_stream(self.device)
         computing.wait_event(self.copied)
-        there.record_stream(computing)  # its memory is not reused while it is read
+        there.record_stream(computing)  # so that its memory is not reused while kernels read it
         return there
 
     def wait(self) -> None:
@@ -95,7 +95,7 @@ class Upload:
 
 
 def download(x: torch.Tensor) -> Callable[[], np.ndarray]:
-    """Starts the copy to the host; the returned function waits for it. Work queued on the GPU later does not delay it."""
+    """Start copying to the host; the returned function waits for the copy. Work queued on the GPU later does not delay it."""
     if not x.is_cuda:
         return x.cpu().numpy
     host, copied = x.to("cpu", non_blocking=True), torch.cuda.Event()  # to pinned memory

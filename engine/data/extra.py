@@ -1,11 +1,11 @@
-"""An augmentation of one's own, `augment.extra: file.py:function`, applied after all others by the backends torch and resident.
+"""Your own augmentation, `augment.extra: file.py:function`. The backends torch and resident apply it after all others.
 
     def dim(x_BSLT, generator):                          # float32 millivolts; may be changed in place
         gain = torch.rand(x_BSLT.shape[0], 1, 1, 1, generator=generator, device=x_BSLT.device)
         return x_BSLT * (0.5 + gain)
 
-Leads that are zeros, because they were masked or not recorded, stay zeros. The generator is seeded by the run's seed for each
-step and rank: a resumed run draws the same numbers; another number of ranks draws others, as for dropout.
+Masked and missing leads stay zeros. The generator is seeded from the run's seed, the step and the rank: a resumed run draws
+the same numbers; another number of ranks draws different ones, as with dropout.
 """
 
 import torch
@@ -27,5 +27,6 @@ class ExtraAugmentation:
         with blaming(f"augment.extra={self.spec}"):
             y_BSLT: Tensor = self.function(x_BSLT, self.generator)
             if (y_BSLT.shape, y_BSLT.dtype, y_BSLT.device) != (x_BSLT.shape, x_BSLT.dtype, x_BSLT.device):
-                raise ConfigError(f"{list(x_BSLT.shape)} became {list(y_BSLT.shape)} {y_BSLT.dtype} on {y_BSLT.device}")
+                made = f"{list(y_BSLT.shape)} {y_BSLT.dtype} on {y_BSLT.device}"
+                raise ConfigError(f"{list(x_BSLT.shape)} became {made}: keep its shape, type and device")
             return y_BSLT.masked_fill_(absent_BSL1, 0.0)

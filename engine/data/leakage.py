@@ -1,12 +1,12 @@
-"""Patients on two sides: train/test leakage across datasets, and the validation split of data.hold_out.
+"""Data leakage: patients in the training set of one dataset and the test set of another; the validation split data.hold_out.
 
-find_leak(datasets, "dx_role")                       # None, or who is trained on in one dataset and held out in another
-conflicting_splits(history, dataset)                 # datasets a model was trained on that split the same sources otherwise
+find_leak(datasets, "dx_role")                       # None, or a patient trained on in one dataset and held out in another
+conflicting_splits(history, dataset)                 # a model's training datasets that split the same sources differently
 trained, held = validation_split(dataset, 0.05)      # bool [crops] each
 
-`validation_split` keeps patients (records where patients are unknown) from training, so that there is something to validate on
-where a dataset has no roles. Who is held out depends on a hash of the name alone: more data moves nobody, every run holds out
-the same ones, and a larger share includes those of a smaller one. Copies of a held-out crop are on neither side.
+`validation_split` holds out patients (records where patients are unknown) for validation in a dataset without roles. The choice
+depends only on a hash of the name: new data does not move a patient, every run holds out the same ones, and a larger share
+includes a smaller one. Copies of a held-out crop are in neither set.
 """
 
 from collections.abc import Sequence
@@ -21,19 +21,19 @@ import pyarrow.compute as pc
 
 from data_tools.dataset import VENDORS, Dataset
 
-SPLIT = ("plan", "seed", "id_share", "role_sources", "pseudonyms")  # these and a name decide a role: data_tools.splits
+SPLIT = ("plan", "seed", "id_share", "role_sources", "pseudonyms")  # with a name, they determine a role: data_tools.splits
 KEY = b"omnilead data.hold_out"
 OWNER = ("source", "patient", "record")
 
 
 def split_of(dataset: Dataset) -> dict[str, Any]:
-    """How a dataset was split, as a trained model remembers it."""
+    """How a dataset was split, to be saved with a trained model."""
     sources = [source["name"] for source in dataset.meta.get("sources", ())]
     return {"fingerprint": dataset.fingerprint, "sources": sources, **{name: dataset.meta.get(name) for name in SPLIT}}
 
 
 def conflicting_splits(history: Any, dataset: Dataset) -> list[list[tuple[str, Any, Any]]]:
-    """For each conflict: (setting, the model's, this dataset's). `history`: a list of split_of(...) from an untrusted file."""
+    """Per conflicting dataset: (setting, the model's value, this dataset's). `history`: a list of split_of(...), untrusted."""
     mine, conflicts = split_of(dataset), []
     for one in history if isinstance(history, list) else ():
         if isinstance(one, dict) and one.get("fingerprint") != dataset.fingerprint and isinstance(one.get("sources"), list):
@@ -44,8 +44,8 @@ def conflicting_splits(history: Any, dataset: Dataset) -> list[list[tuple[str, A
 
 
 def find_leak(datasets: Sequence[Dataset], role: str) -> str | None:
-    """A record, patient or waveform that one dataset trains on and another holds out, in words. `role`: dx_role, id_role, or
-    pretrain, for which valid and test of dx_role and gallery and probe of id_role are held out."""
+    """Describe a record, patient or waveform that one dataset trains on and another holds out. `role`: dx_role, id_role or
+    pretrain. For pretrain, valid and test of dx_role and gallery and probe of id_role are held out."""
     sides = [_sides(dataset, role) for dataset in datasets] if len(datasets) > 1 else []
     for a, b in permutations(range(len(sides)), 2):
         if both := _in_both(sides[a][0], sides[b][1]):
@@ -54,7 +54,7 @@ def find_leak(datasets: Sequence[Dataset], role: str) -> str | None:
 
 
 def overlap(a: Dataset, rows: np.ndarray, b: Dataset, others: np.ndarray) -> str:
-    """A record, patient or waveform of these crops of `a` that is among the others of `b`, in words; "" if there is none."""
+    """Describe a record, patient or waveform in both `rows` of `a` and `others` of `b`; "" if there is none."""
     return _in_both(*(_names(one.table([*OWNER, "waveform"]).take(some)) for one, some in ((a, rows), (b, others))))
 
 
@@ -64,7 +64,7 @@ def _in_both(a: dict[str, pa.Array], b: dict[str, pa.Array]) -> str:
 
 
 def _sides(dataset: Dataset, role: str) -> tuple[dict[str, pa.Array], dict[str, pa.Array]]:
-    """Patients, records and waveforms that are trained on, and those that are held out."""
+    """Patients, records and waveforms of the training set, and of the held-out sets."""
     columns = ("dx_role", "id_role", "pretrain") if role == "pretrain" else (role,)
     table = dataset.table(["source", "patient", "record", "waveform", *columns])
     if role == "pretrain":
@@ -84,13 +84,13 @@ def _names(table: pa.Table) -> dict[str, pa.Array]:
 
 
 def _patient_source(source: pa.Array) -> pa.Array:
-    """Whose patient ids they are: a hospital's files have the same ones in every format."""
+    """The namespace of patient ids: a hospital uses the same ids in all its file formats."""
     return pc.if_else(pc.is_in(source, pa.array(VENDORS)), VENDORS[0], source)
 
 
-@lru_cache(maxsize=4)  # each validation asks again
+@lru_cache(maxsize=4)  # every validation calls this
 def validation_split(dataset: Dataset, share: float) -> tuple[np.ndarray, np.ndarray]:
-    """bool [crops] each: trained on, held out."""
+    """Masks of the training and the held-out crops, bool [crops] each."""
     held, waveforms = [], []
     for part in dataset.parts([*OWNER, "waveform"]):
         names, _ = owners(part)
@@ -102,7 +102,7 @@ def validation_split(dataset: Dataset, share: float) -> tuple[np.ndarray, np.nda
 
 
 def owners(part: pa.RecordBatch) -> tuple[pa.DictionaryArray, np.ndarray]:
-    """Each crop's source/patient, or source/record where patients are unknown; and whether they are known."""
+    """The owner of each crop: source/patient, or source/record if the patient is unknown; and whether it is known."""
     known = pc.fill_null(pc.not_equal(part["patient"], ""), False)
     name = pc.if_else(known, part["patient"], part["record"])
     source = pc.if_else(known, _patient_source(part["source"]), part["source"])
@@ -111,8 +111,8 @@ def owners(part: pa.RecordBatch) -> tuple[pa.DictionaryArray, np.ndarray]:
 
 
 def patient_ids(datasets: Sequence[Dataset]) -> list[np.ndarray]:
-    """For each dataset an integer for the patient of every crop (for its record where the patient is unknown), int64 [crops].
-    Patients of two datasets never share one."""
+    """For each dataset, an integer id of every crop's patient (its record if the patient is unknown), int64 [crops]. No id is
+    used in two datasets."""
     ids: list[np.ndarray] = []
     for number, dataset in enumerate(datasets):
         names, known = zip(*map(owners, dataset.parts(OWNER)), strict=True)

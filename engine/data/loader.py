@@ -1,14 +1,14 @@
-"""Batches for training, and the state to resume from: the front of engine.data.
+"""Batches for training, and the state to resume from: the main interface of engine.data.
 
     order -> CropReader (threads, read ahead) -> parameters (counter-based) -> views, augmentations -> (batch, state)
 
     loader = Loader(LoaderConfig(), (Dataset.open("DATASET"),), device=torch.device("cuda"), pretrain=True)
-    for batch, state in loader:               # endless; steps_per_epoch says how long an epoch is
-        ...                                   # save this batch's state beside the model that was trained on it
-    Loader(..., state=state)                  # the batch after it, bit for bit, after any kill
+    for batch, state in loader:               # endless; an epoch has steps_per_epoch batches
+        ...                                   # save this state with the model that was trained on the batch
+    Loader(..., state=state)                  # resumes with the next batch, bit for bit
 
-Backends: `torch` (the reference, and fast on a CPU), `dali` (GPU), `resident` (the dataset in device memory, 120,000 bytes a
-crop: no input cost at all); `auto` is DALI on a GPU and torch without one.
+Backends: `torch` (the reference, and fast on a CPU), `dali` (GPU), `resident` (the dataset in device memory, 120,000 bytes per
+crop, so that input costs nothing). `auto` is DALI on a GPU and torch without one.
 """
 
 import dataclasses
@@ -42,49 +42,49 @@ from engine.data.order import DatasetRows, Order, Places, shards_needed
 from engine.data.reader import BadCrop, CropReader, Desk, Report, prefetch
 from engine.data.staging import Staging
 
-PLANNED_CROPS = 1024  # at a time: numpy's calls cost the same for few as for many
-READ_CROPS = 256  # small batches are read together on a CPU: their places in a file lie closer, a third less time at 64 crops
-THREADS = {"cpu": 1, "cuda": 2}  # a second one costs a CPU a third more for each crop; it halves the wait for a cold disk
+PLANNED_CROPS = 1024  # planned at a time, to share the overhead of numpy calls
+READ_CROPS = 256  # on a CPU, small batches are read together, so that reads lie closer: a third less time at 64 crops
+THREADS = {"cpu": 1, "cuda": 2}  # a second thread costs a CPU a third more time per crop; it halves the wait for a cold disk
 State = dict[str, Any]
 log = logging.getLogger(__name__)
 
 
 @checked_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class PipelineConfig:
-    """How crops are loaded: the section `pipeline` of the settings."""
+    """The section `pipeline` of the settings: how crops are loaded."""
 
-    backend: Literal["auto", "dali", "torch", "resident"] = "auto"  # auto: dali on a GPU; resident: in GPU memory
-    views: Views = "halves"  # what is contrasted: a crop's halves, or two views of one window
-    block_shards: int = 0  # 0: shuffle over the whole dataset; G: over G shards at a time, for remote data and slow disks
-    weights: tuple[float, ...] | None = None  # of several datasets; None: by size
-    source: Literal["tar", "zarr"] | None = None  # what is read of a dataset that has both; null: tar
-    check: Literal["first", "always", "never"] = "first"  # checksums: when a crop is read first, always, never
-    on_corrupt: Literal["stop", "skip"] = "stop"  # crops that cannot be read stop the run, or are skipped and counted
+    backend: Literal["auto", "dali", "torch", "resident"] = "auto"  # auto: dali on a GPU; resident: keep data in GPU memory
+    views: Views = "halves"  # the pair to contrast: the two halves of a crop, or two views of one window
+    block_shards: int = 0  # 0: shuffle the whole dataset; G: shuffle G shards at a time, for remote data and slow disks
+    weights: tuple[float, ...] | None = None  # sampling weights of several datasets; None: by size
+    source: Literal["tar", "zarr"] | None = None  # format to read if a dataset has both; null: tar
+    check: Literal["first", "always", "never"] = "first"  # verify a crop's checksum at its first read, at every read, or never
+    on_corrupt: Literal["stop", "skip"] = "stop"  # stop at a crop that cannot be read, or skip and count it
     threads: Annotated[int | None, Field(ge=1)] = None  # reading threads; None: 1, on a GPU 2
-    read_ahead: Annotated[int, Field(ge=1)] = 2  # batches ready beside the one in use, at least
-    cache_dir: str | None = None  # for datasets on s3://
-    cache_bytes: int = 100 * 2**30  # at most, in cache_dir
+    read_ahead: Annotated[int, Field(ge=1)] = 2  # minimum number of prefetched batches
+    cache_dir: str | None = None  # local cache directory for datasets on s3://
+    cache_bytes: int = 100 * 2**30  # size limit of cache_dir
 
 
 @checked_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class LoaderConfig(PipelineConfig):
-    """With the settings of other sections that the loader needs."""
+    """The section `pipeline` and the settings of other sections that the loader needs."""
 
-    batch_crops: int = 512  # of all ranks together
-    micro_batch: Annotated[int | None, Field(ge=1)] = None  # crops of a rank contrasted at a time; None: all of its share
+    batch_crops: int = 512  # over all ranks
+    micro_batch: Annotated[int | None, Field(ge=1)] = None  # crops of a rank contrasted at a time; None: its whole share
     seed: int = 0
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    x_BSLT: torch.Tensor  # float32 millivolts on the device; on a CPU (not dali) in a buffer that later batches use again
+    x_BSLT: torch.Tensor  # float32 millivolts on the device; on a CPU (except dali) a buffer that later batches overwrite
     places: Places  # dataset, row and epoch of each crop
-    skipped: tuple[BadCrop, ...] = ()  # crops left out as unreadable
+    skipped: tuple[BadCrop, ...] = ()  # unreadable crops that were replaced
 
 
 class Planned(NamedTuple):
-    """A batch before it is read, or several."""
+    """One or several batches before they are read."""
 
     places: Places
     p: Params
@@ -94,14 +94,14 @@ class Planned(NamedTuple):
 
 
 class StageTimer:
-    """Where a loader's time goes: how long each stage was busy since the last `snapshot`, in percent.
+    """Profile of a loader: how long each stage was busy since the last `snapshot`, in percent of the time.
 
-    plan        choosing crops and drawing the parameters of their augmentations
-    read        reading and checking crops; with torch on a CPU, where crops become tensors at once, `augment` too
-    read_wait   waiting for the thread that reads ahead
-    augment     making the model's input, of all threads together
-    wait        the training, waiting for its batches
-    gpu_wait    the loader, waiting for a GPU that still reads earlier batches (DALI): not part of `wait`
+    plan        choosing crops and drawing their augmentation parameters
+    read        reading and verifying crops; with torch on a CPU also `augment`, as the reading threads make the tensors
+    read_wait   waiting for the prefetching thread
+    augment     making the model's input, summed over threads
+    wait        training waits for a batch
+    gpu_wait    the loader waits for a GPU that still reads earlier batches (DALI); not part of `wait`
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class StageTimer:
 
     @contextmanager
     def timed(self, stage: str, without: str = "") -> Iterator[None]:
-        """`without`: a stage within it, in the same thread, that is counted by itself."""
+        """`without`: a nested stage in the same thread, whose time is subtracted."""
         other, began = self._busy_s.get(without, 0.0), time.perf_counter()
         try:
             yield
@@ -130,7 +130,7 @@ class StageTimer:
 
 
 class Loader:
-    """One rank's share of every global batch."""
+    """Loads one rank's share of every global batch."""
 
     def __init__(
         self,
@@ -145,8 +145,8 @@ class Loader:
         rows: Sequence[np.ndarray] = (),
         **roles: Any,
     ) -> None:
-        """`step`: where to begin without a `state`. `spare_bytes`: memory that `resident` leaves free on a GPU. Which crops
-        take part: `rows` of each dataset, or `roles` as in DatasetRows.of."""
+        """`step`: where to start without a `state`. `spare_bytes`: memory that `resident` leaves free on a GPU. Select crops by
+        `rows` of each dataset, or by `roles` as in DatasetRows.of."""
         self.config, self.device, self.rank, self.world, self.spare_bytes = config, device, rank, world, spare_bytes
         self.backend: str = config.backend
         if self.backend == "auto":
@@ -160,7 +160,7 @@ class Loader:
             DatasetRows.of(dataset, rows=mine, **roles) for dataset, mine in zip(datasets, rows or repeat(None), strict=False)
         )
         self.order = Order(parts, config.batch_crops, config.seed, config.weights, config.block_shards)
-        self.order.slice(0, rank, world, micro=config.micro_batch)  # raises now if it cannot be divided
+        self.order.slice(0, rank, world, micro=config.micro_batch)  # fail early if the batch cannot be divided
         self.crops = config.batch_crops // world
         self.recipe = self._recipe(datasets, roles | given)
         self.step = step if state is None else resumed_step(state, self.recipe, config.batch_crops)
@@ -179,7 +179,7 @@ class Loader:
         return self.order.steps_per_epoch
 
     def close(self) -> None:
-        if self.staging:  # first: a reader may wait for a shard
+        if self.staging:  # close it first: a reader may be waiting for a shard
             self.staging.close()
         self.reader.close()
 
@@ -197,7 +197,7 @@ class Loader:
             yield batch, {"crops_seen": self.step * self.config.batch_crops, "recipe": self.recipe, "dali": blob}
 
     def _planned(self, together: int = 1) -> Iterator[Planned]:
-        """`together` batches at a time."""
+        """Plan `together` batches at a time."""
         crops = together * self.crops
         steps = max(1, PLANNED_CROPS // crops) * together
         for first in count(self.step, steps):
@@ -210,7 +210,7 @@ class Loader:
         return parameters(self.config.augment, self.config.views, self.config.seed, places, self.measured)
 
     def _as_read(self, planned: Planned, report: Report) -> Planned:
-        """A crop that replaces a bad one has parameters of its own."""
+        """Draw the parameters again if bad crops were replaced: they depend on the row."""
         if not report.skipped:
             return planned
         places = dataclasses.replace(planned.places, row=report.row)
@@ -219,7 +219,7 @@ class Loader:
     def _ahead(
         self, make: Callable[[Planned, torch.Tensor], Iterable[Batch]], together: int = 1
     ) -> Iterator[tuple[Batch, None]]:
-        """Batches that a thread makes ahead on a CPU, `together` at a time."""
+        """Prefetch batches in a thread on a CPU, `together` at a time."""
         keep_freed_memory()
         shape = (together * self.crops, 2, len(self.config.augment.output_leads), HALF)
         outs = [torch.empty(shape) for _ in range(1 - -self.config.read_ahead // together)]
@@ -230,7 +230,7 @@ class Loader:
                 yield from ((batch, None) for batch in batches)
 
     def _by_cpu(self) -> Iterator[tuple[Batch, None]]:
-        """Crops become tensors in the thread that reads them, while they are in its core's cache."""
+        """The thread that reads crops also turns them into tensors, while they are in its core's cache."""
         remote = self.staging is not None
 
         def make(planned: Planned, x_BSLT: torch.Tensor) -> Iterable[Batch]:
@@ -255,7 +255,7 @@ class Loader:
             began = time.perf_counter()
             if rows == [asked[position] for position in positions]:
                 write(range(len(rows)), positions)
-            else:  # a crop that replaces a bad one comes alone
+            else:  # a replacement of a bad crop always comes alone
                 this = slice(positions[0], positions[0] + 1)
                 p = self._parameters(dataclasses.replace(planned.places[this], row=np.array(rows)))
                 self.augmenter.writer(self.augmenter.to_device(p), x_BSLT[this])(crops)([0], [0])
@@ -276,7 +276,7 @@ class Loader:
         with closing(self._read()) as read:
             while True:
                 with self.meter.timed("read_wait"):
-                    upload.wait()  # asking for the next batch gives the last one's buffer back
+                    upload.wait()  # before next(read), which returns the last batch's buffer to the reader
                     planned, crops, report = next(read)
                 with self.meter.timed("augment"):
                     places, p = self._as_read(planned, report)
@@ -289,7 +289,7 @@ class Loader:
 
         def plan(planned: Planned, _: Any = None) -> tuple[Tensors, Places, Report]:
             if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)  # of this thread, or memory would be pinned for another GPU
+                torch.cuda.set_device(self.device)  # per thread; otherwise memory would be pinned for another GPU
             with self.meter.timed("plan"):
                 index, report = resident.find(planned.places)
                 places, p = self._as_read(planned, report)
@@ -303,7 +303,7 @@ class Loader:
 
         if self.device.type == "cpu":
             yield from self._ahead(make)
-        with closing(prefetch(self._planned(), plan, range(self.config.read_ahead + 1))) as plans:  # slower than the batches
+        with closing(prefetch(self._planned(), plan, range(self.config.read_ahead + 1))) as plans:  # slower than a batch
             while True:
                 with self.meter.timed("read_wait"):
                     mine, places, report = next(plans)
@@ -312,7 +312,7 @@ class Loader:
                 yield Batch(x, places, report.skipped), None
 
     def _dali(self) -> Iterator[tuple[Batch, str]]:
-        """DALI asks ahead; what it was given is kept until its batch comes out."""
+        """DALI prefetches, so the places of a batch are kept until DALI returns it."""
         given: dict[int, tuple[Places, tuple[BadCrop, ...]]] = {}
         read = self._read(in_use=dali.IN_USE)
 
@@ -354,7 +354,7 @@ class Loader:
         return Staging(remote, cache_dir, self.config.cache_bytes, order, together, max(4, together) * len(remote))
 
     def _recipe(self, datasets: Sequence[Dataset], roles: dict[str, Any]) -> dict[str, Any]:
-        """All that the next batch depends on besides `crops_seen`, as JSON."""
+        """Everything besides `crops_seen` that determines the next batch, as JSON."""
         augment = json.loads(json.dumps(dataclasses.asdict(self.config.augment)))
         recipe = {
             "datasets": [dataset.fingerprint for dataset in datasets],
@@ -365,30 +365,30 @@ class Loader:
             "views": self.config.views,
             "block_shards": self.config.block_shards,
             "weights": list(self.config.weights) if self.config.weights else None,
-            "augment": {name: value for name, value in augment.items() if name != "extra" or value},  # as before it existed
+            "augment": {name: value for name, value in augment.items() if name != "extra" or value},  # older recipes lack it
         }
-        if self.backend == "dali":  # the state of its generator belongs to one version, and to one rank of so many
+        if self.backend == "dali":  # its generator state is only valid for the same version, rank and world size
             recipe |= {"dali_version": dali.version(), "rank": self.rank, "world": self.world}
         return recipe
 
 
 def resumed_step(state: State, recipe: dict[str, Any], batch_crops: int) -> int:
-    """The step to resume at, if `state` is of a run with this recipe."""
+    """The step to resume at. Raises if `state` is from a run with another recipe."""
     then, seen, blob = state.get("recipe"), state.get("crops_seen"), state.get("dali", 0)
     if not isinstance(then, dict):
         raise ConfigError("cannot resume: the loader's state has no recipe: start a new run")
     before: Any = then
     now: Any = recipe
     path: list[str] = []
-    while isinstance(before, dict) and isinstance(now, dict) and before != now:  # down to what differs
+    while isinstance(before, dict) and isinstance(now, dict) and before != now:  # find the innermost key that differs
         path.append(next(key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)))
         before, now = before.get(path[-1]), now.get(path[-1])
     if path:
         raise ConfigError(f"cannot resume: {'.'.join(path)} changed from {str(before)[:200]} to {now}: set it back")
     if type(seen) is not int or not 0 <= seen < 2**63 or seen % batch_crops:
-        raise ConfigError(f"cannot resume: crops_seen={str(seen)[:40]} is no whole number of batches: start a new run")
+        raise ConfigError(f"cannot resume: crops_seen={str(seen)[:40]} is not a multiple of {batch_crops}: start a new run")
     if blob is not None and not (isinstance(blob, str) and blob):
-        raise ConfigError(f"cannot resume: dali={str(blob)[:40]!r} is no state of DALI's generator: start a new run")
+        raise ConfigError(f"cannot resume: dali={str(blob)[:40]!r} is not a state of DALI's generator: start a new run")
     return seen // batch_crops
 
 

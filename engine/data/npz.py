@@ -1,6 +1,6 @@
-"""Arrays from untrusted .npy and .npz files: no pickle, and no more memory than the file can fill.
+"""Read arrays from untrusted .npy and .npz files: no pickle, and no more memory than the file can fill.
 
-numpy allocates whatever a header says; here the header is checked against the size of the file first.
+numpy allocates whatever a header asks for; here the header is checked against the size of the file first.
 """
 
 import math
@@ -12,17 +12,17 @@ from typing import Any
 
 import numpy as np
 
-MAX_BYTES = 2**32  # of one array in an .npz, which a few compressed bytes can unfold to
+MAX_BYTES = 2**32  # limit for one array in an .npz: a few compressed bytes can expand to any size
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 class ArrayError(ValueError):
-    """One line without the file's name."""
+    """What is wrong with a file, in one line without its name."""
 
 
 @contextmanager
 def _array_errors() -> Iterator[None]:
-    """A damaged file raises errors of many kinds in numpy's parsers."""
+    """Turn the many kinds of errors that numpy's parsers raise into one."""
     try:
         yield
     except Exception as error:
@@ -32,7 +32,7 @@ def _array_errors() -> Iterator[None]:
 
 @_array_errors()
 def open_npy(path: Path) -> np.ndarray:
-    """Mapped, not read."""
+    """Memory-map a .npy file."""
     with open(path, "rb") as file:
         _check_header(file, path.stat().st_size)
     mapped: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -47,7 +47,7 @@ def npz_names(path: Path) -> list[str]:
 
 @_array_errors()
 def load_npz(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
-    """All arrays, or those named."""
+    """Read all arrays, or only those in `names`."""
     found = {}
     with zipfile.ZipFile(path) as archive:
         for info in archive.infolist():
@@ -63,7 +63,7 @@ def load_npz(path: Path, names: Collection[str] | None = None) -> dict[str, np.n
 def _check_header(file: Any, size: int) -> None:
     version = np.lib.format.read_magic(file)
     if version not in HEADERS:
-        raise ValueError(f"version {version} of the format is not read")
+        raise ValueError(f"version {version} of the .npy format is not supported")
     shape, _, kind = HEADERS[version](file)
     if min(shape, default=0) < 0 or math.prod(shape) * kind.itemsize > size:
-        raise ValueError(f"its header says {list(shape)} of {kind}, and there is room for {size} bytes")
+        raise ValueError(f"its header announces {list(shape)} {kind}, more than its {size} bytes can hold")

@@ -1,18 +1,18 @@
-"""The order of crops: a pure function of the seed, the position and the datasets. Its whole state is `crops_seen`.
+"""The order of crops: a pure function of the seed, the position and the datasets. Its only state is `crops_seen`.
 
     rows = DatasetRows.of(Dataset.open("DATASET"), pretrain=True)
     order = Order((rows,), batch_crops=512, seed=0)
-    order.batch(step)                       # the global batch: the same crops in the same order at every world size
+    order.batch(step)                       # the global batch: the same crops in the same order for every world size
     order.slice(step, rank, world)          # this rank's part of it
-    order.places(crops_seen, 512).row       # resuming means asking again
+    order.places(crops_seen, 512).row       # to resume, start from crops_seen
 
 Nothing is shuffled in memory: a keyed permutation maps a position to a row, in 0.20 ms for 512 of 10**7 crops at any step.
 
-One dataset: position p of epoch e is permute(p, N, key(seed, e)). The last incomplete batch of an epoch is dropped, other rows
-in each epoch. Several datasets: each has epochs of its own and nothing is dropped; `deal` says which dataset a position is of.
+One dataset: position p of epoch e is permute(p, N, key(seed, e)). The incomplete last batch of an epoch is dropped: different
+rows in each epoch. Several datasets: each has its own epochs and drops nothing; `deal` assigns positions to datasets.
 
 Block order (block_shards = G > 0) permutes the shards, then the crops within each block of G shards, so that a batch needs
-G shards instead of all. Shards are written as a permutation of all crops, so its batches are well mixed for G of 8 and more
+only G shards. Crops are in random order across shards, so batches are well mixed for G of 8 and more
 (benchmarks/RESULTS.md, "shuffle quality").
 """
 
@@ -30,24 +30,24 @@ from engine.common import ConfigError
 from engine.data.counter import MAX_SIZE, RandomStream, bits, permute
 from engine.data.leakage import validation_split
 
-DEAL = 2**30  # positions over which given weights come out exactly, rounded to 2**-30
+DEAL = 2**30  # cycle of positions in which each dataset has its exact share, rounded to 2**-30
 LOOK_AHEAD = 4096
 
 
 class OrderError(ConfigError):
-    """An impossible order, or nothing selected."""
+    """Settings that allow no order, or an empty selection."""
 
 
 def deal(position: np.ndarray, quotas: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The dataset of each position, and how many positions that dataset has had before: (int16, int64), in closed form.
+    """The dataset of each position, and how many earlier positions that dataset has: (int16, int64), in closed form.
 
-    Quotas are spread as evenly as possible: in any run of positions each dataset has its share to within a few, so every batch
-    and every rank's slice has the same mixture. Each dataset is still read in its own order, as its blocks need.
+    Quotas are spread as evenly as possible: in any range of positions each dataset has its share to within a few, so every
+    batch and every rank's slice has the same mixture. Each dataset is still read in its own order, which block order needs.
     """
     cycle, place = np.divmod(position, sum(quotas))
     dataset, turn = np.full(position.shape, len(quotas) - 1, np.int16), np.empty(position.shape, np.int64)
     left = np.ones(position.shape, bool)
-    for d, quota in enumerate(quotas[:-1]):  # each against all that come after it
+    for d, quota in enumerate(quotas[:-1]):  # each dataset against all later ones
         before, after = _dealt(place, quota, rest := sum(quotas[d:])), _dealt(place + 1, quota, rest)
         mine = left & (after > before)
         dataset[mine], turn[mine] = d, (cycle * quota + before)[mine]
@@ -58,18 +58,18 @@ def deal(position: np.ndarray, quotas: Sequence[int]) -> tuple[np.ndarray, np.nd
 
 
 def _dealt(places: Any, quota: int, rest: int) -> Any:
-    """How many of the first so many places go to a dataset with `quota` of each `rest` (Bresenham)."""
+    """How many of the first `places` places go to a dataset that gets `quota` of every `rest` (Bresenham)."""
     return (places * quota + rest // 2) // rest
 
 
 @dataclass(frozen=True, eq=False)
 class DatasetRows:
-    """The rows of one dataset that take part. In a dataset that is only zarr, a shard is one storage object."""
+    """The selected rows of one dataset. In a dataset that is only zarr, a shard is one storage object."""
 
     name: str
     numbers: np.ndarray | None  # row numbers, ascending, 4 bytes each; None: all rows
-    first: np.ndarray  # [shards + 1] how many of the rows that take part lie before each shard
-    shard_first: np.ndarray  # [shards + 1] how many rows lie before each shard
+    first: np.ndarray  # [shards + 1] number of selected rows before each shard
+    shard_first: np.ndarray  # [shards + 1] number of rows before each shard
 
     @classmethod
     def of(
@@ -83,13 +83,13 @@ class DatasetRows:
         held: bool = False,
         rows: np.ndarray | None = None,
     ) -> "DatasetRows":
-        """The rows of a role (Dataset.select), or the given ones; halves=2 drops crops whose second half is empty. `hold_out`:
-        without that share of the patients, or only these with `held` (engine.data.leakage.validation_split)."""
+        """Select the rows of a role (Dataset.select), or the given ones; halves=2 drops crops whose second half is empty.
+        `hold_out`: leave out that share of the patients, or with `held` keep only them (leakage.validation_split)."""
         name, crops = dataset.root.url, [int(shard["crops"]) for shard in dataset.shards]
-        if not crops:  # zarr alone
+        if not crops:  # only zarr
             crops = [min(SHARD_CROPS, len(dataset) - start) for start in range(0, len(dataset), SHARD_CROPS)]
         if sum(crops) != len(dataset):
-            raise OrderError(f"{name}: its shards hold {sum(crops)} crops and its table {len(dataset)}: run omnilead verify")
+            raise OrderError(f"{name}: {sum(crops)} crops in its shards, {len(dataset)} in its table: run omnilead verify")
         numbers = rows if (pretrain, dx, identity) == (None,) * 3 else dataset.select(pretrain, dx, identity)
         masks = [] if halves is None else [dataset.column("halves") >= halves]
         masks += [validation_split(dataset, hold_out)[held]] if hold_out else []
@@ -104,7 +104,7 @@ class DatasetRows:
 
     @classmethod
     def among(cls, name: str, shard_crops: Sequence[int], numbers: np.ndarray | None = None) -> "DatasetRows":
-        """The given rows of shards of these sizes."""
+        """Select the given rows of a dataset whose shards have these sizes."""
         shard_first = np.concatenate([[0], np.cumsum(shard_crops, dtype=np.int64)])
         if numbers is None or len(numbers) == shard_first[-1]:
             return cls(name, None, shard_first, shard_first)
@@ -115,11 +115,11 @@ class DatasetRows:
         return int(self.first[-1])
 
     def row(self, index: np.ndarray) -> np.ndarray:
-        """Row numbers of the index-th rows that take part."""
+        """Row numbers of the index-th selected rows."""
         return index if self.numbers is None else self.numbers[index].astype(np.int64)
 
     def after(self, row: int) -> int:
-        """The next row that takes part; after the last, the first."""
+        """The next selected row; after the last, the first."""
         if self.numbers is None:
             return (row + 1) % len(self)
         return int(self.numbers[np.searchsorted(self.numbers, row, side="right") % len(self)])
@@ -130,7 +130,7 @@ class DatasetRows:
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Crops at consecutive positions. `epoch` is the dataset's own: with (dataset, row) it is the key of the augmentation."""
+    """Crops at consecutive positions. `epoch` counts per dataset: (dataset, row, epoch) is the key of the augmentation."""
 
     dataset: np.ndarray  # int16 [n]
     row: np.ndarray  # int64 [n]
@@ -146,9 +146,9 @@ class Places:
 @dataclass(frozen=True)
 class Order:
     rows: tuple[DatasetRows, ...]
-    batch_crops: int  # of all ranks together
+    batch_crops: int  # over all ranks
     seed: int = 0
-    weights: tuple[float, ...] | None = None  # None: by size, so that every crop comes equally often
+    weights: tuple[float, ...] | None = None  # None: by size, so that every crop is drawn equally often
     block_shards: int = 0
 
     def __post_init__(self) -> None:
@@ -172,7 +172,7 @@ class Order:
 
     @property
     def crops_per_epoch(self) -> int:
-        """The same for all ranks; of several datasets together."""
+        """Over all ranks and all datasets."""
         return self.steps_per_epoch * self.batch_crops
 
     @property
@@ -181,7 +181,7 @@ class Order:
 
     @cached_property
     def _quotas(self) -> tuple[int, ...]:
-        """Positions of each dataset in one cycle of `deal`: its size, or by largest remainder its share of 2**30."""
+        """Positions of each dataset in one cycle of `deal`: its size, or its share of 2**30, rounded by largest remainder."""
         sizes = [len(rows) for rows in self.rows]
         if len(sizes) == 1 or (self.weights is None and sum(sizes) <= DEAL):
             return tuple(sizes)
@@ -201,8 +201,8 @@ class Order:
         return self.slice(step, 0, 1)
 
     def slice(self, step: int, rank: int, world: int, steps: int = 1, micro: int | None = None) -> Places:
-        """A rank's share of the global batch, of `steps` batches in turn. Parts of `micro` crops that all ranks take together
-        are neighbours in the batch, so the same crops are contrasted whatever the number of ranks."""
+        """A rank's share of `steps` successive global batches. The micro-batches that all ranks process at the same time are
+        adjacent in the global batch, so the same crops are contrasted for any number of ranks."""
         if world < 1 or self.batch_crops % world:
             raise OrderError(
                 f"train.batch_crops={self.batch_crops} cannot be shared equally by {world} ranks: make it a multiple of {world}"
@@ -217,7 +217,7 @@ class Order:
 
     def _at(self, position: np.ndarray) -> Places:
         if len(position) and position[0] < 0:
-            raise OrderError(f"position {position[0]}: positions count from 0")
+            raise OrderError(f"position {position[0]}: must be 0 or more")
         dataset, turn = deal(position, self._quotas)
         row, epoch = np.empty((2, len(position)), np.int64)
         for d, rows in enumerate(self.rows):
@@ -228,7 +228,7 @@ class Order:
 
     def _index(self, dataset: int, epoch: np.ndarray, i: np.ndarray) -> np.ndarray:
         rows = self.rows[dataset]
-        if not 0 < self.block_shards < len(rows.first) - 1:  # all in one block
+        if not 0 < self.block_shards < len(rows.first) - 1:  # one block
             return permute(i, len(rows), bits(self.seed, RandomStream.ORDER, dataset, epoch))
         index = np.empty_like(i)
         for e in np.unique(epoch).tolist():
@@ -239,17 +239,17 @@ class Order:
 
 @dataclass(frozen=True, eq=False)
 class _Layout:
-    """The non-empty shards of one epoch in their order."""
+    """The non-empty shards in the order of one epoch."""
 
-    index: np.ndarray  # [shards] of the first row of each, among the rows that take part
-    before: np.ndarray  # [shards + 1] rows of the shards before it in this epoch
-    block_first: np.ndarray  # [blocks + 1] rows of the blocks before it
+    index: np.ndarray  # [shards] index of the first row of each shard among the selected rows
+    before: np.ndarray  # [shards + 1] number of rows in earlier shards of this epoch
+    block_first: np.ndarray  # [blocks + 1] number of rows in earlier blocks
     block_key: np.ndarray  # [blocks]
 
 
 @lru_cache(maxsize=64)
 def _layout(rows: DatasetRows, seed: int, dataset: int, epoch: int, block_shards: int) -> _Layout:
-    """The only work that grows with the shards, once an epoch: 1 to 5 ms for 10,000."""
+    """Computed once per epoch, the only work that grows with the number of shards: 1 to 5 ms for 10,000."""
     crops = np.diff(rows.first)
     filled = np.flatnonzero(crops)
     shard = filled[permute(np.arange(len(filled)), len(filled), bits(seed, RandomStream.SHARD_ORDER, dataset, epoch))]
@@ -268,7 +268,7 @@ def _index_in_blocks(layout: _Layout, i: np.ndarray) -> np.ndarray:
 
 
 def shards_needed(order: Order, crops_seen: int) -> Iterator[tuple[int, int]]:
-    """(dataset, shard) in the order in which they are first needed from here on, each once an epoch of its dataset; endless."""
+    """Endless (dataset, shard) in the order in which they are needed after `crops_seen`, each once per epoch of its dataset."""
     epochs: dict[int, tuple[int, set[int]]] = {}
     for start in count(crops_seen, LOOK_AHEAD):
         places = order.places(start, LOOK_AHEAD)

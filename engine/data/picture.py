@@ -1,7 +1,7 @@
-"""A picture of each augmentation of an ECG: grey before, colour after. After figure 1B of Oh et al. 2022.
+"""Draw every augmentation of an ECG: grey before, colour after. Modelled on figure 1B of Oh et al. 2022.
 
-Upper rows: one lead of the first half, a panel for each kind of noise, with the parameters drawn for it. Below: twelve leads
-under random lead masking, and as the two views of 3KG.
+Upper rows: one lead of the first half, with a panel and the drawn parameters for each kind of noise. Below: twelve leads under
+random lead masking, and the two views of 3KG.
 
     python -m engine.data.picture augmentations.png [--data DATASET --row 0] [--lead II] [--seed 464]
 """
@@ -40,7 +40,7 @@ SETS = {
     "physio4": "all four",
     "authors_physio4": "all four, limb leads again from I and II",
 }
-SEED = 464  # all its draws are of medium size
+SEED = 464  # chosen because all its draws have medium size
 
 # Waves of the synthetic ECG: Frank axis, centre (s from R), width (s), amplitude (mV)
 WAVES = [(0, -0.16, 0.022, 0.08), (1, -0.16, 0.022, 0.13), (0, -0.022, 0.008, -0.12), (2, -0.018, 0.010, -0.45)]
@@ -49,7 +49,7 @@ WAVES += [(0, 0.26, 0.050, 0.24), (1, 0.26, 0.050, 0.22), (2, 0.24, 0.060, -0.28
 
 
 def synthetic_ecg() -> np.ndarray:
-    """[12, 5000] mV: a regular rhythm of Gaussian waves of a dipole."""
+    """[12, 5000] mV: a regular rhythm, with Gaussian waves of a dipole."""
     from_r_s = TIME_S[:, None] - np.arange(-0.4, 11, 0.82)
     dipole = np.zeros((3, 2 * HALF))
     for direction, centre_s, width_s, mv in WAVES:
@@ -121,7 +121,7 @@ def _describe(kind: str, p: Params, lead: int) -> str:
 def _draw_lead(axes: Axes, before: np.ndarray, after: np.ndarray, noise: str) -> None:
     colour = AUTHORS if noise.startswith("authors") else PAPER
     axes.plot(TIME_S[:HALF], after, color=colour if noise else INK, linewidth=0.8)
-    if noise:  # drawn over it, or the noise would hide it
+    if noise:  # draw the original on top: the noise would hide it
         axes.plot(TIME_S[:HALF], before, color="white", linewidth=1.6, alpha=0.55)
         axes.plot(TIME_S[:HALF], before, color=BEFORE, linewidth=0.7)
     axes.set_xlim(0, 5)
@@ -132,7 +132,7 @@ def _draw_lead(axes: Axes, before: np.ndarray, after: np.ndarray, noise: str) ->
 
 
 def _draw_leads(axes: Axes, before: np.ndarray, after: np.ndarray, colour: str) -> None:
-    """Twelve leads below each other, 2 mV apart."""
+    """Draw twelve leads, one below the other, 2 mV apart."""
     time_s, level = TIME_S[: before.shape[1]], -2.0 * np.arange(12)
     axes.plot(time_s, before.T + level, color="#b9b9c0", linewidth=0.6)
     axes.plot(time_s, after.T + level, color=colour, linewidth=0.8)
@@ -152,8 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", metavar="OUT.png")
     parser.add_argument("--data", metavar="DATASET", help="a dataset (default: a synthetic ECG)")
     parser.add_argument("--row", type=int, default=0, help="crop of the dataset (default 0)")
-    parser.add_argument("--lead", default="II", choices=LEADS, help="of the upper rows (default II)", metavar="LEAD")
-    parser.add_argument("--seed", type=int, default=SEED, help=f"of the augmentations (default {SEED})")
+    parser.add_argument("--lead", default="II", choices=LEADS, help="lead in the upper rows (default II)", metavar="LEAD")
+    parser.add_argument("--seed", type=int, default=SEED, help=f"seed of the augmentations (default {SEED})")
     given = parser.parse_args(arguments)
     name = f"crop {given.row} of {given.data}" if given.data else "a synthetic ECG"
     try:
@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with matplotlib.rc_context(STYLE):
             page = figure(ecg, f"Augmentations of {name}", LEADS.index(given.lead), given.seed)
             page.savefig(given.out, metadata={"Software": None})
-    except (ConfigError, DataError, OSError, ValueError) as error:  # ValueError: matplotlib, of an unknown suffix
+    except (ConfigError, DataError, OSError, ValueError) as error:  # ValueError: matplotlib does not know the suffix
         print(f"engine.data.picture: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0

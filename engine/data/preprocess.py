@@ -1,7 +1,7 @@
-"""The input of a trained model: its leads, sampling rate and scale, as preprocessing.json says.
+"""The input of a trained model: its leads, sampling rate and scale, from preprocessing.json.
 
-model.input.halves(uv_BLT, halves_B)            -> x_RLT, segments of 5 s of crops as stored (int16 microvolts, twelve leads)
-model.input.scaled(x_BSLT)                      -> x_BSLT, of its leads in millivolts at 500 Hz, as a loader gives them
+model.input.halves(uv_BLT, halves_B)            -> x_RLT, 5 s segments of stored crops (int16 microvolts, twelve leads)
+model.input.scaled(x_BSLT)                      -> x_BSLT, from the model's leads in millivolts at 500 Hz (a loader's batch)
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,27 +24,27 @@ SCALES = {
     "layernorm": "mean 0 and standard deviation 1 over all leads of each 5 s",
 }
 DEFAULT_INPUT = {"fs_hz": 500, "scale": "millivolt"}
-TOGETHER = {"zscore": (1, 3), "layernorm": (2, 3)}  # axes of x_BSLT that share a mean and a deviation
+TOGETHER = {"zscore": (1, 3), "layernorm": (2, 3)}  # axes of x_BSLT that share a mean and a standard deviation
 
 
 class SignalError(ConfigError):
-    """An ECG that cannot be used."""
+    """An ECG that this model cannot use."""
 
 
 @dataclass(frozen=True)
 class Input:
     """The input of a trained model, from its preprocessing.json."""
 
-    leads: tuple[int, ...]  # its channels
-    seen: tuple[int, ...]  # those it was trained on; the others are zeros
+    leads: tuple[int, ...]  # one for each channel
+    seen: tuple[int, ...]  # leads that it was trained on; the others are zeros
     scale: str = "millivolt"
-    fs_hz: float = FS_HZ  # what it is given has 500 Hz
+    fs_hz: float = FS_HZ  # sampling rate inside the model; its input always has 500 Hz
 
     @classmethod
     def of(cls, document: Mapping[str, Any], channels: int) -> "Input":
         for key, known in (("segment_s", [HALF / FS_HZ]), ("scale", list(SCALES))):
             if document.get(key) not in known:
-                raise ConfigError(f"{key}={document.get(key)!r}: this program knows {' and '.join(map(str, known))}")
+                raise ConfigError(f"{key}={document.get(key)!r}: supported: {' and '.join(map(str, known))}")
         fs_hz: Any = document.get("fs_hz")
         try:
             rate_ratio(fs_hz)
@@ -52,7 +52,7 @@ class Input:
             raise ConfigError(f"fs_hz={fs_hz!r}: must be {' to '.join(map('{:g}'.format, RATE_RANGE_HZ))}") from None
         names = document.get("leads")
         if not isinstance(names, list) or len(names) != channels:
-            raise ConfigError(f"leads={names!r}: the model has {channels} channels: name the lead of each")
+            raise ConfigError(f"leads={names!r}: the model has {channels} channels: list one lead for each")
         leads = leads_in_order(names)
         seen = parse_leads(document.get("seen", names), "seen")
         if not set(seen) <= set(leads):
@@ -64,7 +64,7 @@ class Input:
         return set(self.leads) == set(ALL)
 
     def limited_to(self, leads: str | Iterable[str]) -> "Input":
-        """The same model given fewer leads; the others are zeros."""
+        """The input of the same model with fewer leads; the others are zeros."""
         chosen = parse_leads(leads)
         if not set(chosen) <= set(self.seen):
             raise ConfigError(f"leads={describe_leads(chosen)}: the model was trained on {describe_leads(self.seen)} only")
@@ -82,8 +82,8 @@ class Input:
             raise SignalError(f"leads={describe_leads(given)}: the model needs {describe_leads(missing)} too")
 
     def scaled(self, x_BSLT: Tensor, there_BS: Tensor | None = None) -> Tensor:
-        """Leads in millivolts at 500 Hz, at its rate and in its scale. A lead that is zero in all of a half, or of a crop if
-        its halves are told, is zero afterwards and counts in no mean."""
+        """Resample and scale leads in millivolts at 500 Hz. A lead that is all zeros in a half (in a crop if `there_BS`, which
+        halves exist, is given) stays zero and does not count in a mean."""
         if self.fs_hz != FS_HZ:
             x_BSLT = x_BSLT @ _resampling(self.fs_hz, x_BSLT.device)
         if (axes := TOGETHER.get(self.scale)) is None:
@@ -97,12 +97,12 @@ class Input:
         return (wide / (wide.square().mean(axes, keepdim=True) / share).sqrt().clamp_min(1e-6)).float()
 
     def halves(self, uv_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
-        """x_RLT of crops [B, 12, 5000], zeros where nothing was measured: their halves of 5 s, crop by crop; some have only
-        a first half."""
+        """x_RLT: the 5 s halves of crops [B, 12, 5000], crop by crop. Samples that were not measured are zeros; some crops have
+        only a first half."""
         picked = uv_BLT if self.leads == ALL else torch.stack([uv_BLT[:, lead] for lead in self.leads], 1)
         x_BSLT = (picked.float() * MV_PER_UV).unflatten(2, (2, HALF)).transpose(1, 2)
         there_BS, unseen_L = np.arange(2) < halves_B[:, None], ~np.isin(self.leads, self.seen)
-        for channel in np.flatnonzero(unseen_L).tolist():  # one by one: a GPU would wait for a list of them
+        for channel in np.flatnonzero(unseen_L).tolist():  # one at a time: indexing with a list would make a GPU wait
             x_BSLT[:, :, channel] = 0.0
         x_RLT = self.scaled(x_BSLT, torch.from_numpy(there_BS).to(x_BSLT.device, non_blocking=True)).flatten(0, 1)
         there_R = torch.from_numpy(np.flatnonzero(there_BS)).to(x_RLT.device, non_blocking=True)
@@ -111,6 +111,6 @@ class Input:
 
 @lru_cache(maxsize=2)
 def _resampling(fs_hz: float, device: torch.device) -> Tensor:
-    """[2500, T]: 5 s at 500 Hz times this are 5 s at another rate, by the filter that resamples records of datasets."""
-    up, down = rate_ratio(fs_hz)  # of the way to 500 Hz
+    """[2500, T]: a matrix that resamples 5 s at 500 Hz to another rate, with the filter that is used to build datasets."""
+    up, down = rate_ratio(fs_hz)  # from fs_hz to 500 Hz
     return torch.from_numpy(resample(np.eye(HALF), down, up)).to(device, torch.float32)

@@ -1,11 +1,11 @@
-"""Read crops by offset from the shards into reused buffers, check them, and read ahead in a thread.
+"""Read crops by offset from the shards into reused buffers, verify them, and prefetch batches in a thread.
 
-A batch is two arrays, dataset and row. Its reads are sorted by shard and offset and split among threads; each is one os.preadv
-of 120,000 bytes to the crop's place in the batch: no copies, and 17 bytes of memory for each crop of the dataset. Instead of
-filling a batch, a thread can read to its Desk, where crops become tensors while they are in the cache of its core.
+A batch is two arrays, dataset and row. Its reads are sorted by shard and offset and split among threads. Each read is one
+os.preadv of 120,000 bytes straight to the crop's place in the batch, without copies. An open dataset takes 17 bytes of memory
+per crop. Instead of filling a batch, a thread can read into its Desk, where crops become tensors while they are in its cache.
 
-A crop's crc32c is checked when this process first reads it (`check`), in 5 us. The zarr copy is decoded chunk by chunk
-(data_tools/zarr_reader.py): half the bytes, five times the CPU time.
+With check="first", a crop's crc32c is verified when this process first reads it, in 5 us. The zarr copy is decoded chunk by
+chunk (data_tools/zarr_reader.py): half the bytes, five times the CPU time.
 
     reader = CropReader([dataset])
     report = reader.read(places, out)                            # int16 [n, 12, 5000]
@@ -36,9 +36,9 @@ from engine.data.order import DatasetRows
 from engine.data.staging import Key, Staging
 
 MAX_DESCRIPTORS = 256
-SMALLEST_SHARE = 8  # crops: below it, waking a thread costs more than its reads
+SMALLEST_SHARE = 8  # crops per thread: for fewer, waking a thread costs more than its reads
 UNCHECKED = -1
-MACHINE_IS_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # says nothing about the file
+MACHINE_IS_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # errors that do not mean a bad file
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class BadCrop(NamedTuple):
 class _Read(NamedTuple):
     dataset: int
     shard: int
-    offset: int  # in zarr: among the chunks of its storage object
+    offset: int  # in zarr: index among the chunks of its storage object
     position: int
     row: int
     crc: int  # or UNCHECKED
@@ -63,12 +63,12 @@ class _Read(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    row: np.ndarray  # the rows in the batch: those asked for, except where a bad crop was replaced
-    skipped: tuple[BadCrop, ...]  # each crop left out
-    failed: BadCrop | None = None  # the first bad one, if none may be left out
+    row: np.ndarray  # the rows in the batch: as requested, except where a bad crop was replaced
+    skipped: tuple[BadCrop, ...]  # bad crops that were replaced
+    failed: BadCrop | None = None  # the first bad crop with on_corrupt=stop
 
     def part(self, these: slice) -> "Report":
-        """Of one batch among several that were read together. Raises if that batch has the bad crop."""
+        """The report of one of several batches that were read together. Raises if that batch has the bad crop."""
         if self.failed and these.start <= self.failed.position < these.stop:
             raise DatasetError(self.failed.reason)
         mine = (bad for bad in self.skipped if these.start <= bad.position < these.stop)
@@ -76,7 +76,7 @@ class Report:
 
 
 class CropList(Protocol):
-    """Which crops: engine.data.order.Places, or any arrays of dataset numbers and rows."""
+    """A list of crops: engine.data.order.Places, or any arrays of dataset numbers and rows."""
 
     @property
     def dataset(self) -> np.ndarray: ...
@@ -85,14 +85,14 @@ class CropList(Protocol):
 
 
 class Desk(NamedTuple):
-    """Of one reading thread: where it reads some crops to, and what it does with them."""
+    """A reading thread's own buffer for a few crops, and the function that processes them."""
 
     crops: np.ndarray  # int16 [k, 12, 5000]
     make: Callable[[list[int], list[int]], None]  # positions and rows of the first crops of the buffer
 
 
 class _File:
-    """A file descriptor, closed when its last user is done: eviction from the cache cannot close it during a read."""
+    """A file descriptor that is closed after its last use, so that eviction from the cache cannot close it during a read."""
 
     def __init__(self, path: str) -> None:
         self.fd = -1
@@ -104,27 +104,27 @@ class _File:
 
 
 class _Source:
-    """What CropReader keeps of one dataset."""
+    """What CropReader keeps about one dataset."""
 
     def __init__(self, dataset: Dataset, source: str | None, staged: bool) -> None:
         formats = dataset.meta["formats"]
         source = source or ("tar" if "tar" in formats else "zarr")
         if source not in formats:
-            raise DatasetError(f"{dataset.root.url} holds {' and '.join(formats)}, not {source}")
+            raise DatasetError(f"{dataset.root.url}: has {' and '.join(formats)}, not {source}: change pipeline.source")
         if dataset.root.remote and source == "tar" and not staged:
             raise DatasetError(f"{dataset.root.url} is remote: its shards are read through a cache (pipeline.cache_dir)")
         if not len(dataset):
-            raise DatasetError(f"{dataset.root.url}: it has no crops")
+            raise DatasetError(f"{dataset.root.url}: the dataset has no crops")
         self.url, self.staged = dataset.root.url, staged and source == "tar"
         self.names = [f"shards/{shard['name']}" for shard in dataset.shards]
         self.shard, self.offset, self.crc = dataset.addresses
         if source == "tar" and not (self.shard.min() >= 0 and self.shard.max() < len(self.names)):
-            raise DatasetError(f"{self.url}: samples.parquet names shards that dataset.json does not")
+            raise DatasetError(f"{self.url}: samples.parquet names shards that dataset.json does not list: run omnilead verify")
         self.checked = np.zeros(len(dataset), bool)
         self.chunks = dataset.chunks if source == "zarr" else None
 
     def addresses(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Shard and offset, or storage object and place in it."""
+        """Shard and offset; for zarr, storage object and index in it."""
         if self.chunks:
             return np.divmod(rows, self.chunks.block)
         return self.shard[rows], self.offset[rows]
@@ -136,11 +136,11 @@ class _Source:
 
 
 Out = np.ndarray | Callable[[], Desk]
-Paths = dict[Key, str | DatasetError]  # of the remote shards of a batch
+Paths = dict[Key, str | DatasetError]  # local copies of a batch's remote shards
 
 
 class CropReader:
-    """`read` is called from one thread at a time."""
+    """Reads and verifies crops. Call `read` from one thread at a time."""
 
     def __init__(
         self,
@@ -153,19 +153,19 @@ class CropReader:
         staging: Staging | None = None,
         rows: Sequence[DatasetRows] | None = None,
     ) -> None:
-        """`source`: the format to read; None: tar if there is one. `staging`: for remote datasets. `rows`: the crops of each
-        dataset that may replace a bad one; None: any."""
+        """`source`: the format to read; None: tar if the dataset has it. `staging`: for remote datasets. `rows`: the crops of
+        each dataset that may replace a bad one; None: any."""
         self.check, self.on_corrupt, self.threads, self.staging = check, on_corrupt, threads, staging
         self._empty: Callable[[tuple[int, ...]], np.ndarray] = partial(np.empty, dtype=np.int16)
-        if pin:  # imported here, as `buffers` may be called by a thread: a program that ends during an import hangs
+        if pin:  # import now, not later in a thread: a program that exits during an import hangs
             import torch
 
             if torch.cuda.is_available():
                 self._empty = lambda shape: torch.empty(shape, dtype=torch.int16, pin_memory=True).numpy()
         staged = staging.datasets if staging else {}
         self._sources = [_Source(dataset, source, d in staged) for d, dataset in enumerate(datasets)]
-        self._file = lru_cache(MAX_DESCRIPTORS - threads)(_File)  # each thread may hold one that was just evicted
-        self._pool = ThreadPoolExecutor(max(1, threads - 1), "reader")  # the caller reads a share too
+        self._file = lru_cache(MAX_DESCRIPTORS - threads)(_File)  # each thread may still hold an evicted one
+        self._pool = ThreadPoolExecutor(max(1, threads - 1), "reader")  # the calling thread reads too
         self._rows = rows or [DatasetRows.among(dataset.root.url, [len(dataset)]) for dataset in datasets]
         self._bad: set[tuple[int, int]] = set()
 
@@ -179,12 +179,12 @@ class CropReader:
         self._file.cache_clear()
 
     def buffers(self, count: int, crops: int) -> list[np.ndarray]:
-        """To read to; pinned with `pin` where there is a GPU."""
+        """Buffers to read into; in pinned memory with `pin` if there is a GPU."""
         return [self._empty((crops, *CROP_SHAPE)) for _ in range(count)]
 
     def read(self, places: CropList, out: Out, late: bool = False) -> Report:
-        """Crops [n] -> `out`, int16 [n, 12, 5000] in microvolts, or the desk of each thread. Raises if a crop is bad and may
-        not be skipped (`late`: only in Report.part); `out` is then invalid."""
+        """Read crops [n] into `out`, int16 [n, 12, 5000] in microvolts, or into each thread's Desk. A bad crop that may not be
+        skipped raises an error (`late`: only in Report.part); `out` is then invalid."""
         index, rows = np.asarray(places.dataset, np.int64), np.array(places.row, np.int64)
         if isinstance(out, np.ndarray) and not (out.dtype == np.int16 and out.shape == (len(rows), *CROP_SHAPE)):
             raise ValueError(f"{out.dtype} {list(out.shape)} cannot hold {len(rows)} crops of int16 {list(CROP_SHAPE)}")
@@ -196,7 +196,7 @@ class CropReader:
         return Report(rows, tuple(skip for one in bad for skip in self._substitute(one, rows, out)))
 
     def _substitute(self, bad: BadCrop, rows: np.ndarray, out: Out) -> Iterator[BadCrop]:
-        """Reads the next good row that takes part instead: the same row on every rank and after every restart."""
+        """Replace a bad crop by the next good selected row: the same one on every rank and after every restart."""
         p, d, allowed = bad.position, bad.dataset, self._rows[bad.dataset]
         for tries in count(1):
             if (d, bad.row) not in self._bad:
@@ -204,7 +204,7 @@ class CropReader:
                 log.warning("skipped: %s", bad.reason)
             yield bad
             if tries == len(allowed):
-                raise DatasetError(f"{self._sources[d].url}: none of its {len(allowed)} crops that take part can be read")
+                raise DatasetError(f"{self._sources[d].url}: none of its {len(allowed)} selected crops can be read")
             rows[p] = allowed.after(int(rows[p]))
             again = self._fill(np.array([d]), rows[p : p + 1], out, p)
             if not again:
@@ -212,7 +212,7 @@ class CropReader:
             bad = again[0]
 
     def _fill(self, index: np.ndarray, rows: np.ndarray, out: Out, at: int = 0) -> list[BadCrop]:
-        """Reads to the positions from `at`."""
+        """Read into the positions from `at` on."""
         reads: list[_Read] = []
         for d in np.unique(index).tolist():
             source, positions = self._sources[d], np.flatnonzero(index == d)
@@ -234,7 +234,7 @@ class CropReader:
         return bad
 
     def _read_all(self, reads: list[_Read], out: Out, retry: bool = True) -> list[BadCrop]:
-        """Divides the reads among the threads. Damaged files of the cache are downloaded again, once."""
+        """Divide the reads among the threads. Damaged files in the cache are downloaded again, once."""
         shards = dict.fromkeys(read[:2] for read in reads if self._sources[read.dataset].staged)
         held: AbstractContextManager[Paths] = self.staging.hold(shards) if self.staging and shards else nullcontext({})
         with held as paths:
@@ -244,14 +244,14 @@ class CropReader:
             try:
                 bad = self._read_share(shares[0], out, paths)
             finally:
-                wait(others)  # or they would write to a buffer that its owner has back
+                wait(others)  # otherwise they could write to a buffer after it was returned
             bad += [one for other in others for one in other.result()]
             positions = {one.position for one in bad}
             again = [read for read in reads if read.position in positions and isinstance(paths.get(read[:2]), str)]
             if not (retry and again):
                 return bad
             for path in {str(paths[read[:2]]) for read in again}:
-                log.warning("%s: this file of the cache is damaged, and fetched again", path)
+                log.warning("%s: the cached file is damaged: downloading it again", path)
                 Path(path).unlink(missing_ok=True)
         redone = {read.position for read in again}
         return [one for one in bad if one.position not in redone] + self._read_all(again, out, retry=False)
@@ -267,16 +267,16 @@ class CropReader:
             crop, source, what = crops[len(rows) if desk else position], self._sources[d], ""
             try:
                 if source.chunks:
-                    if not source.chunks.read(row, crop):  # absent chunks are zeros: always checked
+                    if not source.chunks.read(row, crop):  # absent chunks read as zeros: always verify them
                         crc = int(source.crc[row])
                 else:
                     if opened != (d, shard) or file is None:
                         file, opened = self._open(read, paths), (d, shard)
                     if (got := _read_crop(file.fd, crop, offset)) < CROP_BYTES:
-                        what, crc = f"the file ends {CROP_BYTES - got} bytes too early", UNCHECKED
+                        what, crc = f"the file is {CROP_BYTES - got} bytes too short", UNCHECKED
                 if crc != UNCHECKED and crc32c(crop) != crc:
                     what = "it fails its crc32c"
-            except DatasetError as error:  # of the whole shard
+            except DatasetError as error:  # the whole shard is unusable
                 bad.append(BadCrop(position, d, row, f"{error} (crop {row} at byte {offset})"))
                 continue
             except (ChunkError, OSError) as error:
@@ -285,7 +285,7 @@ class CropReader:
                 what = getattr(error, "strerror", None) or str(error)
             if what:
                 path = paths.get((d, shard))
-                where = f"{path}, fetched twice: {source.where(read)}" if path else source.where(read)
+                where = f"{path}, downloaded twice: {source.where(read)}" if path else source.where(read)
                 bad.append(BadCrop(position, d, row, f"{where}: {what}: restore the file"))
             elif desk:
                 positions.append(position)
@@ -304,13 +304,13 @@ class CropReader:
             return self._file(f"{source.url}/{source.names[read.shard]}")
         if isinstance(path, DatasetError):
             raise path
-        return _File(path)  # not kept: an open descriptor would hold the disk space of an evicted shard
+        return _File(path)  # not cached: an open descriptor would keep an evicted shard on disk
 
 
 def _read_crop(fd: int, crop: Any, offset: int) -> int:
     """-> number of bytes read."""
     got = os.preadv(fd, [crop], offset)
-    while 0 < got < CROP_BYTES:  # the end of the file, or a network file system that gives what it has
+    while 0 < got < CROP_BYTES:  # the end of the file, or a network file system returned a part
         more = os.preadv(fd, [crop.reshape(-1).view(np.uint8)[got:]], offset + got)
         if not more:
             break
@@ -327,8 +327,8 @@ Made = TypeVar("Made")
 def prefetch(
     requests: Iterable[R], make: Callable[[R, Buffer], Made], buffers: Sequence[Buffer], in_use: int = 1
 ) -> Generator[Made, None, None]:
-    """make(request, buffer) in a thread of its own, in the order of the requests. The last `in_use` results stay valid; an
-    older one's buffer is reused once the next is asked for. A request's error is raised when its turn comes."""
+    """Run make(request, buffer) in a thread, in the order of the requests. The last `in_use` results stay valid; asking for the
+    next result lets the thread reuse the oldest buffer. The error of a request is raised when its turn comes."""
     free: SimpleQueue[Buffer | None] = SimpleQueue()
     ready: SimpleQueue[tuple[Buffer, Made] | BaseException | None] = SimpleQueue()
     for buffer in buffers:
@@ -340,9 +340,9 @@ def prefetch(
             while True:
                 free.get_nowait()
         free.put(None)
-        thread.join(timeout=2)  # more than a read from a disk; a thread that waits for a network is left behind
+        thread.join(timeout=2)  # longer than a disk read; a thread that waits for the network is abandoned
 
-    # A daemon thread that is in numpy's C++ code when the interpreter ends takes the process down with SIGABRT (3 exits in 10).
+    # A daemon thread inside numpy's C++ code at interpreter exit aborts the process with SIGABRT (in 3 exits of 10).
     atexit.register(stop)
     thread.start()
     used: deque[Buffer] = deque()
@@ -355,7 +355,7 @@ def prefetch(
             if len(used) == in_use:
                 free.put(used.popleft())
     finally:
-        item = None  # an error holds its frames, and they the buffers
+        item = None  # an error keeps its frames alive, and these the buffers
         atexit.unregister(stop)
         stop()
 
@@ -378,7 +378,7 @@ def _keep_making(
 def read_ahead(
     requests: Iterable[C], reader: CropReader, shape: tuple[int, ...], depth: int = 2, in_use: int = 1
 ) -> Generator[tuple[C, np.ndarray, Report], None, None]:
-    """(request, its crops, report), at most `depth` of them ready beside those in use. A request has at most shape[0] crops."""
+    """Prefetch (request, its crops, report), at most `depth` beyond those in use. A request has at most shape[0] crops."""
 
     def fill(request: C, buffer: np.ndarray) -> tuple[C, np.ndarray, Report]:
         crops = buffer[: len(request.row)]

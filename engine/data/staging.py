@@ -1,11 +1,11 @@
-"""Whole shards of remote datasets in a bounded local cache: downloaded before they are needed, verified before they are used.
+"""A bounded local cache of remote shards, which are downloaded before they are needed and verified before they are used.
 
     order of shards -> [4 threads: root.read_range, 8 MiB a part -> sha256 + SHA.partial -> rename] -> SHA.tar -> hold, paths
 
-The shards that the order needs next are downloaded while earlier ones are read; the least recently used one is evicted first,
-never one that is held. Names are checksums, so datasets and the ranks of a node share one directory, on a local disk: every
-claim is a flock, which ends with its process, however that ends. SHA.partial is locked by whoever downloads it and has its full
-size from the start; SHA.tar is locked (shared) by whoever reads it; `lock` by whoever makes room.
+The shards that the order needs next are downloaded while earlier ones are read. The least recently used shard is evicted first,
+but never one in use. Files are named by checksum, so datasets and the ranks of a node can share one directory, on a local disk.
+Locks are flocks, released by the system when a process ends or is killed: the downloading process locks SHA.partial, which has
+its full size from the start; readers lock SHA.tar (shared); a process that makes room locks `lock`.
 """
 
 import atexit
@@ -25,20 +25,20 @@ from pathlib import Path
 from data_tools.dataset import DataError, Dataset, DatasetError
 
 PART_BYTES = 8 * 2**20
-DOWNLOADS = 4  # at once: their parts are all the memory this takes
-POLL_S = 0.05  # for what other processes do
-TRIES, WAIT_S = 6, 10.0  # for shards that together need room which other processes hold
+DOWNLOADS = 4  # concurrent downloads; the only memory they use is one part each
+POLL_S = 0.05  # how often to check on other processes
+TRIES, WAIT_S = 6, 10.0  # to get room for all shards of a batch while other processes hold it
 MORE = "raise pipeline.cache_bytes, or lower pipeline.block_shards"
 _CACHED = re.compile(r"[0-9a-f]{64}\.(?:tar|partial)", re.ASCII)
 Key = tuple[int, int]  # dataset, shard
 
 
 class StagingError(DataError):
-    """Network, disk or room, not the dataset's bytes: it stops the run, as skipping crops would not help."""
+    """A network, disk or space problem, not a damaged dataset: it stops the run, as skipping crops would not help."""
 
 
 class NoRoom(StagingError):
-    """Other processes hold all of it, and may be waiting for what this one holds."""
+    """Other processes hold all the space, and may be waiting for what this one holds."""
 
 
 class Staging:
@@ -52,31 +52,31 @@ class Staging:
         ahead: int = 4,
         timeout_s: float = 60,
     ) -> None:
-        """`order`: shards in the order in which they will be needed, `together` neighbours of each dataset at a time. `ahead`:
-        how many are downloaded early. `timeout_s`: for room that others hold."""
+        """`order`: shards in the order of use, `together` consecutive ones of each dataset at a time. `ahead`: how many shards
+        to prefetch. `timeout_s`: how long to wait for space that others hold."""
         self.datasets, self.cache, self.max_bytes, self.timeout_s = datasets, Path(cache_dir), max_bytes, timeout_s
         self._shards = {(d, s): shard for d, dataset in datasets.items() for s, shard in enumerate(dataset.shards)}
         self._order = iter(order)
-        self._current = {d: deque[Key](maxlen=together) for d in datasets}  # the last that the order has reached
+        self._current = {d: deque[Key](maxlen=together) for d in datasets}  # the latest shards in the order
         self._coming = list(islice(self._order, ahead))
-        self._tried: set[Key] = set()  # of the coming ones: downloaded, or in hand
+        self._tried: set[Key] = set()  # those of _coming that are downloaded or downloading
         self._failed: dict[Key, DatasetError] = {}
         self._verified: set[Key] = set()
         self._closing, self._changed = False, threading.Condition()
         try:
             self.cache.mkdir(parents=True, exist_ok=True)
             with self._alone():
-                self._make_room(None, 0, True)  # an earlier run may have had more
+                self._make_room(None, 0, True)  # an earlier run may have had a larger limit
         except OSError as error:
             raise StagingError(f"pipeline.cache_dir={self.cache}: {error.strerror}: choose another directory") from None
         atexit.register(self.close)
-        for _ in range(DOWNLOADS):  # daemons: a program that ends must not wait for the network
+        for _ in range(DOWNLOADS):  # daemons, so that a program can exit without waiting for the network
             threading.Thread(target=self._prefetch, name="staging", daemon=True).start()
 
     @contextmanager
     def hold(self, keys: Iterable[Key]) -> Iterator[dict[Key, str | DatasetError]]:
-        """Local paths of verified shards, which no process evicts before the end of the block; or why a shard is unusable. If
-        processes wait for each other's room, this one lets go of all its shards and tries again."""
+        """Local paths of verified shards, or the error of an unusable one. No process evicts them before the end of the block.
+        If processes wait for each other's space, this one releases all its shards and tries again."""
         keys = list(keys)
         if (need := sum(map(self._bytes, keys))) > self.max_bytes:
             raise StagingError(f"{self.cache}: {self.max_bytes} bytes cannot hold the shards of one batch ({need}): {MORE}")
@@ -93,7 +93,7 @@ class Staging:
             time.sleep(random.random() * WAIT_S)
 
     def close(self) -> None:
-        """Whoever waits gets an error; downloads end at their next part. The files stay for the next run."""
+        """Waiting calls raise an error and downloads stop at their next part. The files stay for the next run."""
         atexit.unregister(self.close)
         with self._changed:
             self._closing = True
@@ -107,7 +107,7 @@ class Staging:
                     self._current[one[0]].append(one)
                 new = list(islice(self._order, reached))
                 self._coming = self._coming[reached:] + new
-                self._tried.difference_update(new)  # may have been evicted since
+                self._tried.difference_update(new)  # they may have been evicted
                 self._failed = {one: error for one, error in self._failed.items() if one not in new}
             held.callback(self._notify)
             self._changed.notify_all()
@@ -133,23 +133,23 @@ class Staging:
                     self._changed.wait()
                     continue
                 self._tried.add(key)
-            with suppress(DataError):  # whoever needs it will get the same error
+            with suppress(DataError):  # the call that needs the shard will get the same error
                 if (lock := self._fetch(key, needed=False)) is not None:
                     os.close(lock)
                     continue
-                with self._changed:  # no room yet
+                with self._changed:  # no space yet
                     self._changed.wait(1)
                     self._tried.discard(key)
 
     def _fetch(self, key: Key, needed: bool) -> int | None:
-        """-> a descriptor with a shared lock on the verified file; None: no room for what is not needed yet."""
+        """-> a descriptor with a shared lock on the verified file; None: no space to prefetch it yet."""
         end = time.monotonic() + self.timeout_s
         try:
             while not self._closing:
                 lock = _open_locked(self._file(key), os.O_RDONLY, fcntl.LOCK_SH)
                 if lock is not None and self._is_right(key, lock):
-                    with suppress(PermissionError):  # another user's
-                        os.utime(lock)  # the newest: evicted last
+                    with suppress(PermissionError):  # another user's file
+                        os.utime(lock)  # most recently used: evicted last
                     return lock
                 partial, room = self._claim(key, needed)
                 if partial is not None:
@@ -157,17 +157,17 @@ class Staging:
                 elif not room and not needed:
                     return None
                 elif not room and time.monotonic() > end:
-                    raise NoRoom(f"{self.cache}: no room for {self._name(key)}: other processes hold all of it: {MORE}")
-                else:  # somebody else downloads it, or holds the room
+                    raise NoRoom(f"{self.cache}: no space for {self._name(key)}: other processes hold all of it: {MORE}")
+                else:  # another process downloads it, or holds the space
                     with self._changed:
                         self._changed.wait(POLL_S)
-        except OSError as error:  # a full disk, most of all
+        except OSError as error:  # usually a full disk
             why = error.strerror or str(error)
-            raise StagingError(f"{self.cache}: {why}, for {self._name(key)}: make room, or set pipeline.cache_dir") from None
+            raise StagingError(f"{self.cache}: {why}, for {self._name(key)}: free space, or set pipeline.cache_dir") from None
         raise StagingError(f"{self._name(key)}: the cache was closed")
 
     def _is_right(self, key: Key, lock: int) -> bool:
-        """A file of an earlier run is verified before its first use."""
+        """Verify a file that an earlier run left before its first use."""
         if key not in self._verified:
             with open(os.dup(lock), "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != self._shards[key]["sha256"]:
@@ -178,11 +178,11 @@ class Staging:
         return True
 
     def _claim(self, key: Key, needed: bool) -> tuple[int | None, bool]:
-        """-> (descriptor of the locked partial file if it is ours to download, whether there is room)"""
+        """-> (descriptor of the locked partial file if this process is to download it, whether there is space)"""
         partial = self._file(key).with_suffix(".partial")
         with self._alone():
             dead = _open_locked(partial, os.O_RDWR, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if dead is not None:  # of a process that was killed
+            if dead is not None:  # left by a killed process
                 partial.unlink()
                 os.close(dead)
             if partial.exists() or self._file(key).exists():
@@ -195,7 +195,7 @@ class Staging:
             return lock, True
 
     def _download(self, key: Key, lock: int) -> None:
-        """To the locked partial file, which is renamed if its bytes are right; if not, once more."""
+        """Download to the locked partial file and rename it if its checksum is right; try twice."""
         partial, size, root = self._file(key).with_suffix(".partial"), self._bytes(key), self.datasets[key[0]].root
         try:
             for _ in range(2):
@@ -204,13 +204,13 @@ class Staging:
                     part = root.read_range(f"shards/{self._shards[key]['name']}", start, min(PART_BYTES, size - start))
                     if self._closing:
                         return
-                    if missing := min(PART_BYTES, size - start) - len(part):  # cut on the way, or the file is too short
+                    if missing := min(PART_BYTES, size - start) - len(part):  # the transfer was cut, or the file is too short
                         break
                     sha256.update(part)
                     os.pwrite(lock, part, start)
                 if not missing and sha256.hexdigest() == self._shards[key]["sha256"]:
                     os.fsync(lock)
-                    with self._alone():  # a listing meanwhile might see neither name, or both
+                    with self._alone():  # without it, a listing could see neither name, or both
                         os.rename(partial, self._file(key))
                     self._verified.add(key)
                     return
@@ -223,8 +223,8 @@ class Staging:
             os.close(lock)
 
     def _make_room(self, key: Key | None, need: int, needed: bool) -> bool:
-        """Evicts files that nobody has locked, the least recently used first; what the order needs now or next only for a shard
-        that somebody waits for, and then the farthest first."""
+        """Evict unlocked files, the least recently used first. Shards that the order needs now or next are evicted only for one
+        that is `needed` at once, those needed last first."""
         files = []
         for entry in os.scandir(self.cache):
             if _CACHED.fullmatch(entry.name):
@@ -235,7 +235,7 @@ class Staging:
             order = [*chain(*self._current.values()), *self._coming]
         rank = {self._file(one): i for i, one in reversed(list(enumerate(order, 1)))}
         if not needed:
-            earlier = set(takewhile(lambda one: one != key, order))  # which still need their own room
+            earlier = set(takewhile(lambda one: one != key, order))  # they still need space of their own
             used += sum(self._bytes(one) for one in earlier if self._file(one).stem not in present)
             files = [file for file in files if file[2] not in rank]
         for _, size, path in sorted(files, key=lambda file: (file[2] in rank, -rank.get(file[2], 0), file[0])):
@@ -250,7 +250,7 @@ class Staging:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """One thread of one process at a time counts, evicts, claims and renames."""
+        """A lock between all threads and processes: only one at a time counts, evicts, claims and renames."""
         with open(self.cache / "lock", "wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
@@ -266,7 +266,7 @@ class Staging:
 
 
 def _open_locked(path: Path, flags: int, operation: int) -> int | None:
-    """-> a locked descriptor of the file that has this name now; None: it is gone, or somebody else has it."""
+    """-> a locked descriptor of the file that now has this name; None: it is gone, or another process has locked it."""
     try:
         file = os.open(path, flags | os.O_CLOEXEC, 0o644)
     except FileNotFoundError:

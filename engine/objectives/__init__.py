@@ -1,1 +1,1 @@
-"""Losses. They depend on tensors alone, never on engine.model."""
+"""Losses. They use only tensors and never import engine.model."""

@@ -4,9 +4,9 @@
     logits    = scale * (cos(theta + margin) for the true class, cos(theta) for the others)
 
 Source: paper, section "Fine-tuning" (scale 192, margin 1.0); fairseq-signals criterions/arcface_criterion.py:46-66. Beyond
-theta = pi - margin, where cos(theta + margin) would rise again, the authors go on with cos(theta) - margin * sin(margin); the
-paper does not say. The sine's slope is unbounded at a cosine of +-1: CLIP keeps the cosine away from it. `margin`
-and `scale` may be tensors: one that grows, one that is learnt.
+theta = pi - margin, cos(theta + margin) would rise again; there the authors use cos(theta) - margin * sin(margin), which the
+paper does not mention. CLIP keeps the cosine away from +-1, where the sine's slope is unbounded. `margin` and `scale` may be
+tensors, for a margin that grows or a learned scale.
 """
 
 import math
@@ -19,7 +19,7 @@ CLIP = 1e-6
 
 
 def arcface_logits(cosine_RC: Tensor, label_R: Tensor, scale: float | Tensor = 192.0, margin: float | Tensor = 1.0) -> Tensor:
-    """In float32: a scale of 192 leaves bf16 two digits."""
+    """Computed in float32: with a scale of 192, bf16 has two digits left."""
     margin = torch.as_tensor(margin, dtype=torch.float64)
     cosine_RC = cosine_RC.float().clamp(-1 + CLIP, 1 - CLIP)
     true_R1 = cosine_RC.gather(1, label_R[:, None])

@@ -1,21 +1,21 @@
-"""Global objectives: representations of views of the same heart agree, those of others do not.
+"""Global objectives: representations of two views of the same heart should agree, those of different hearts should not.
 
-    s_ij = cos(g_i, g_j) / temperature;  loss_i = log sum_{j != i} exp s_ij - s_ip,  p the other view of the same crop
+    s_ij = cos(g_i, g_j) / temperature;  loss_i = log sum_{j != i} exp s_ij - s_ip;  p is the other view of the same crop
 
 | | views | candidates |
 |---|---|---|
 | CMSC (`nt_xent`) | the two 5 s halves of a crop | all halves of the global batch, gathered from all ranks |
 | SimCLR (`nt_xent`) | two augmented views of the same 5 s | the same |
 | CMSC as the authors compute it | first against second halves, in both directions | the local micro-batch |
-| 3KG | turned views, and all views of the same patient | views of other patients, gathered from all ranks |
+| 3KG | rotated views, and all views of the same patient | views of other patients, gathered from all ranks |
 
 Source: paper, section "Pre-training", CMSC and L_global, and "Experiments" (baselines); Kiyasseh et al. 2021 (CLOCS), Chen et
 al. 2020 (SimCLR), Gopal et al. 2021 (3KG); fairseq-signals criterions/{cmsc,simclr,3kg}_criterion.py, where SimCLR's loss is a
 sum that the trainer divides by the number of rows. Shapes: engine.model.config.
 
-Tensors of all ranks are gathered and summed with exact gradients: the mean over ranks of the losses is the loss of the global
-batch, and so is its gradient, because the engine divides the summed gradients of the weights by the number of ranks. Every rank
-must have equally many rows. Without a process group the gathers return their input.
+Tensors of all ranks are gathered and summed with exact gradients: the mean of the ranks' losses is the loss of the global
+batch, and its gradient is that loss's gradient, as the engine divides the summed gradients of the weights by the number of
+ranks. Every rank must have the same number of rows. Without a process group the gathers return their input.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ import torch.distributed.nn.functional as functional
 import torch.nn.functional as F
 from torch import Tensor
 
-# torch.compile cannot trace these and would give up on everything that calls them.
+# torch.compile cannot trace these, and would fall back to eager mode for every caller.
 _all_gather = torch.compiler.disable(functional.all_gather)
 _all_reduce = torch.compiler.disable(functional.all_reduce)
 _single_process = False
@@ -35,7 +35,7 @@ _single_process = False
 
 @contextmanager
 def single_process() -> Iterator[None]:
-    """Within it each rank computes for itself, as if there were no others."""
+    """A context in which each rank computes alone, as if there were no others."""
     global _single_process
     before, _single_process = _single_process, True
     try:
@@ -49,7 +49,7 @@ def world_size() -> int:
 
 
 def all_gather_no_grad(x: Tensor) -> Tensor:
-    """[A, ...] -> [W * A, ...] in the order of ranks, without a gradient."""
+    """[A, ...] -> [W * A, ...], ordered by rank, without a gradient."""
     if world_size() == 1:
         return x
     parts = [torch.empty_like(x) for _ in range(world_size())]
@@ -58,7 +58,7 @@ def all_gather_no_grad(x: Tensor) -> Tensor:
 
 
 def sum_over_ranks(x: Tensor) -> Tensor:
-    """With gradient."""
+    """Sum a tensor over all ranks, with a gradient."""
     total: Tensor = _all_reduce(x) if world_size() > 1 else x
     return total
 
@@ -70,7 +70,7 @@ def unit(g: Tensor, detach: bool = False) -> Tensor:
 
 
 def similarities(g_AD: Tensor, temperature: float, gathered: bool, detach_norm: bool) -> tuple[Tensor, Tensor]:
-    """s [A, C] of own rows and all candidates, -inf where a row meets itself; and each row's own column."""
+    """s [A, C] between own rows and all candidates, -inf between a row and itself; and the column of each own row."""
     gathered = gathered and world_size() > 1
     with torch.autocast(g_AD.device.type, enabled=False):
         g_AD = unit(g_AD, detach_norm)
@@ -85,14 +85,14 @@ def nt_xent(g_BSD: Tensor, temperature: float, gathered: bool, detach_norm: bool
     """Loss, and the share of rows whose other view is the nearest candidate."""
     views = g_BSD.shape[1]
     if views != 2:
-        raise ValueError(f"this objective needs two views or halves of each crop, not {views}")
+        raise ValueError(f"this objective needs 2 views or halves of each crop, not {views}")
     s_AC, own_A = similarities(g_BSD.flatten(0, 1), temperature, gathered, detach_norm)
-    other_A = own_A ^ 1  # rows 2 b and 2 b + 1 are the views of crop b, and every rank has an even number of rows
+    other_A = own_A ^ 1  # rows 2b and 2b + 1 are the views of crop b, and every rank has an even number of rows
     return F.cross_entropy(s_AC, other_A), (s_AC.argmax(1) == other_A).float().mean()
 
 
 def authors_cmsc_loss(g_BSD: Tensor, ids_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Mean over pairs of crops with the same id of -log softmax along the rows and along the columns, half each."""
+    """-log softmax, averaged over rows and columns and over all pairs of crops with the same id; and the accuracy."""
     with torch.autocast(g_BSD.device.type, enabled=False):
         first_BD, second_BD = unit(g_BSD, detach=True).unbind(1)
         s_BB = first_BD @ second_BD.t() / temperature
@@ -107,8 +107,8 @@ def threekg_loss(
 ) -> tuple[Tensor, Tensor]:
     """Loss, and the share of rows whose nearest candidate is of the same patient.
 
-    Averaged over all pairs of a row i and a positive p: log(exp s_ip + sum_{j of other patients} exp s_ij) - s_ip. Unlike in
-    the authors' CMSC, the patient's other positives are not in the denominator."""
+    The loss is averaged over all pairs of a row i and a positive p: log(exp s_ip + sum_{j of other patients} exp s_ij) - s_ip.
+    Unlike in the authors' CMSC, the patient's other positives are not in the denominator."""
     ids_A = ids_B.repeat_interleave(g_BSD.shape[1])
     s_AC, own_A = similarities(g_BSD.flatten(0, 1), temperature, gathered, detach_norm)
     ids_C = all_gather_no_grad(ids_A) if gathered else ids_A
@@ -116,8 +116,8 @@ def threekg_loss(
     positive_AC = alike_AC & (own_A[:, None] != torch.arange(len(ids_C), device=own_A.device))
     nearest_A1 = s_AC.detach().argmax(1, keepdim=True)
     others_A1 = s_AC.masked_fill(alike_AC, -torch.inf).logsumexp(1, keepdim=True)
-    s_AC = s_AC.masked_fill(~positive_AC, 0.0)  # before the logarithm: an infinite entry would make its gradient NaN
+    s_AC = s_AC.masked_fill(~positive_AC, 0.0)  # before logaddexp: an infinite entry would give a NaN gradient
     loss_AC = torch.where(positive_AC, torch.logaddexp(s_AC, others_A1) - s_AC, 0.0)
-    pairs = (ids_C[:, None] == ids_C).sum() - len(ids_C)  # of all ranks: one with more pairs weighs more
+    pairs = (ids_C[:, None] == ids_C).sum() - len(ids_C)  # over all ranks: a rank with more pairs weighs more
     ranks = world_size() if gathered else 1
     return loss_AC.sum() * ranks / pairs.clamp(min=1), positive_AC.gather(1, nearest_A1).float().mean()

@@ -1,12 +1,12 @@
-"""The local objective: pick the quantised features of a masked token among those of other masked tokens of the same 5 s.
+"""The local objective: find the quantised features of a masked token among those of other masked tokens of the same 5 s.
 
     s_ij = cos(context_i, target_j) / temperature          the Gram matrix of a segment, [M, M]
-    loss_i = log(exp s_ii + sum_j n_ij exp s_ij) - s_ii    n_ij: how often j was drawn as a negative for i, K times in all
+    loss_i = log(exp s_ii + sum_j n_ij exp s_ij) - s_ii    n_ij: how often j was drawn as a negative for i; sum_j n_ij = K
 
-The authors gather K targets for each i, [K, R, M, P] numbers, and compute as many cosines. These are entries of s, some of
-them repeated, so s and the counts give the same loss and gradient. Negatives made of the same codes as the positive do not
-count. A row's loss is the mean over its masked tokens, the batch's the mean over rows. Where all rows have equally many, as the
-authors' have, this is their mean over tokens; where they differ, every segment has the same weight in any micro-batch.
+The authors gather K targets for each i, [K, R, M, P] numbers, and compute a cosine for each. These are entries of s, some of
+them repeated, so s and the counts give the same loss and gradient. Negatives with the same codes as the positive do not count.
+The loss of a row is the mean over its masked tokens, and the loss of a batch the mean over rows. If all rows have the same
+number of tokens, as in the authors' code, this equals their mean over tokens; if not, every segment has the same weight.
 
 Source: paper, section "Pre-training", L_local; fairseq-signals models/wav2vec2/wav2vec2.py:157-231 (100 negatives, cosine /
 0.1, identical ones to -inf), criterions/wav2vec2_criterion.py:254-282 (diversity, feature penalty). Shapes:
@@ -28,7 +28,7 @@ def local_loss(
     codes_RMG: Tensor | None = None,
     temperature: float = 0.1,
 ) -> tuple[Tensor, Tensor]:
-    """Loss, and the share of tokens whose target is the nearest of its candidates. Always in float32."""
+    """Loss, and the share of tokens whose target is nearer than all negatives. Always computed in float32."""
     with torch.autocast(context_RMP.device.type, enabled=False):
         context_RMP = F.normalize(context_RMP.float(), dim=-1, eps=1e-8)
         target_RMP = F.normalize(target_RMP.float(), dim=-1, eps=1e-8)
@@ -43,7 +43,7 @@ def local_loss(
 
 
 def _hits(s_RMM: Tensor, s_RM: Tensor, drawn_RMM: Tensor, same_RMM: Tensor) -> Tensor:
-    """As the authors count: no candidate is nearer, and they are not all equally near (wav2vec2_criterion.py:300-310)."""
+    """The authors' definition: no candidate is nearer, and not all are equally near (wav2vec2_criterion.py:300-310)."""
     nearest_RM = torch.where(drawn_RMM & ~same_RMM, s_RMM, -torch.inf).amax(-1)
     farthest_RM = torch.where(drawn_RMM, s_RMM.masked_fill(same_RMM, -torch.inf), torch.inf).amin(-1)
     return (s_RM >= nearest_RM) & (s_RM > farthest_RM)
@@ -55,9 +55,9 @@ def mean_over_rows(x_RM: Tensor, valid_RM: Tensor) -> Tensor:
 
 
 def diversity(share_GV: Tensor, used_GV: Tensor, tokens: Tensor, gathered: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Share of the codes that are out of use, (G V - perplexity) / G V; then the perplexities of probabilities and of codes.
+    """Share of unused codes, (G V - perplexity) / G V; then the perplexities of the probabilities and of the chosen codes.
 
-    share_GV: probability of each code, summed over tokens; used_GV: how often each was chosen."""
+    share_GV: probability of each code, summed over tokens; used_GV: how often each code was chosen."""
     if gathered:
         size = share_GV.numel()
         total = sum_over_ranks(torch.cat([share_GV.flatten(), used_GV.flatten(), tokens[None]]))

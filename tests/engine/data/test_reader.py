@@ -54,7 +54,7 @@ def test_refuses_buffers_rows_and_formats_that_do_not_fit(small: Dataset) -> Non
     for row in (-1, 20):
         with pytest.raises(IndexError):
             read(reader, [row])
-    with pytest.raises(DatasetError, match="holds tar, not zarr"):
+    with pytest.raises(DatasetError, match="has tar, not zarr"):
         CropReader([small], source="zarr")
 
 
@@ -148,7 +148,7 @@ def test_damaged_tar_is_named_and_not_handed_out(small: Dataset, kind: str) -> N
 def test_a_short_read_is_noticed_unchecked(small: Dataset) -> None:
     """Or the rest of the crop would be what was in the buffer before."""
     damage_tar(small, "truncated")
-    with pytest.raises(DatasetError, match=r"crop 9 at byte \d+: the file ends 119000 bytes too early"):
+    with pytest.raises(DatasetError, match=r"crop 9 at byte \d+: the file is 119000 bytes too short"):
         read(CropReader([small], check="never"), [8, 9])
 
 

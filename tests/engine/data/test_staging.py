@@ -135,7 +135,7 @@ def test_held_shards_are_not_evicted(ten: Dataset, tmp_path: Path, stagings: lis
 
 def test_a_cache_full_of_shards_that_another_process_holds(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
     stagings += [stage(ten, tmp_path, room(ten, 1)), stage(ten, tmp_path, room(ten, 1), timeout_s=0.05)]
-    with held(stagings[0], 0), pytest.raises(StagingError, match=r"no room for .*00001\.tar: other processes hold all of it"):
+    with held(stagings[0], 0), pytest.raises(StagingError, match=r"no space for .*00001\.tar: other processes hold all of it"):
         path_of(stagings[1], 1)
 
 
@@ -226,7 +226,7 @@ def test_a_crop_that_is_wrong_in_a_whole_shard_names_both_files(ten: Dataset, tm
     path = path_of(stagings[0], 1)
     with closing(CropReader([ten], staging=stagings[0])) as reader:
         reader._sources[0].crc = reader._sources[0].crc ^ 1
-        with pytest.raises(DatasetError, match=rf"\A{re.escape(path)}, fetched twice: [^\n]*/00001\.tar: crop 2 "):
+        with pytest.raises(DatasetError, match=rf"\A{re.escape(path)}, downloaded twice: [^\n]*/00001\.tar: crop 2 "):
             read(reader, [2])
 
 
