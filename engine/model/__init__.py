@@ -1,1 +1,1 @@
-"""The encoder, the quantiser and the composition that is pre-trained."""
+"""The encoder, the quantiser, and the model that combines them for pre-training."""

@@ -1,4 +1,4 @@
-"""Fine-tuning: an encoder, the mean over time, and a linear layer, or cosines to class vectors (identity).
+"""The model for fine-tuning: an encoder, the mean over time, and a linear layer (for identity: cosines to class vectors).
 
     model = Classifier(encoder, TaskConfig(kind="multilabel"), outputs=26)
     losses = model(x_BSLT, labels_BK, present_BS)              # training
@@ -23,7 +23,7 @@ from engine.objectives.contrastive import sum_over_ranks, world_size
 from engine.tasks import kinds
 from engine.tasks.config import TaskConfig
 
-SCALE_SPEED = 10  # how much faster than a weight the logarithm of a learned scale moves
+SCALE_SPEED = 10  # the logarithm of a learned scale moves so many times faster than a weight
 
 
 class Classifier(nn.Module):
@@ -48,10 +48,10 @@ class Classifier(nn.Module):
         labels: Tensor | None = None,
         present_BS: Tensor | None = None,
         weights_BK: Tensor | None = None,
-        margin: Tensor | None = None,  # of identity, while it is not the task's
+        margin: Tensor | None = None,  # for identity, if it is not task.margin yet
     ) -> dict[str, Tensor] | Tensor:
-        """labels: float [B, K], NaN where unknown; for identity int64 [B]. Both halves of a crop have the crop's. present_BS: 0
-        for halves that the record does not have. weights_BK: of the labels. Without labels: the pooled encodings c_RD."""
+        """labels: float [B, K], NaN where unknown; for identity int64 [B]. Both halves of a crop have its labels. present_BS: 0
+        for missing halves. weights_BK: weights of the labels. Without labels: the pooled encodings c_RD."""
         c_RD = pool(self.encoder(x_BSLT.flatten(0, 1)))
         if labels is None:
             return c_RD
@@ -65,7 +65,7 @@ class Classifier(nn.Module):
             logits_RK, weights_RK = self.logits(c_RD), None if weights_BK is None else weights_BK.repeat_interleave(halves, 0)
             loss_R, share_R = kinds.loss(self.task.kind, logits_RK, labels_R, weights_RK)
             right_R = kinds.right(self.task.kind, logits_RK, labels_R)
-        # The mean is taken over the ranks' losses
+        # Counts are averaged over ranks, so that the mean of the ranks' losses is the loss of the global batch
         counts = torch.stack([(present_R * share_R).sum(), present_R.sum()])
         known, halves_there = sum_over_ranks(counts) / world_size()
         losses = {"loss": (loss_R * present_R).sum() / known}

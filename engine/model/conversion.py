@@ -1,4 +1,4 @@
-"""Model folders from and to checkpoints of fairseq-signals, exactly: see engine/convert.py.
+"""Convert fairseq-signals checkpoints to model folders and back, exactly: see engine/convert.py.
 
 notes = from_fairseq(Path("CKPT.pt"), Path("OUT"), classes="label_def.csv")
 to_fairseq(Path("RUN"), Path("OUT.pt"))
@@ -27,18 +27,18 @@ from engine.model.safe_load import ForeignCheckpointError, as_json, float_tensor
 
 
 def from_fairseq(checkpoint: Path, out: Path, scale: str = "auto", fs_hz: float | None = None, classes: str = "") -> list[str]:
-    """`classes`: names of a classifier's outputs, or a file of them. -> what was assumed."""
+    """`classes`: names of a classifier's outputs, or a file of them. Returns notes on what was assumed."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out}: exists and is not an empty directory: choose another name")
     content = read_checkpoint(checkpoint)
     cfg, args = as_json(content.get("cfg")), as_json(content.get("args"))
-    if not isinstance(cfg, dict) or not isinstance(cfg.get("model"), dict):  # old checkpoints have one flat list of settings
+    if not isinstance(cfg, dict) or not isinstance(cfg.get("model"), dict):  # old checkpoints have flat settings
         cfg = {"model": args, "task": args}
     if not isinstance(cfg["model"], dict):
-        raise ForeignCheckpointError(f"{checkpoint}: no settings of a model: is it a checkpoint of fairseq-signals?")
+        raise ForeignCheckpointError(f"{checkpoint}: no model settings: is it a checkpoint of fairseq-signals?")
     state = float_tensors(content.get("model"), checkpoint)
     config = settings(cfg["model"])
-    weights = {name: w.clone() for name, w in from_theirs(state, config).items()}  # tied ones, once each
+    weights = {name: w.clone() for name, w in from_theirs(state, config).items()}  # safetensors refuses tied tensors
     history = as_json(content.get("optimizer_history"))
     origin = {"cfg": cfg, "spelling": spelling(state), "order": list(state), "optimizer_history": history}
     preprocessing, notes = _preprocessing(cfg, config, scale, fs_hz)
@@ -46,7 +46,7 @@ def from_fairseq(checkpoint: Path, out: Path, scale: str = "auto", fs_hz: float 
     if names := class_names(classes, outputs(state)):
         document["head"] = _head(cfg, names)
     if names and not classes:
-        notes.append(f"its {len(names)} outputs are called {names[0]} to {names[-1]}: --classes LIST|FILE names them")
+        notes.append(f"its {len(names)} outputs were named {names[0]} to {names[-1]}: set names with --classes LIST|FILE")
     card = front_matter({}, _card(checkpoint.name, config, preprocessing, names, sum(w.numel() for w in weights.values())))
     write(out, weights, document, preprocessing, card)
     return notes
@@ -55,11 +55,11 @@ def from_fairseq(checkpoint: Path, out: Path, scale: str = "auto", fs_hz: float 
 def _preprocessing(
     cfg: Mapping[str, Any], config: ModelConfig, scale: str, fs_hz: float | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """The signals that the checkpoint's settings speak of; what is given comes first."""
+    """The input described by the checkpoint's settings; arguments take precedence."""
     task, notes = cfg["task"] if isinstance(cfg.get("task"), dict) else {}, []
     if not (fs_hz := fs_hz or task.get("sample_rate")):
         fs_hz = 500
-        notes.append("its settings do not say its sampling rate: taken to be 500 Hz (--fs; DeepECG-SSL: 250)")
+        notes.append("its settings do not state a sampling rate: assumed 500 Hz (change with --fs; DeepECG-SSL: 250)")
     named: Any = [*LEADS[: config.leads]] if config.leads == len(LEADS) else config.leads
     scale = _scale(cfg) if scale == "auto" else scale
     preprocessing = {"fs_hz": fs_hz, "leads": named, "segment_s": 5.0, "scale": scale, "meaning": SCALES[scale]}
@@ -69,25 +69,25 @@ def _preprocessing(
             rows = leads_in_order([LEADS[lead] if isinstance(lead, int) else lead for lead in wanted])
         except (SyntaxError, TypeError, LookupError, ValueError, RecursionError, MemoryError, ConfigError) as error:
             wrong = f"task.leads_to_load={str(loaded)[:80]!r} in the checkpoint's settings"
-            raise ConfigError(f"{wrong}: must be [names or numbers of leads]") from error
+            raise ConfigError(f"{wrong}: must be a list of lead names or numbers") from error
         key = "leads" if len(rows) == config.leads else "seen"
         preprocessing[key] = describe_leads(rows).split(",")
     unnamed = isinstance(preprocessing["leads"], int)
     Input.of(preprocessing | ({"leads": [*LEADS]} if unnamed else {}), len(LEADS) if unnamed else config.leads)
     if unnamed:
-        notes.append(f"its settings do not name its {config.leads} leads: it can be converted back, not loaded")
+        notes.append(f"its settings do not name its {config.leads} leads: it can be converted back, but not loaded")
     return preprocessing, notes
 
 
 def _scale(cfg: Mapping[str, Any]) -> str:
-    """ECG-FM's files are z-scores already, which only their paths tell."""
+    """The scale of the input. ECG-FM was trained on z-scored files, which only their paths reveal."""
     sections = [section for section in (cfg["model"], cfg.get("task")) if isinstance(section, dict)]
     said = {key: value for section in sections for key, value in section.items()}
     for key, wanted in (("filter", said.get("filter")), ("mean_path", said.get("normalize") and said.get("mean_path"))):
         if wanted:
-            lost = "its signals were filtered by NeuroKit2" if key == "filter" else "its means are in a file elsewhere"
+            lost = "its signals were filtered by NeuroKit2" if key == "filter" else "its means are in another file"
             said_so = f"task.{key}={str(wanted)[:80]} in the checkpoint's settings: {lost}"
-            raise ConfigError(f"{said_so}: to convert it nevertheless, give --input millivolt or zscore")
+            raise ConfigError(f"{said_so}: to convert it anyway, give --input millivolt or zscore")
     if said.get("normalize") is True:
         return "layernorm"
     paths = " ".join(str(section.get("data")) for section in sections).lower()
@@ -96,7 +96,7 @@ def _scale(cfg: Mapping[str, Any]) -> str:
 
 
 def class_names(given: str, outputs: int) -> list[str]:
-    """A,B,C; or a file: the column `name` of a CSV, such as ECG-FM's label_def.csv, or a name in each line."""
+    """Names from A,B,C; or from a file: the column `name` of a CSV (such as ECG-FM's label_def.csv), or one name per line."""
     names = [name.strip() for name in given.split(",")] if given else [f"class_{i}" for i in range(outputs)]
     try:
         if os.path.isfile(given) or given.endswith((".csv", ".txt")):
@@ -105,16 +105,16 @@ def class_names(given: str, outputs: int) -> list[str]:
             names = [row["name"] for row in table] if table and "name" in table[0] else text.splitlines()
             names = [name.strip() for name in names if name and name.strip()]
     except (OSError, ValueError, csv.Error) as error:
-        raise ConfigError(f"--classes {given}: {error}: give a CSV with a column `name`, or a name in each line") from None
+        raise ConfigError(f"--classes {given}: {error}: give a CSV with a column `name`, or one name per line") from None
     if given and not outputs:
-        raise ConfigError(f"--classes {given[:80]}: the checkpoint is pre-trained only, without a classifier: leave it out")
+        raise ConfigError(f"--classes {given[:80]}: the checkpoint is only pre-trained, without a classifier: leave it out")
     if len(names) != outputs or len(set(names)) < len(names) or "" in names:
         raise ConfigError(f"--classes {given[:80]}: {len(set(names))} names: must be {outputs}, in the order of the outputs")
     return names
 
 
 def _head(cfg: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
-    """What the loss says of the outputs."""
+    """`head` of config.json, inferred from the loss that the checkpoint was trained with."""
     criterion = cfg.get("criterion")
     criterion = criterion if isinstance(criterion, dict) else {"_name": criterion}
     loss, threshold = str(criterion.get("_name")), criterion.get("threshold")
@@ -138,9 +138,9 @@ def to_fairseq(run: Path, out: Path) -> None:
     with model_folder(run) as (folder, _):
         document = document_of(folder / CONFIG)
         config, state = config_of(document, folder / CONFIG), load_file(folder / WEIGHTS)
-    origin = document.get("fairseq") or {}  # what from_fairseq kept; nothing in a model that was trained here
+    origin = document.get("fairseq") or {}  # saved by from_fairseq; models trained with omnilead have none
     if not any(name.startswith("local.") for name in state) and not (origin and outputs(state)):
-        raise ConfigError(f"{run}: trained without the local objective, whose weights fairseq-signals needs: not converted")
+        raise ConfigError(f"{run}: trained without the local objective, whose weights fairseq-signals needs: cannot convert it")
     try:
         theirs = to_theirs(state, config, origin.get("spelling", "parametrizations"))
         weights = {name: theirs.pop(name) for name in origin.get("order") or list(theirs)}
@@ -158,19 +158,19 @@ def to_fairseq(run: Path, out: Path) -> None:
 
 
 def _card(name: str, config: ModelConfig, preprocessing: Mapping[str, Any], classes: list[str], parameters: int) -> str:
-    predict = f'    model.predict(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")    # of {len(classes)} classes\n'
+    predict = f'    model.predict(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")    # {len(classes)} classes\n'
     return f"""# {name}, converted from fairseq-signals
 
 A lead-agnostic ECG encoder of the wav2vec 2.0 family (Oh et al., CHIL 2022): {parameters:,} parameters, {len(config.conv)}
 convolutions, {config.layers} transformer layers of width {config.width}.
 
 Input: {config.leads} leads at {preprocessing["fs_hz"]:g} Hz, 5 s at a time, {preprocessing["meaning"]}. See {PREPROCESSING};
-{CONFIG} holds the settings, the original ones included. Every weight is bit for bit that of the original; the optimiser's state
-is not here. The licence is that of the original.
+{CONFIG} holds the settings, including the original ones. Every weight equals the original bit for bit; the optimiser's state is
+not included. The licence is that of the original.
 
     import engine
     model = engine.load("THIS_FOLDER")
     vectors = model.embed(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")    # [L, T] -> [{config.width}]
 {predict * bool(classes)}
-    omnilead convert to-fairseq THIS_FOLDER OUT.pt      # back again
+    omnilead convert to-fairseq THIS_FOLDER OUT.pt      # convert back
 """

@@ -1,23 +1,23 @@
-"""Every random draw of a training step except dropout: masked tokens, negatives, and the quantiser's noise.
+"""All random draws of a training step except dropout: masked tokens, negatives and the quantiser's noise.
 
     keys = row_keys(seed, epoch_B, crop_B, halves=2)          numpy, on the host: one 64-bit key for each half of each crop
     draws = draw(config, keys_R, tokens, negatives)           torch, on any device: a pure function of the keys
 
 All are counter-based: the draws of a crop in an epoch are the same on any rank, at any batch size and after any restart, and
-integers are the same on every device. No shape depends on a draw and nothing waits for the device: masked tokens go to M slots,
-M the largest possible count, and `valid` says which are used. A step takes the keys, or draws made elsewhere (parity, tests).
+integers are the same on every device. No shape depends on a draw, so nothing waits for the device: masked tokens fill M slots,
+where M is the largest possible count, and `valid` marks the used ones. A step takes keys, or given draws (parity, tests).
 
     mask_RN    bool    masked tokens
     slot_RM    int64   token of each slot, ascending; 0 where not valid
     valid_RM   bool
-    times_RMM  float32 how often slot j was drawn as a negative for slot i, K in all for each i: uniform among the others
-    noise_RMGV float32 standard Gumbel; None where codes are not sampled
+    times_RMM  float32 how often slot j was drawn as a negative for slot i; K draws for each i, uniform among the other slots
+    noise_RMGV float32 standard Gumbel; None if codes are not sampled
 
-Source: paper, section "Experiments" (spans of 10, each token a start with p = 0.065: `mask_starts: bernoulli`, where a span
-may run beyond the last token, and a row may have no masked token); fairseq-signals data/data_utils.py:18-142 (share * tokens /
-span spans, rounded at random, starts without replacement, overlapping; `mask_trim`: every row cut at random to the batch's
-smallest count), models/wav2vec2/wav2vec2.py:157-213 (negatives). Theirs rounds once for all rows of a batch; here each row
-rounds for itself. Shapes: engine.model.config.
+Source: paper, section "Experiments" (spans of 10; each token starts one with p = 0.065: `mask_starts: bernoulli`, where a span
+may run past the last token and a row may have no masked token); fairseq-signals data/data_utils.py:18-142 (share * tokens /
+span spans, rounded at random, starts without replacement, overlapping; `mask_trim`: every row is trimmed at random to the
+smallest count in the batch), models/wav2vec2/wav2vec2.py:157-213 (negatives). The authors round once for all rows of a batch;
+here each row is rounded separately. Shapes: engine.model.config.
 """
 
 import math
@@ -34,7 +34,7 @@ from engine.model.config import ModelConfig
 
 
 class ModelStream(IntEnum):
-    """Continues engine.data.counter.RandomRandomStream, which. Values are for ever: add, never renumber."""
+    """Streams in addition to engine.data.counter.RandomStream. Saved runs depend on the values: add, never renumber."""
 
     ROW = 100
     SPANS = 101
@@ -53,13 +53,13 @@ class Draws(NamedTuple):
 
 
 def row_keys(seed: int, epoch: Counter, crop: Counter, halves: int = 2) -> np.ndarray:
-    """int64 [B, S]. `epoch` and `crop` are numbers or arrays [B]."""
+    """int64 [B, S]. `epoch` and `crop` are integers or arrays [B]."""
     epoch_B1, crop_B1 = np.atleast_1d(epoch)[:, None], np.atleast_1d(crop)[:, None]
     return bits(seed, int(ModelStream.ROW), epoch_B1, crop_B1, np.arange(halves)[None]).view(np.int64)
 
 
 def draw(config: ModelConfig, keys_R: Tensor, tokens: int, negatives: int, sample_codes: bool = True) -> Draws:
-    """`sample_codes` false: no Gumbel noise (evaluation)."""
+    """All draws of a step. `sample_codes` false: no Gumbel noise (evaluation)."""
     count = max_masked(config, tokens)
     mask_RN = draw_mask(config, keys_R, tokens)
     slot_RM, valid_RM = slots(mask_RN, count)
@@ -73,7 +73,7 @@ def max_spans(config: ModelConfig, tokens: int) -> int:
 
 
 def max_masked(config: ModelConfig, tokens: int) -> int:
-    """M: enough slots for any draw."""
+    """M, the largest possible number of masked tokens."""
     if config.mask_starts == "bernoulli":
         return tokens
     if tokens - config.mask_span < max_spans(config, tokens):
@@ -82,7 +82,7 @@ def max_masked(config: ModelConfig, tokens: int) -> int:
 
 
 def draw_mask(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
-    """mask_RN: the tokens of all spans, which may overlap."""
+    """mask_RN: the tokens of all spans; spans may overlap."""
     starts = bernoulli_starts if config.mask_starts == "bernoulli" else counted_starts
     started_RN = starts(config, keys_R, tokens).cumsum(1)
     ended_RN = torch.nn.functional.pad(started_RN, (config.mask_span, 0))[:, :tokens]
@@ -91,13 +91,13 @@ def draw_mask(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
 
 
 def bernoulli_starts(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
-    """Each token with probability share / span, whatever the others."""
+    """Each token is a start with probability share / span, independently."""
     chance_RN = hashed(keys_R[:, None], ModelStream.STARTS, torch.arange(tokens, device=keys_R.device)) & 0xFFFFFF
     return (chance_RN < config.mask_share / config.mask_span * 2**24).long()
 
 
 def counted_starts(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
-    """The first few of a random order of all of them: drawn without replacement."""
+    """Draw starts without replacement: the first few in a random order of all tokens."""
     limit, starts = max_spans(config, tokens), tokens - config.mask_span
     rounding_R = (hashed(keys_R, ModelStream.SPANS) & 0xFFFFFF).float() * 2.0**-24  # in [0, 1)
     spans_R = (config.mask_share * tokens / config.mask_span + rounding_R).floor().clamp(2, limit).long()
@@ -108,7 +108,7 @@ def counted_starts(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
 
 
 def trim(mask_RN: Tensor, keys_R: Tensor) -> Tensor:
-    """Every row cut at random to the smallest count among these rows."""
+    """Trim every row at random to the smallest count among these rows."""
     fewest = mask_RN.sum(1).amin()
     order_RN = hashed(keys_R[:, None], ModelStream.TRIM, torch.arange(mask_RN.shape[1], device=keys_R.device))
     order_RN = torch.where(mask_RN, order_RN, torch.iinfo(torch.int64).max)
@@ -119,7 +119,7 @@ def trim(mask_RN: Tensor, keys_R: Tensor) -> Tensor:
 def slots(mask_RN: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """slot_RM, valid_RM: the masked tokens of each row in order, then padding. Those beyond `count` are dropped."""
     rows, tokens = mask_RN.shape
-    place_RN = torch.where(mask_RN, mask_RN.cumsum(1) - 1, count).clamp(max=count)  # the place after the last takes the rest
+    place_RN = torch.where(mask_RN, mask_RN.cumsum(1) - 1, count).clamp(max=count)  # the extra place takes all other tokens
     token_RN = torch.arange(tokens, device=mask_RN.device).expand(rows, tokens)
     slot_RM = torch.zeros(rows, count + 1, dtype=torch.int64, device=mask_RN.device).scatter_(1, place_RN, token_RN)[:, :count]
     valid_RM = torch.arange(count, device=mask_RN.device) < mask_RN.sum(1, keepdim=True)
@@ -127,7 +127,7 @@ def slots(mask_RN: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def draw_negatives(keys_R: Tensor, valid_RM: Tensor, negatives: int) -> Tensor:
-    """times_RMM: for each slot, K draws with replacement among the row's other valid slots, counted."""
+    """times_RMM: counts of K draws with replacement for each slot, among the row's other valid slots."""
     count = valid_RM.shape[1]
     others_R11 = (valid_RM.sum(1) - 1).clamp(min=1)[:, None, None]
     counter_MK = torch.arange(count * negatives, device=keys_R.device).view(count, negatives)
@@ -135,17 +135,17 @@ def draw_negatives(keys_R: Tensor, valid_RM: Tensor, negatives: int) -> Tensor:
     other_RMK = (drawn_RMK * others_R11) >> 31
     other_RMK = other_RMK + (other_RMK >= torch.arange(count, device=keys_R.device)[:, None])
     times_RMM = count_negatives(other_RMK.clamp(max=count - 1), count)
-    return times_RMM.mul_(valid_RM[:, None])  # a row's only masked token has no negatives
+    return times_RMM.mul_(valid_RM[:, None])  # a row with one masked token has no negatives
 
 
 def count_negatives(other_RMK: Tensor, count: int) -> Tensor:
-    """Slots drawn for each slot -> times_RMM. Sums of ones: exact in any order."""
+    """Count the drawn slots -> times_RMM. Sums of ones are exact in any order."""
     zeros = torch.zeros(*other_RMK.shape[:2], count, device=other_RMK.device)
     return zeros.scatter_add_(2, other_RMK, torch.ones((), device=other_RMK.device).expand(other_RMK.shape))
 
 
 def draw_gumbel(keys_R: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """-log(-log u), u in (0, 1) from 23 bits, so that float32 holds it and neither logarithm meets zero. A hash makes two."""
+    """-log(-log u), where u in (0, 1) has 23 bits: exact in float32, and no logarithm of 0. Each hash gives two numbers."""
     count = math.prod(shape)
     random = hashed(keys_R[:, None], ModelStream.GUMBEL, torch.arange((count + 1) // 2, device=keys_R.device))
     u = torch.cat([random & 0x7FFFFF, random >> 32 & 0x7FFFFF], 1)[:, :count].float().add_(0.5).mul_(2.0**-23)
@@ -153,11 +153,11 @@ def draw_gumbel(keys_R: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def hashed(keys: Tensor, stream: ModelStream, counter: Tensor | int = 0) -> Tensor:
-    """int64, all bits random: SplitMix64's generator started at key and stream, its output number `counter`.
+    """Random int64: output number `counter` of a SplitMix64 generator that starts at the key and stream.
 
-    The step and the finaliser are those of engine.data.counter; int64 wraps as uint64 does, and a shift is made logical
-    by clearing the sign bits that it copies. The counter is added before the product, for which the key is divided: torch's
-    compiler takes counter * _STEP for a place in memory, beyond 64 bits, and fails.
+    The step and the finaliser are those of engine.data.counter. int64 wraps like uint64, and shifts become logical by clearing
+    the copied sign bits. The counter is added before the multiplication by _STEP (the key is divided by it first): torch's
+    compiler takes counter * _STEP for a memory address beyond 64 bits, and fails.
     """
     start = _mix(keys ^ (int(stream) * _STEP & (2**63 - 1))) * _STEP_INVERSE
     return _mix((start + counter) * _STEP)

@@ -1,15 +1,15 @@
-"""The encoder of wav2vec 2.0 for ECGs, and what any other encoder needs to be pre-trained.
+"""The wav2vec 2.0 encoder for ECGs, and the interface that other encoders must implement for pre-training.
 
-    x_RLT -> ConvStack -> z_RNF -> layer norm            (features: what the quantiser sees, with the penalty on their size)
+    x_RLT -> ConvStack -> z_RNF -> layer norm            (features: the quantiser's input, with the feature penalty)
           -> projection -> dropout -> mask embedding -> + GELU(positional convolution) -> layer norm -> dropout
           -> layers x [attention, + residual, norm, feed-forward, + residual, norm] -> c_RND                      (context)
 
-`pick` replaces plain operations by faster ones (engine.model.kernels). Weights of convolutions are kept as matrix products want
-them, [out, kernel * in]; engine.model.fairseq turns them into the authors' [out, in, kernel].
+`pick` replaces plain operations by faster ones (engine.model.kernels). Convolution weights are stored in the layout for matrix
+products, [out, kernel * in]; engine.model.fairseq converts them to the authors' [out, in, kernel].
 
 Source: paper, section "Pre-training"; fairseq-signals models/wav2vec2/wav2vec2.py, models/transformer.py:87 (post-norm, no
-norm after the last layer), modules/conv_feature_extraction.py:21-60 (no bias, one group norm of as many groups as channels, in
-block 0), modules/conv_positional_encoding.py:15-28, modules/multi_head_attention.py. Shapes: engine.model.config; K taps.
+norm after the last layer), modules/conv_feature_extraction.py:21-60 (no bias; one group norm, in block 0, with a group for each
+channel), modules/conv_positional_encoding.py:15-28, modules/multi_head_attention.py. Shapes: engine.model.config; K taps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,16 +25,16 @@ from engine.model.kernels import pick
 
 @runtime_checkable
 class MaskedEncoder(Protocol):
-    """What the local objective needs of an encoder. For the global ones, `width` and forward(x_RLT) -> c_RND are enough."""
+    """The interface that the local objective needs. Global objectives need only `width` and forward(x_RLT) -> c_RND."""
 
     width: int  # D
     feature_width: int  # F
 
     def features(self, x_RLT: Tensor) -> tuple[Tensor, Tensor]:
-        """z_RNF, each token made of its own samples only, and the mean square of the features before they were normalised."""
+        """z_RNF, where each token depends only on its own samples; and the mean square of the features before normalisation."""
 
     def context(self, z_RNF: Tensor, mask_RN: Tensor | None) -> Tensor:
-        """c_RND, with the masked tokens hidden."""
+        """c_RND, computed without seeing the masked tokens."""
 
 
 class Dropout(nn.Module):
@@ -56,7 +56,7 @@ class Linear(nn.Linear):
 
 
 class ScaleGradient(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by a factor (fairseq's GradMultiply)."""
+    """The identity, with its gradient multiplied by a factor (fairseq's GradMultiply)."""
 
     @staticmethod
     def forward(x: Tensor, factor: float) -> Tensor:
@@ -72,15 +72,15 @@ class ScaleGradient(torch.autograd.Function):
 
 
 class ConvBlock(nn.Module):
-    """x [R, T, C] -> [R, T // kernel, out]: convolution, norm or none, GELU.
+    """x [R, T, C] -> [R, T // kernel, out]: convolution, optional norm, GELU.
 
-    The kernel is the stride, so with time before channels a patch is a view and the convolution one matrix product."""
+    The stride equals the kernel size, so with time before channels, patches are views and the convolution a matrix product."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, norm: str, kernels: str) -> None:
         super().__init__()
         self.kernel, self.over_time, self.kernels = kernel, norm == "group", kernels
         self.weight = nn.Parameter(torch.empty(outputs, kernel * inputs))
-        self.norm = nn.LayerNorm(outputs) if norm else None  # holds the group norm's weights too
+        self.norm = nn.LayerNorm(outputs) if norm else None  # also holds the weights of a group norm
 
     def forward(self, x_RTC: Tensor) -> Tensor:
         rows, length, width = x_RTC.shape
@@ -96,7 +96,7 @@ class ConvBlock(nn.Module):
 
 
 def group_norm_gelu(y_RTC: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float) -> Tensor:
-    """GELU of a group norm over time, a group for each channel, in float32 like the authors' (modules/fp32_group_norm.py)."""
+    """Group norm over time, a group for each channel, then GELU; in float32 as the authors' (modules/fp32_group_norm.py)."""
     y = y_RTC.float()
     variance_R1C, mean_R1C = torch.var_mean(y, dim=1, correction=0, keepdim=True)
     scale_R1C = torch.rsqrt(variance_R1C + eps) * weight_C.float()
@@ -127,7 +127,7 @@ class ConvStack(nn.Module):
 
 
 class PositionalConvolution(nn.Module):
-    """x_RND -> GELU(grouped convolution over time), as long as the input. A tap's weight is gain * direction / |direction|."""
+    """x_RND -> GELU(grouped convolution over time), of the same length. A tap's weight is gain * direction / |direction|."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class PositionalConvolution(nn.Module):
         self.bias = nn.Parameter(torch.empty(config.width))
 
     def weight(self) -> Tensor:
-        direction = self.direction.to(torch.promote_types(self.direction.dtype, torch.float32))  # a sum of thousands of squares
+        direction = self.direction.to(torch.promote_types(self.direction.dtype, torch.float32))  # sums thousands of squares
         norm = direction.square().sum((0, 1), keepdim=True).sqrt()
         return (direction * (self.gain.to(norm.dtype) / norm)).to(self.direction.dtype)
 
@@ -149,7 +149,7 @@ class PositionalConvolution(nn.Module):
 
 def convolve(x_RND: Tensor, weight_DcK: Tensor, bias_D: Tensor, groups: int) -> Tensor:
     taps = weight_DcK.shape[2]
-    x_RDN = F.pad(x_RND.transpose(1, 2), (taps // 2, (taps - 1) // 2))  # authors: both sides alike, and the last step dropped
+    x_RDN = F.pad(x_RND.transpose(1, 2), (taps // 2, (taps - 1) // 2))  # as the authors: pad alike, drop the last
     return F.conv1d(x_RDN, weight_DcK, bias_D, groups=groups).transpose(1, 2)
 
 
@@ -167,7 +167,7 @@ class Attention(nn.Module):
 
 
 def attention(qkv: Tensor, heads: int, dropout_p: float) -> Tensor:
-    """qkv [R, N, 3 D]: queries, keys and values, each with its heads side by side -> [R, N, D]."""
+    """qkv [R, N, 3 D] -> [R, N, D]. qkv holds queries, keys and values, each with its heads side by side."""
     q_RHNd, k_RHNd, v_RHNd = (part.unflatten(2, (heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1))
     y_RHNd = F.scaled_dot_product_attention(q_RHNd, k_RHNd, v_RHNd, dropout_p=dropout_p)
     return y_RHNd.transpose(1, 2).flatten(2)
@@ -194,14 +194,14 @@ class Layer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """x_RLT -> c_RND. `mask` false: no mask embedding, for objectives that hide nothing."""
+    """x_RLT -> c_RND. `mask` false: no mask embedding, for objectives without masked tokens."""
 
     def __init__(self, config: ModelConfig, mask: bool = True) -> None:
         super().__init__()
         self.width, self.feature_width = config.width, config.feature_width
         self.conv = ConvStack(config)
         self.feature_norm = nn.LayerNorm(config.feature_width)
-        same = config.feature_width == config.width  # then the authors project nothing (ecg_transformer.py)
+        same = config.feature_width == config.width  # then the authors have no projection (ecg_transformer.py)
         self.project: nn.Module = nn.Identity() if same else nn.Linear(config.feature_width, config.width)
         self.input_dropout = Dropout(config.input_dropout, config.kernels)
         self.mask_embedding = nn.Parameter(torch.empty(config.width)) if mask else None
@@ -221,7 +221,7 @@ class Encoder(nn.Module):
         return x_RND
 
     def enter(self, z_RNF: Tensor, mask_RN: Tensor | None) -> Tensor:
-        """What the first layer sees."""
+        """The input of the first layer."""
         x_RND = self.input_dropout(self.project(z_RNF))
         if mask_RN is not None:
             assert self.mask_embedding is not None, "this encoder was built without a mask embedding"
@@ -234,13 +234,13 @@ class Encoder(nn.Module):
 
     @staticmethod
     def select_leads(weights: Mapping[str, Tensor], rows: Sequence[int], of: int) -> dict[str, Tensor]:
-        """Weights for some of the leads: the output is the same as with zeros for the others."""
+        """Weights for a subset of leads: the output equals that of all leads with the others zero."""
         first = "conv.blocks.0.weight"
         by_lead = weights[first].unflatten(1, (-1, of))
         return {**weights, first: by_lead[:, :, list(rows)].flatten(1).contiguous()}
 
 
 def pool(c_RND: Tensor) -> Tensor:
-    """The mean over tokens, in float32. The authors divide by the number of entries that are not zero (wav2vec2_cmsc.py:28-37),
-    which of a layer norm's output are all of them."""
+    """The mean over tokens, in float32. The authors divide by the number of non-zero entries (wav2vec2_cmsc.py:28-37), which is
+    the same: a layer norm's output has no zeros."""
     return c_RND.float().mean(1)

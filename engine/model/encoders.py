@@ -1,16 +1,16 @@
-"""Which encoder is trained: the authors', a shipped one, or a class of one's own, `model.encoder: file.py:Class`.
+"""Build the encoder: the authors', one shipped with omnilead, or your own class, `model.encoder: file.py:Class`.
 
     class Mine(nn.Module):                            # Mine(leads=12, **model.options)
         width = 128                                   # D
         def forward(self, x_RLT): ...                 # c_RND, from segments of 5 s in millivolts
 
     encoder = build_encoder(config, generator=generator)
-    examine(encoder, config, masked=False)            # ConfigError if it does not keep to this
-    cost_per_crop(encoder, config, local=False)       # FLOPs of a training step, and the numbers it keeps
+    examine(encoder, config, masked=False)            # ConfigError if it does not follow this interface
+    cost_per_crop(encoder, config, local=False)       # FLOPs of a training step, and the activations it keeps
 
-For the local objective a class has `features`, `context` and `feature_width`, too (engine.model.encoder.MaskedEncoder). With
-select_leads(weights, rows, of), a model of twelve leads can be fine-tuned on fewer channels. The file may import installed
-packages only: it is copied into RUN/code and RUN/model, and is never run from there without being asked (`code=True`).
+For the local objective a class also needs `features`, `context` and `feature_width` (engine.model.encoder.MaskedEncoder). With
+select_leads(weights, rows, of), a model of twelve leads can be fine-tuned on fewer channels. The file may import only installed
+packages: it is copied into RUN/code and RUN/model, and runs from there only if you ask for it (`code=True`).
 Shapes: engine.model.config.
 """
 
@@ -35,23 +35,23 @@ from engine.model.draws import max_masked
 from engine.model.encoder import Dropout, Encoder, MaskedEncoder
 from engine.model.init_weights import initialise
 
-CODE = "code"  # folder of a run
-ROWS = 4  # of the segments an encoder is examined with
-AGREE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # of the largest number: rows computed beside other rows
+CODE = "code"  # folder in a run
+ROWS = 4  # segments in the batch that examines an encoder
+AGREE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # relative to the largest number: outputs of a row in two batches
 
 
 def file_of(spec: str) -> Path | None:
-    """The file of file.py:Name."""
+    """The file in file.py:Name; None if `spec` names no file."""
     return Path(spec.rpartition(":")[0]) if ":" in spec else None
 
 
 def portable(spec: str) -> str:
-    """As a model folder names it, where the file lies beside the weights."""
+    """`spec` as saved in a model folder, where the file lies next to the weights."""
     return f"{file.name}:{spec.rpartition(':')[2]}" if (file := file_of(spec)) else spec
 
 
 def code_of(settings: Mapping[str, str], run: str, others: Mapping[str, bytes] | None = None) -> dict[str, bytes]:
-    """The files that these settings name, and others, by name and content. `run` may have copies of them."""
+    """{name: content} of the files that these settings name, and of `others`. `run` may have copies of them."""
     files = dict(others or {})
     for setting, spec in settings.items():
         if file := file_of(spec):
@@ -60,15 +60,15 @@ def code_of(settings: Mapping[str, str], run: str, others: Mapping[str, bytes] |
                 hint = f": the run's copy is {kept}" if kept.is_file() else ""
                 raise ConfigError(f"{setting}={spec}: no such file {file}{hint}")
             if files.setdefault(file.name, content := file.read_bytes()) != content:
-                raise ConfigError(f"{setting}={spec}: the run has another file {file.name} already: rename one of them")
+                raise ConfigError(f"{setting}={spec}: the run already has a different {file.name}: rename one of them")
     return files
 
 
 def build_encoder(
     config: ModelConfig, mask: bool = True, generator: torch.Generator | None = None, kind: Any = None
 ) -> nn.Module:
-    """With weights drawn from `generator`, or if it is another than the authors', by itself from the same seed. `kind`: its
-    class. `mask` false: no mask embedding in the authors'."""
+    """Build an encoder and draw its weights from `generator`; one that is not the authors' draws its own, from the same seed.
+    `kind`: its class. `mask` false: no mask embedding in the authors' encoder."""
     if not config.encoder:
         encoder = Encoder(config, mask)
         initialise(encoder, generator)
@@ -80,12 +80,12 @@ def build_encoder(
 
 
 def build_head(spec: str, width: int, outputs: int, generator: torch.Generator | None = None, kind: Any = None) -> nn.Module:
-    """`task.head`, a class of one's own: Class(width, outputs), from c_RD to logits_RK."""
+    """Build `task.head`, your own Class(width, outputs), which maps c_RD to logits_RK."""
     with blaming(f"task.head={spec}, {width} wide, {outputs} outputs"):
         head = _made(kind or plugin(spec), generator, width, outputs)
         y = copy.deepcopy(head).eval()(torch.randn(ROWS, width))
         if list(y.shape) != [ROWS, outputs] or not y.isfinite().all():
-            raise ConfigError(f"gives {list(y.shape)} or numbers that are not finite for {[ROWS, width]}")
+            raise ConfigError(f"returns {list(y.shape)} or non-finite numbers for input {[ROWS, width]}")
         return head
 
 
@@ -102,11 +102,11 @@ def _made(kind: Any, generator: torch.Generator | None, *arguments: Any, **optio
 def prepared(
     config: ModelConfig, masked: bool, dtype: torch.dtype, seed: int, kind: Any = None
 ) -> tuple[nn.Module | None, int]:
-    """An encoder that is not the authors', examined; the number of tokens of 5 s."""
+    """Build and examine an encoder that is not the authors' (for theirs: None); and the number of tokens in 5 s."""
     if not config.encoder:
         return None, config.tokens(HALF)
     encoder = build_encoder(config, masked, torch.Generator().manual_seed(seed), kind)
-    for part in encoder.modules():  # DeepSpeed casts weights only, and a batch norm needs its statistics in their type
+    for part in encoder.modules():  # DeepSpeed casts only weights; a batch norm needs statistics of the same type
         if isinstance(part, _NormBase) and part.running_mean is not None and part.running_var is not None:
             part.running_mean, part.running_var = part.running_mean.to(dtype), part.running_var.to(dtype)
     return encoder, examine(encoder, config, masked, dtype)
@@ -114,19 +114,19 @@ def prepared(
 
 @torch.no_grad()
 def examine(encoder: nn.Module, config: ModelConfig, masked: bool = False, dtype: torch.dtype = torch.float32) -> int:
-    """The number of tokens of 5 s; ConfigError if the encoder does not do what it says. `masked`: what the local objective
-    needs, too."""
+    """Run an encoder; ConfigError if it breaks its interface. Returns the number of tokens in 5 s. `masked`: also examine what
+    the local objective needs."""
     generator, own = torch.Generator().manual_seed(0), cast(Any, copy.deepcopy(encoder).eval())
     x_RLT, other_RLT = (torch.randn(ROWS, config.leads, HALF, generator=generator).to(dtype) for _ in range(2))
-    x_RLT[1], other_RLT[0] = 0, x_RLT[0]  # one row of zeros, as random lead masking may make it; one in other company
+    x_RLT[1], other_RLT[0] = 0, x_RLT[0]  # a row of zeros, as RLM may give; a row that is in both batches
     for p in own.parameters():
         p.data = p.data.to(dtype)
 
     def checked(name: str, width: int, y: Tensor) -> Tensor:
         if y.ndim != 3 or len(y) != ROWS or y.shape[2] != width:
-            raise ConfigError(f"{name} gives {list(y.shape)} for {list(x_RLT.shape)}, not [{ROWS}, tokens, {width}]")
+            raise ConfigError(f"{name} returns {list(y.shape)} for {list(x_RLT.shape)}, not [{ROWS}, tokens, {width}]")
         if not y.isfinite().all():
-            raise ConfigError(f"{name} gives NaN or infinity for noise and zeros")
+            raise ConfigError(f"{name} returns NaN or infinity for noise and zeros")
         return y.float()
 
     def same(a: Tensor, b: Tensor) -> bool:
@@ -154,10 +154,10 @@ class StepCost(NamedTuple):
 
 
 def cost_per_crop(encoder: nn.Module | None, config: ModelConfig, local: bool) -> StepCost:
-    """Of 10 s. For the authors' encoder by formula, for others by running a few rows.
+    """The cost of 10 s: by formula for the authors' encoder, for others by running a few rows.
 
-    Forward is counted, and backward as twice that. torch's counter has its faults in what is left out here: it multiplies the
-    weight gradient of a grouped convolution by the groups, and counts fused attention and recurrent layers of a CPU as nothing.
+    The forward pass is counted, and the backward pass taken as twice that. This avoids errors of torch's counter: it multiplies
+    the weight gradient of a grouped convolution by the groups, and counts fused attention and recurrent layers on a CPU as 0.
     """
     if not config.encoder or encoder is None:
         return StepCost(flops_per_crop(config, HALF, local=local), kept_per_crop(config, HALF))
@@ -168,7 +168,7 @@ def cost_per_crop(encoder: nn.Module | None, config: ModelConfig, local: bool) -
         return tensor
 
     with (
-        warnings.catch_warnings(action="ignore"),  # about TF32 on Intel's GPUs
+        warnings.catch_warnings(action="ignore"),  # torch warns about TF32 on Intel GPUs
         torch.random.fork_rng(devices=[]),
         torch.backends.mkldnn.flags(enabled=False),
         sdpa_kernel(SDPBackend.MATH),
@@ -185,7 +185,7 @@ def cost_per_crop(encoder: nn.Module | None, config: ModelConfig, local: bool) -
 
 
 def drops_out(encoder: nn.Module | None, config: ModelConfig, *others: float) -> bool:
-    """Whether dropout makes training differ from evaluation. `others`: dropout rates outside of the encoder."""
+    """Whether dropout makes training differ from evaluation. `others`: dropout rates outside the encoder."""
     rates = [config.dropout, config.attention_dropout, config.activation_dropout, config.input_dropout]
     if encoder is not None:
         rates = [float(getattr(part, "p", 0)) for part in encoder.modules() if isinstance(part, Dropout | _DropoutNd)]
@@ -193,10 +193,10 @@ def drops_out(encoder: nn.Module | None, config: ModelConfig, *others: float) ->
 
 
 def describe_encoder(config: ModelConfig) -> str:
-    """A line of the model card."""
+    """One line for the model card."""
     if not config.encoder:
         size = f"{len(config.conv)} convolutions, {config.layers} transformer layers of width {config.width}"
         return f"Encoder of wav2vec 2.0 for ECGs (Oh et al., CHIL 2022): {size}."
-    about = "whose code lies in this folder" if file_of(config.encoder) else inspect.getdoc(plugin(ENCODERS[config.encoder]))
+    about = "with its code in this folder" if file_of(config.encoder) else inspect.getdoc(plugin(ENCODERS[config.encoder]))
     options = ", ".join(f"{name}={value}" for name, value in config.options.items()) or "defaults"
     return f"Encoder `{portable(config.encoder)}`, {about}. Options: {options}."

@@ -1,10 +1,10 @@
-"""Convert weights and settings from and to those of fairseq-signals, exactly.
+"""Convert weights and settings from and to fairseq-signals, exactly.
 
     from_theirs(state, config) -> our state_dict    to_theirs(state, config) -> the authors'    settings(cfg) -> ModelConfig
 
 Only names, concatenation and the order of axes change: every number keeps its bits. Source: state dicts of fairseq-signals
-(models/wav2vec2/wav2vec2_cmsc.py and the modules below it). The weight norm of the positional convolution is spelled weight_g /
-weight_v before 2025-01-20 and parametrizations.weight.original0 / original1 since. A classifier
+(models/wav2vec2/wav2vec2_cmsc.py and the modules it uses). The weight norm of the positional convolution is named weight_g /
+weight_v before 2025-01-20 and parametrizations.weight.original0 / original1 since then. A classifier
 (models/classification/ecg_transformer_classifier.py) has its encoder under `encoder.`, with or without the mask embedding, and
 a linear layer `proj` instead of the heads of pre-training.
 """
@@ -28,10 +28,10 @@ NORM_KEYS = {
 }
 CONVOLUTION = re.compile(r"encoder\.conv\.blocks\.(\d+)\.weight")
 MODES = {"default": "group", "layer_norm": "layer"}  # extractor_mode: conv_norm
-MAX_BLOCKS, MAX_TEXT = 64, 1000  # of a convolution stack that is described as text
+MAX_BLOCKS, MAX_TEXT = 64, 1000  # limits for a convolution stack given as text
 TASK = {"_name": "ecg_pretraining", "sample_rate": 500, "normalize": False, "filter": False}
 Value = TypeVar("Value")
-RENAMED = {  # our setting: theirs, and what they take where it is not given
+RENAMED = {  # our setting: (the authors' name, their default)
     "leads": ("in_d", 12),
     "feature_grad": ("feature_grad_mult", 0.1),
     "width": ("encoder_embed_dim", None),
@@ -47,12 +47,12 @@ RENAMED = {  # our setting: theirs, and what they take where it is not given
     "feature_dropout": ("dropout_features", 0.0),
     "codebooks": ("latent_groups", 2),
     "codes": ("latent_vars", 320),
-    "code_width": ("latent_dim", 0),  # 0: as projection
-    "projection": ("final_dim", 256),  # 0: as width
+    "code_width": ("latent_dim", 0),  # 0: same as projection
+    "projection": ("final_dim", 256),  # 0: same as width
     "mask_share": ("mask_prob", 0.65),
     "mask_span": ("mask_length", 10),
 }
-FIXED = {  # settings of theirs that change what is computed and have one value here
+FIXED = {  # settings of the authors that change the computation; only these values are supported
     "layer_norm_first": False,
     "conv_bias": False,
     "quantize_targets": True,
@@ -73,15 +73,15 @@ def spelling(state: Mapping[str, Tensor]) -> str:
 
 
 def outputs(state: Mapping[str, Tensor]) -> int:
-    """Of a classifier, the authors' or ours; 0: pre-trained only."""
+    """Number of outputs of a classifier, the authors' or ours; 0 if the model is only pre-trained."""
     theirs = any(name.startswith("encoder.feature_extractor.") for name in state)
     head = state.get("proj.weight" if theirs else "head.weight")
     return len(head) if head is not None and head.ndim else int(theirs)
 
 
 def names(config: ModelConfig, spelled: str = "parametrizations", classifier: bool = False) -> dict[str, list[str]]:
-    """Our name -> the authors' names, several where ours is their concatenation."""
-    both = {"encoder.feature_norm": "layer_norm", "encoder.norm": "encoder.layer_norm"}  # with a weight and a bias
+    """Our name -> the authors' names: several if ours is their concatenation."""
+    both = {"encoder.feature_norm": "layer_norm", "encoder.norm": "encoder.layer_norm"}  # modules with weight and bias
     both |= {"local.quantizer.logits": "quantizer.weight_proj", "local.target": "project_q", "local.context": "final_proj"}
     if config.feature_width != config.width:
         both["encoder.project"] = "post_extract_proj"
@@ -109,7 +109,7 @@ def names(config: ModelConfig, spelled: str = "parametrizations", classifier: bo
 
 
 def empty_weights(config: ModelConfig, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All weights of a model, without memory: of a classifier if `like` are those of one, the authors' or ours."""
+    """All weights of a model, as meta tensors: of a classifier if `like` belong to one, the authors' or ours."""
     with torch.device("meta"):
         weights = dict(Pretrainer(config, ObjectiveConfig()).state_dict())
         if not (classes := outputs(like)):
@@ -137,7 +137,7 @@ def to_theirs(state: Mapping[str, Tensor], config: ModelConfig, spelled: str = "
 
 
 def _table(state: Mapping[str, Tensor], config: ModelConfig, spelled: str) -> dict[str, list[str]]:
-    """Of the weights that there are."""
+    """The names of the weights in `state`."""
     return {name: parts for name, parts in names(config, spelled, outputs(state) > 0).items() if name in state}
 
 
@@ -160,7 +160,7 @@ def _check(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
 
 
 def settings(cfg: Mapping[str, Any]) -> ModelConfig:
-    """From the section `model` of the authors' configuration; a classifier's may hold that of the pre-trained model."""
+    """Read the section `model` of the authors' configuration. A classifier's may contain that of the pre-trained model."""
     for key in ("args", "w2v_args"):
         cfg = inner["model"] if isinstance(inner := cfg.get(key), dict) and isinstance(inner.get("model"), dict) else cfg
     values = {ours: cfg.get(theirs, default) for ours, (theirs, default) in RENAMED.items()}
@@ -193,7 +193,7 @@ def _temperatures(value: Any) -> dict[str, float]:
 
 
 def _blocks(value: Any) -> list[tuple[int, int]]:
-    """ "[(256, 2, 2)] * 3 + [(512, 2, 2)]" -> four blocks. The authors eval() it."""
+    """ "[(256, 2, 2)] * 3 + [(512, 2, 2)]" -> four blocks. The authors eval() this text."""
     text, layers = str(value), list[tuple[int, int, int]]()
     for term in text.split("+") if len(text) <= MAX_TEXT else ():
         stack, _, times = term.strip().rpartition("]")
@@ -204,7 +204,7 @@ def _blocks(value: Any) -> list[tuple[int, int]]:
 
 
 def their_settings(config: ModelConfig) -> dict[str, Any]:
-    """The authors' configuration for a model of ours, as far as building it takes: cfg.model, cfg.task, cfg.criterion."""
+    """The part of the authors' configuration that is needed to build one of our models: cfg.model, cfg.task, cfg.criterion."""
     model = {"_name": "wav2vec2_cmsc", "apply_mask": True, "encoder_layerdrop": 0.0}
     model |= {theirs: getattr(config, ours) for ours, (theirs, _) in RENAMED.items()} | FIXED
     model["conv_feature_layers"] = str([(width, kernel, kernel) for width, kernel in config.conv])

@@ -4,8 +4,8 @@
     with model_folder("RUN") as (folder, digest):       # RUN, RUN/model, a copy of it, s3://bucket/model, hf://org/name
         ...
 
-config.json holds the sha256 of every file (its own: of its content without that hash). model_folder() checks them, so a damaged
-or changed model is never loaded. The model card may be edited.
+config.json has the sha256 of every file (its own hash excludes that entry). model_folder() verifies them, so that a damaged or
+changed model is never loaded. The model card may be edited.
 """
 
 import hashlib
@@ -28,9 +28,9 @@ from torch import Tensor
 from engine.common import ConfigError, parse_yaml
 
 WEIGHTS, CONFIG, PREPROCESSING, CARD = "model.safetensors", "config.json", "preprocessing.json", "README.md"
-SHA256 = "sha256"  # in config.json
+SHA256 = "sha256"  # key in config.json
 FORMAT = 1
-SHOWN = 4  # names in a message
+SHOWN = 4  # names shown in a message
 TAGS = ("ecg", "electrocardiogram", "12-lead", "self-supervised-learning", "time-series")
 
 
@@ -46,7 +46,7 @@ def write(
     card: str = "",
     code: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Atomic: written to a temporary folder, then renamed. An existing folder is replaced. `code`: plugged-in files."""
+    """Write a model folder atomically: to a temporary folder, then renamed. An existing one is replaced. `code`: plug-ins."""
     temporary, old = (folder.with_name(f".{folder.name}.{kind}{os.getpid()}") for kind in ("", "old."))
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -66,7 +66,7 @@ def write(
 
 
 def front_matter(facts: Mapping[str, Any], card: str = "") -> str:
-    """The head of a model card, by which Hugging Face finds and describes a model; what `card` has already is kept."""
+    """Add the YAML front matter for Hugging Face to a model card; front matter that `card` already has is kept."""
     before, body = {"library_name": "omnilead", "license": "unknown", "tags": list(TAGS)}, card
     if card.startswith("---\n") and "\n---\n" in card:
         head, _, body = card.removeprefix("---\n").partition("\n---\n")
@@ -75,7 +75,7 @@ def front_matter(facts: Mapping[str, Any], card: str = "") -> str:
 
 
 def save_weights(weights: dict[str, Tensor], path: Path) -> None:
-    """With the usual permissions: safetensors alone lets only the owner read, whatever the umask."""
+    """Save with the usual permissions: safetensors ignores the umask and lets only the owner read."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     save_file(weights, path, metadata={"format": "pt"})
@@ -83,19 +83,19 @@ def save_weights(weights: dict[str, Tensor], path: Path) -> None:
 
 
 def seal(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write config.json with the sha256 of the files that are there."""
+    """Write config.json with the sha256 of the files in the folder."""
     sums = {path.name: file_sha256(path) for path in sorted(folder.iterdir()) if path.name != CONFIG}
     (folder / CONFIG).write_text(sealed(config, sums))
 
 
 def sealed(config: Mapping[str, Any], sums: Mapping[str, str]) -> str:
-    """config.json of files with these sha256."""
-    content = json.loads(json.dumps({key: value for key, value in config.items() if key != SHA256}))  # as it will be read
+    """The text of config.json for files with these sha256."""
+    content = json.loads(json.dumps({key: value for key, value in config.items() if key != SHA256}))  # as read back
     return _json(content | {SHA256: {**sums, CONFIG: _content_sha256(content | {SHA256: sums})}})
 
 
 def check(folder: Path) -> str:
-    """A digest of everything that makes the model; LoadError if a file is not the one that config.json names."""
+    """A digest of all files of the model; LoadError if a file does not match its sha256 in config.json."""
     document = document_of(folder / CONFIG)
     sums = document.get(SHA256)
     sums = sums if isinstance(sums, dict) else {}
@@ -108,15 +108,15 @@ def check(folder: Path) -> str:
             raise _unreadable(folder / name, error) from None
     for name, digest in actual.items():
         if sums and sums.get(name) != digest:
-            differ = f"its sha256 is {digest[:12]}..., {CONFIG} says {str(sums.get(name))[:12]}..."
+            differ = f"its sha256 is {digest[:12]}..., {CONFIG} has {str(sums.get(name))[:12]}..."
             raise LoadError(f"{folder / name}: was changed or damaged ({differ}): copy it again, or run --export RUN")
     if not sums:
-        print(f"warning: {folder / CONFIG}: no sha256 of the files: damage to this model cannot be detected", file=sys.stderr)
+        print(f"warning: {folder / CONFIG}: has no sha256 of the files: damage cannot be detected", file=sys.stderr)
     return hashlib.sha256("".join(actual.values()).encode()).hexdigest()
 
 
 def code_in(folder: Path) -> dict[str, bytes]:
-    """Plugged-in files that config.json names, by name and content; not those that are gone."""
+    """{name: content} of the plugged-in files that config.json names and that exist."""
     sums = document_of(folder / CONFIG).get(SHA256)
     return {
         file.name: file.read_bytes() for file in sorted(folder.glob("*.py")) if isinstance(sums, dict) and file.name in sums
@@ -138,7 +138,7 @@ def _json(value: Any) -> str:
 
 @contextmanager
 def model_folder(path: str | os.PathLike[str]) -> Iterator[tuple[Path, str]]:
-    """The folder with the weights, checked, and its digest. A remote one is downloaded first."""
+    """A verified folder with weights, and its digest. A remote folder is downloaded first."""
     text = os.fspath(path)
     if text.startswith("hf://"):
         from engine.model.hub import fetched
@@ -158,7 +158,7 @@ def model_folder(path: str | os.PathLike[str]) -> Iterator[tuple[Path, str]]:
             raise LoadError(f"{run}: no such folder: give RUN or RUN/model")
         if folder == run and (run / "checkpoints").is_dir():
             raise LoadError(f"{run}: has checkpoints but no model/ yet: run omnilead pretrain or finetune --export {run}")
-        raise LoadError(f"{folder}: no {WEIGHTS} in it: give RUN or RUN/model")
+        raise LoadError(f"{folder}: has no {WEIGHTS}: give RUN or RUN/model")
     yield folder, check(folder)
 
 
@@ -171,7 +171,7 @@ def _download(url: str, local: Path) -> Path:
             files.get_file(f"{root}/{name}", str(local / name))
     except FileNotFoundError as error:
         raise LoadError(f"{url}: no model there: {error}".splitlines()[0]) from None
-    except Exception as error:  # of many kinds: network, credentials, a missing package
+    except Exception as error:  # network, credentials, a missing package, ...
         raise LoadError(f"{url}: {type(error).__name__}: {error}".splitlines()[0]) from None
     return local
 
@@ -182,20 +182,20 @@ def document_of(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise _unreadable(path, error) from None
     if not isinstance(document, dict):
-        raise LoadError(f"{path}: a {type(document).__name__}, not an object")
+        raise LoadError(f"{path}: contains a {type(document).__name__}, not an object")
     return document
 
 
 def _unreadable(path: Path, error: Exception) -> LoadError:
     if isinstance(error, FileNotFoundError):
-        return LoadError(f"{path}: no such file: a model is {WEIGHTS}, {CONFIG} and {PREPROCESSING}")
+        return LoadError(f"{path}: no such file: a model folder has {WEIGHTS}, {CONFIG} and {PREPROCESSING}")
     if isinstance(error, PermissionError):
         return LoadError(f"{path}: permission denied: ask its owner for access")
     return LoadError(f"{path}: cannot be read: {error}".splitlines()[0])
 
 
 def misfits(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> str:
-    """Weights that are missing, unexpected or of another shape, in one line; empty if all are as expected."""
+    """List missing and unexpected weights and wrong shapes in one line; "" if there are none."""
     kinds = {
         "missing": [name for name in expected if name not in shapes],
         "unexpected": [name for name in shapes if name not in expected],

@@ -25,21 +25,21 @@ from engine.model.folder import (
 HUB = "hf://"
 WRONG_TOKEN = "your token is wrong or may not write there: `hf auth login`, or HF_TOKEN"
 NO_TOKEN = "there is no token: `hf auth login`, or HF_TOKEN"
-ANSWERS = {  # to the errors of huggingface_hub
+ANSWERS = {  # our messages for the errors of huggingface_hub
     "GatedRepoError": "is gated: ask for access on its page, then `hf auth login`",
     "RepositoryNotFoundError": "no such repository, or your token may not see it: `hf auth login`, or HF_TOKEN",
     "RevisionNotFoundError": "no such revision: give a branch, tag or commit after @",
-    "LocalEntryNotFoundError": "the Hub cannot be reached, and no copy is in the cache here",
+    "LocalEntryNotFoundError": "the Hub cannot be reached, and the local cache has no copy",
     "ConnectError": "the Hub cannot be reached: is there a network?",
-    "EntryNotFoundError": f"is no model of omnilead: {CONFIG}, or a file that it names, is missing",
+    "EntryNotFoundError": f"is not an omnilead model: {CONFIG}, or a file that it names, is missing",
 }
 FILE_NAME = re.compile(r"\w[\w.-]{0,99}")
-# An absolute path or an address of a bucket; not https:// or hf://
+# An absolute path or the address of a bucket, but not https:// or hf://
 PLACE = re.compile(r"(?<![\w/:.])(?:(?!https?:|hf:)[a-z][a-z0-9]*://|~?//?|[A-Za-z]:[/\\])[\w.+-]+(?:[/\\][\w.+-]+)+")
 
 
 def push(model: str | Path, repo: str, private: bool = False, licence: str | None = None) -> str:
-    """Uploads RUN/model in one commit. -> its address"""
+    """Upload RUN/model in one commit and return the repository's address."""
     with model_folder(model) as (folder, _), huggingface(repo) as (hub, add):
         files = published(folder, licence)
         if not hub.token:
@@ -51,7 +51,7 @@ def push(model: str | Path, repo: str, private: bool = False, licence: str | Non
 
 
 def published(folder: Path, licence: str | None = None) -> dict[str, Path | bytes]:
-    """What is uploaded, by file name: the files that config.json names, the model card, and config.json for these."""
+    """{name: content} to upload: the files that config.json names, the model card, and a matching config.json."""
     document: dict[str, Any] = without_places(document_of(folder / CONFIG))
     sums = document.pop(SHA256, None) or {WEIGHTS: "", PREPROCESSING: ""}
     files: dict[str, Path | bytes] = {name: folder / name for name in sums if FILE_NAME.fullmatch(name) and name != CONFIG}
@@ -62,7 +62,7 @@ def published(folder: Path, licence: str | None = None) -> dict[str, Path | byte
 
 
 def without_places(value: Any) -> Any:
-    """Paths and buckets' addresses in texts, at any depth, reduced to the last name; `labels` is always the name of a file."""
+    """Reduce paths and bucket addresses in texts, at any depth, to the last name; `labels` is always treated as a path."""
     if isinstance(value, dict):
         return {key: _last(inner) if key == "labels" and inner else without_places(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -84,7 +84,7 @@ def pull(repo: str, out: Path) -> None:
 
 
 def fetched(repo: str) -> Path:
-    """The model of org/name@revision, in the Hub's cache on this machine. All files are those of one commit."""
+    """Download org/name@revision into the Hub's local cache; all files are from the same commit."""
     name, _, revision = repo.partition("@")
     with huggingface(repo) as (hub, _):
         config = Path(hub.hf_hub_download(name, CONFIG, revision=revision or None))
@@ -98,7 +98,7 @@ def fetched(repo: str) -> Path:
 
 @contextmanager
 def huggingface(repo: str) -> Iterator[tuple[Any, Any]]:
-    """The Hub, and what makes a file of a commit; what goes wrong there is an error of one line."""
+    """The Hub's API and the class for adding a file to a commit; all errors become one line."""
     try:
         from huggingface_hub import CommitOperationAdd, HfApi, get_token
     except ImportError:
@@ -107,7 +107,7 @@ def huggingface(repo: str) -> Iterator[tuple[Any, Any]]:
         yield HfApi(library_name="omnilead", token=get_token()), CommitOperationAdd
     except ConfigError:
         raise
-    except Exception as error:  # also of the Hub's HTTP client, which changes, and of names that are not valid
+    except Exception as error:  # also from the Hub's HTTP client, which changes, and for invalid names
         denied = getattr(getattr(error, "response", None), "status_code", None) in (401, 403)
         known = (ANSWERS[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in ANSWERS)
         text = next(known, WRONG_TOKEN if denied else f"{type(error).__name__}: {error}")

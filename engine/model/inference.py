@@ -1,16 +1,16 @@
-"""Load a trained model; embeddings and predictions of ECGs.
+"""Load a trained model; compute embeddings and predictions of ECGs.
 
     model = engine.load("RUN")                                      # or RUN/model, a copy of that folder, s3://bucket/model
     model.embed(signal, fs_hz=250, leads=["II", "V1"], unit="mV")   # [L, T] -> [D], [B, L, T] -> [B, D]
-    model.predict(signal, fs_hz=250, leads=["II", "V1"])            # {"AF": 0.93, ...}, or {"age": 61.2}; after fine-tuning
-    model.classes, model.thresholds, model.unit                     # what the predictions mean: model.head_info
-    model(x_RLT), model.logits(x_RLT), model.scores(x_RLT)          # of segments that are preprocessed already (model.input)
-    crops(signal_LT, 250, "II,V1", "mV", model.input)               # int16 [B, 12, 5000], where each starts and its halves
+    model.predict(signal, fs_hz=250, leads=["II", "V1"])            # after fine-tuning: {"AF": 0.93, ...} or {"age": 61.2}
+    model.classes, model.thresholds, model.unit                     # the meaning of predictions: model.head_info
+    model(x_RLT), model.logits(x_RLT), model.scores(x_RLT)          # for segments that are already preprocessed (model.input)
+    crops(signal_LT, 250, "II,V1", "mV", model.input)               # int16 [B, 12, 5000], their start times and their halves
 
-An ECG in memory is cut by `data_tools.prepare`, as for a dataset, so a record has one embedding wherever it comes from.
+An ECG in memory is cut by `data_tools.prepare`, like a dataset, so a record has the same embedding from either source.
 
-Files whose sha256 is not the one in config.json are refused (engine.model.folder), and so are weights that are missing,
-unexpected or of another shape. Only the quantiser and the projections of pre-training are ignored.
+Files whose sha256 differs from config.json are refused (engine.model.folder), as are missing or unexpected weights and wrong
+shapes. Only the quantiser and the projections of pre-training are ignored.
 """
 
 import os
@@ -40,7 +40,7 @@ from engine.model.folder import CONFIG, FORMAT, PREPROCESSING, WEIGHTS, LoadErro
 from engine.tasks import kinds
 from engine.tasks.config import OLD_TASKS, TaskKind
 
-LARGE_MV, HUGE_MV, TINY_MV = 20.0, 100.0, 0.01  # of a typical lead: median, peak, peak; hearts give 0.1 to 10 mV at the peak
+LARGE_MV, HUGE_MV, TINY_MV = 20.0, 100.0, 0.01  # limits for a typical lead's median, peak, peak; hearts peak at 0.1 to 10 mV
 NOT_MEASURED = -32_768  # in int16
 ROWS = 64  # segments encoded at a time
 NOT_FINITE = "the model's outputs are not finite: its weights are broken"
@@ -50,18 +50,18 @@ Kind = type[nn.Module] | None
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="ignore"))
 class HeadInfo:
-    """What a fine-tuned model's outputs mean: `head` of config.json. K outputs."""
+    """The meaning of a fine-tuned model's K outputs: `head` in config.json."""
 
     task: str
     kind: TaskKind
-    classes: tuple[str, ...] = ()  # [K]; of binary and regression the label columns
-    thresholds: tuple[float, ...] = ()  # [K] of binary and multilabel: a class is predicted above it
-    chosen: tuple[float, ...] = ()  # [K] in an evaluation of the Challenge's classes, where thresholds are 0.5: of validation
-    unit: str = ""  # of regression
-    center: tuple[float, ...] = ()  # [K] of regression: logits * scale + center
+    classes: tuple[str, ...] = ()  # [K]; for binary and regression, the label columns
+    thresholds: tuple[float, ...] = ()  # [K] for binary and multilabel: a class is predicted above its threshold
+    chosen: tuple[float, ...] = ()  # [K] thresholds chosen on validation data, for the Challenge's classes (`thresholds`: 0.5)
+    unit: str = ""  # for regression
+    center: tuple[float, ...] = ()  # [K] for regression: value = logits * scale + center
     scale: tuple[float, ...] = ()
-    definition: dict[str, Any] = field(default_factory=dict)  # the task's settings: labels, split, ...
-    sha256: str = ""  # of the labels and splits it was trained with, if they are not the dataset's own
+    definition: dict[str, Any] = field(default_factory=dict)  # settings of the task: labels, split, ...
+    sha256: str = ""  # of the training labels and splits, if they are not the dataset's own
 
     def __post_init__(self) -> None:
         figures = {"regression": ("center", "scale"), "binary": ("thresholds",), "multilabel": ("thresholds",)}
@@ -77,7 +77,7 @@ class HeadInfo:
 
 
 class TrainedModel(nn.Module):
-    """In eval mode. R segments of 5 s, L leads, T samples; D is `encoder.width`. `digest` identifies its files."""
+    """A trained model in eval mode. R segments of 5 s, L leads, T samples, D `encoder.width`; `digest` identifies its files."""
 
     encoder: Any  # nn.Module with a `width`
 
@@ -94,7 +94,7 @@ class TrainedModel(nn.Module):
         self.input, self.head_info = Input.of(preprocessing, config_of(config).leads), head_of(config)
         known = self.head_info or HeadInfo("", "identity")
         self.classes, self.thresholds, self.unit = known.classes, known.thresholds, known.unit
-        self.code: dict[str, bytes] = {}  # plugged-in files of its folder, by name
+        self.code: dict[str, bytes] = {}  # plugged-in files in its folder: {name: content}
         self.eval()
 
     @property
@@ -117,7 +117,7 @@ class TrainedModel(nn.Module):
 
     def logits(self, x_RLT: Tensor) -> Tensor:
         if self.head is None:
-            raise ConfigError("this model has no head: only one that was fine-tuned on labels gives logits and scores")
+            raise ConfigError("this model has no head: logits and scores need a model that was fine-tuned on labels")
         y: Tensor = self.head(self.pooled(x_RLT).to(next(self.head.parameters()).dtype))
         return y.float()
 
@@ -128,17 +128,16 @@ class TrainedModel(nn.Module):
         return self.head_info.scores(logits_RK)
 
     def segments(self, signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str = "mV") -> Tensor:
-        """x_RLT of one ECG [L, T]: the model's input."""
+        """The model's input x_RLT for one ECG [L, T]."""
         ecg = crops(signal, fs_hz, leads, unit, self.input)
         return self.input.halves(torch.from_numpy(ecg.uv_BLT), np.array(ecg.halves)).to(self.device)
 
     @torch.inference_mode()
     def embed(self, signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str = "mV", unit_norm: bool = False) -> Tensor:
-        """[D] of an ECG [L, T], [B, D] of several [B, L, T], as numpy or torch: the mean over its segments of 5 s.
+        """Embed an ECG [L, T] -> [D], or several [B, L, T] -> [B, D] (numpy or torch): the mean over its segments of 5 s.
 
-        leads: the names of the rows, in any order; leads not given are zeros, which random lead masking has prepared the model
-        for. NaN, in int16 -32768: not measured. unit_norm: divided by its length, for cosines. What is refused: see
-        `crops`.
+        leads: the names of the rows, in any order; other leads are zeros, for which random lead masking has prepared the model.
+        NaN (in int16 -32768) means not measured. unit_norm: scale to length 1, for cosines. `crops` lists what is refused.
         """
         c_BD = self._means(self.pooled, self.encoder.width, signal, fs_hz, leads, unit)
         c_BD = F.normalize(c_BD, dim=-1) if unit_norm else c_BD
@@ -148,8 +147,8 @@ class TrainedModel(nn.Module):
     def predict(
         self, signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str = "mV"
     ) -> dict[str, float] | list[dict[str, float]]:
-        """{class: probability} or {name: value in `self.unit`} of an ECG [L, T], a list of them of several [B, L, T]: the mean
-        over its segments of 5 s, as `evaluate` scores a record. Arguments: see `embed`."""
+        """{class: probability} or {name: value in `self.unit`} for an ECG [L, T], a list of them for several [B, L, T]: means
+        over segments of 5 s, as `evaluate` scores a record. Arguments: see `embed`."""
         y_BK = self._means(self.scores, len(self.classes), signal, fs_hz, leads, unit)
         found = [dict(zip(self.classes, y_K, strict=True)) for y_K in y_BK.tolist()]
         return found if getattr(signal, "ndim", None) == 3 else found[0]
@@ -157,7 +156,7 @@ class TrainedModel(nn.Module):
     def _means(
         self, forward: Callable[[Tensor], Tensor], width: int, signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str
     ) -> Tensor:
-        """[B, width], for one ECG B = 1: the mean over its segments of what `forward` gives."""
+        """[B, width] (B = 1 for one ECG): the output of `forward`, averaged over the segments of each ECG."""
         leads = leads if isinstance(leads, str) else tuple(leads)
         several, parts = getattr(signal, "ndim", None) == 3, []
         for i, record in enumerate(signal if several else (signal,)):
@@ -175,11 +174,11 @@ class TrainedModel(nn.Module):
 
 
 def load(path: str | os.PathLike[str], code: bool = False, encoder: Kind = None, head: Kind = None) -> TrainedModel:
-    """`code`: run the code of a plugged-in encoder or head, which lies in the folder; or use the classes `encoder`, `head`."""
+    """Load a model. For a plugged-in encoder or head: `code` runs its file in the folder; `encoder`, `head` pass its class."""
     with model_folder(path) as (folder, digest):
         document, preprocessing = document_of(folder / CONFIG), document_of(folder / PREPROCESSING)
         config, head_info = config_of(document, folder / CONFIG), head_of(document, folder / CONFIG)
-        classes = len(head_info.classes) if head_info else 0  # none of identification, whose class vectors are not exported
+        classes = len(head_info.classes) if head_info else 0  # 0 for identification: its class vectors are not exported
         if encoder and not config.encoder:
             raise LoadError(f"{folder}: encoder={encoder.__name__}: this model has the authors' encoder: leave it out")
         with torch.device("cpu" if config.encoder else "meta"):
@@ -197,16 +196,16 @@ def load(path: str | os.PathLike[str], code: bool = False, encoder: Kind = None,
 
 
 def own_class(folder: Path, spec: str, code: bool, part: str) -> Any:
-    """The class that a model folder brings; None if it is one of omnilead's. Code is never run without being asked."""
+    """The class in a model folder; None if `spec` is built into omnilead. Code runs only if asked."""
     file, _, name = spec.rpartition(":")
     if not file:
         return None
     give = f"engine.load(..., {part}={name})"
     if file not in code_in(folder):
-        raise LoadError(f"{folder / file}: no such file in {CONFIG}, and it holds the {part}: copy it again, or {give}")
+        raise LoadError(f"{folder / file}: the file with the {part} is not in {CONFIG}: copy the folder again, or {give}")
     if not code:
         ask = f"read it, then use --code, engine.load(..., code=True), or {give}"
-        raise LoadError(f"{folder}: its {part} is code in that folder, {file}, and runs only if asked: {ask}")
+        raise LoadError(f"{folder}: its {part} is code in that folder, {file}, which runs only if asked: {ask}")
     with blaming(f"{folder / file}"):
         return plugin(f"{folder / file}:{name}")
 
@@ -215,9 +214,9 @@ def config_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> ModelCo
     """The architecture that config.json describes."""
     version, model = document.get("format_version"), document.get("model")
     if version != FORMAT:
-        raise LoadError(f"{path}: format_version={version!r}: this program reads {FORMAT}")
+        raise LoadError(f"{path}: format_version={version!r}: only {FORMAT} is supported")
     if not isinstance(model, dict):
-        raise LoadError(f"{path}: no settings of a model in it: is it a config.json of omnilead?")
+        raise LoadError(f"{path}: has no model settings: is it a config.json of omnilead?")
     try:
         return validated(ModelConfig, current_settings(model), "model")
     except ConfigError as error:
@@ -225,7 +224,7 @@ def config_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> ModelCo
 
 
 def head_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> HeadInfo | None:
-    """`head` of config.json; earlier versions saved only task and classes."""
+    """`head` in config.json; earlier versions saved only task and classes."""
     if (head := document.get("head")) is None:
         return None
     try:
@@ -239,7 +238,7 @@ def head_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> HeadInfo 
 
 
 def _load_weights(path: Path, encoder: nn.Module, head: nn.Module | None) -> None:
-    """Every weight comes from the file."""
+    """Load all weights from the file."""
     try:
         with safe_open(path, framework="pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -249,7 +248,7 @@ def _load_weights(path: Path, encoder: nn.Module, head: nn.Module | None) -> Non
             expected = {name: tuple(weights.shape) for name, weights in model.state_dict().items()}
             own = {name: shape for name, shape in shapes.items() if name.startswith(("encoder.", "head."))}
             if wrong := misfits(own, expected):
-                raise LoadError(f"{path}: the weights are not those of {CONFIG}: {wrong}")
+                raise LoadError(f"{path}: the weights do not fit {CONFIG}: {wrong}")
             tensors = {name: file.get_tensor(name) for name in expected}
             floats = {name: tensor.float() for name, tensor in tensors.items() if tensor.is_floating_point()}
             model.load_state_dict(tensors | floats, assign=True)
@@ -258,41 +257,40 @@ def _load_weights(path: Path, encoder: nn.Module, head: nn.Module | None) -> Non
 
 
 class EcgCrops(NamedTuple):
-    uv_BLT: np.ndarray  # int16 [B, 12, 5000]; what was not measured is zero
+    uv_BLT: np.ndarray  # int16 [B, 12, 5000]; 0 where nothing was measured
     start_s: tuple[float, ...]
     halves: tuple[int, ...]
 
 
 def crops(signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str, wanted: Input) -> EcgCrops:
-    """One ECG [L, T], cut from its start. As in a dataset, a rest of 5 s is a crop with one half, and less is not used; an ECG
-    of less than 5 s is refused, being nothing that the model has ever seen. A lead with NaN (in int16 -32768, in a masked array
-    what is masked) somewhere in a crop is zero in all of it; crops without a measured lead, or in which every lead is flat, are
-    left out."""
+    """Cut one ECG [L, T] into crops from its start, as for a dataset: a remainder of 5 s or more is a crop with one half, less
+    is dropped. An ECG shorter than 5 s is refused. A lead with NaN (in int16 -32768, in a masked array a masked sample) is zero
+    in that whole crop. Crops without a measured lead, or with only flat leads, are left out."""
     given = leads_in_order(leads)
     wanted.require(given)
     values, names = _values(signal), tuple(LEADS[lead] for lead in given)
-    invalid = NOT_MEASURED if values.dtype == np.int16 else None  # as loadmat leaves it
+    invalid = NOT_MEASURED if values.dtype == np.int16 else None  # as loadmat returns it
     try:
         record = EcgRecord("", values, float(fs_hz), names, unit_name(str(unit)), invalid=invalid)
         samples = record.signal.shape[1]
         count = crop_count(samples, record.fs_hz)
     except (ReadError, TypeError, ValueError) as error:
-        needed = "[leads, samples] of numbers in V, mV or uV, {:g} to {:g} a second".format(*RATE_RANGE_HZ)
+        needed = "[leads, samples] in V, mV or uV at {:g} to {:g} Hz".format(*RATE_RANGE_HZ)
         raise SignalError(f"fs_hz={fs_hz!r}, unit={unit!r}: {error}: give {needed}") from None
     if not count:
         seconds = samples_at_500(samples, record.fs_hz) / FS_HZ
-        raise SignalError(f"{seconds:g} s of signal: the model takes 5 s at a time: give at least that")
+        raise SignalError(f"{seconds:g} s of signal: the model takes segments of 5 s: give at least 5 s")
     _plausible(record, unit)
     uv_BLT = np.empty((count, len(LEADS), CROP), np.int16)
-    told: list[tuple[float, int]] = []
+    used: list[tuple[float, int]] = []
     for index in range(count):
-        body, missing, _ = fill(record, index, uv_BLT[len(told)])
-        flat = body.min(axis=1) == body.max(axis=1)  # as in a dataset, which takes no crop without a lead that moves
+        body, missing, _ = fill(record, index, uv_BLT[len(used)])
+        flat = body.min(axis=1) == body.max(axis=1)  # a dataset does not take crops with only flat leads either
         if not (missing[list(wanted.seen)].all() or (flat | missing).all()):
-            told.append((index * CROP / FS_HZ, body.shape[1] // HALF))
-    if not told:
-        raise SignalError("no valid lead: in every 10 s all leads are flat, or all that the model looks at have NaN")
-    return EcgCrops(uv_BLT[: len(told)], *(tuple(column) for column in zip(*told, strict=True)))
+            used.append((index * CROP / FS_HZ, body.shape[1] // HALF))
+    if not used:
+        raise SignalError("no valid lead: in every 10 s crop, all leads are flat or all leads that the model uses have NaN")
+    return EcgCrops(uv_BLT[: len(used)], *(tuple(column) for column in zip(*used, strict=True)))
 
 
 def _values(signal: Any) -> np.ndarray:
@@ -301,13 +299,13 @@ def _values(signal: Any) -> np.ndarray:
         signal = (signal.double() if signal.is_floating_point() else signal).numpy()
     array = np.asarray(signal)
     none: float = np.nan
-    if array.dtype.kind == "i" and array.dtype.itemsize == 2:  # in whatever order of bytes
+    if array.dtype.kind == "i" and array.dtype.itemsize == 2:  # in either byte order
         array, none = array.astype(np.int16, copy=False), NOT_MEASURED
     return np.where(np.ma.getmaskarray(signal), none, array) if np.ma.is_masked(signal) else array
 
 
 def _plausible(record: EcgRecord, unit: str) -> None:
-    """A factor of 1,000 is not to be mistaken for an ECG. Single leads may be off: the typical one counts."""
+    """Refuse signals whose unit is off by a factor of 1,000. Single leads may be off: the median lead decides."""
     mv = MV_PER_UNIT[record.unit]
     measured = np.isfinite(record.signal) if record.invalid is None else record.signal != record.invalid
     there = record.signal if measured.all() else np.where(measured, record.signal, 0)
@@ -316,6 +314,6 @@ def _plausible(record: EcgRecord, unit: str) -> None:
     seen = f"a typical lead peaks at {peak:.3g} mV"
     middle = mv * float(np.median(np.abs(there[measured].astype(np.float64)))) if peaks.max() > LARGE_MV else 0.0
     if middle > LARGE_MV or peak > HUGE_MV:
-        raise SignalError(f"unit={unit!r}: {seen} (median {middle:.3g} mV), which no heart gives: is the unit smaller?")
+        raise SignalError(f"unit={unit!r}: {seen} (median {middle:.3g} mV), too large for an ECG: is the unit smaller?")
     if 0 < peak < TINY_MV:
-        raise SignalError(f"unit={unit!r}: {seen}, which is no ECG: is the unit larger?")
+        raise SignalError(f"unit={unit!r}: {seen}, too small for an ECG: is the unit larger?")

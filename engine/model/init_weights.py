@@ -1,19 +1,19 @@
-"""Initial weights, all in one place.
+"""The initialisation of all weights.
 
 | weights | drawn from | source in fairseq-signals |
 |---|---|---|
 | convolutions | N(0, 2 / (inputs * kernel)) | modules/conv_feature_extraction.py:34, kaiming_normal_ |
-| projections: to the encoder's width, to where contexts and targets meet | U(+-1 / sqrt(inputs)), bias too | nn.Linear |
+| projections: to the encoder's width; of contexts and targets | U(+-1 / sqrt(inputs)), bias too | nn.Linear |
 | mask embedding | U(0, 1) | models/transformer.py:184 |
 | positional convolution | N(0, 4 / (kernel * width)), bias 0; gain = its norm | modules/conv_positional_encoding.py:15 |
-| its bias, where features are as wide as the encoder and nothing is projected | U(+-1 / sqrt(width)) | |
+| its bias, if features are as wide as the encoder and not projected | U(+-1 / sqrt(width)) | |
 | linear maps of the transformer | N(0, 0.02^2), bias 0 | modules/transformer_encoder.py:17-45 |
 | quantiser's logits | N(0, 1), bias 0 | modules/gumbel_vector_quantizer.py:60 |
 | codebook | U(0, 1) | modules/gumbel_vector_quantizer.py:40 |
 | every norm | gain 1, bias 0 | |
 
-Without that last bias an ECG of zeros would be zeros in every layer, and the gradient of a layer norm of zeros is 316 times as
-large: after five of them it is beyond float32.
+Without that bias, an ECG of zeros would be zeros in every layer. A layer norm of zeros multiplies the gradient by 316, and five
+of them overflow float32.
 """
 
 import math
@@ -27,7 +27,7 @@ from engine.model.quantizer import Quantizer
 
 @torch.no_grad()
 def initialise(model: nn.Module, generator: torch.Generator | None = None) -> None:
-    """Draw all weights, in the order of the modules: the same generator gives the same weights."""
+    """Draw all weights in the order of the modules: the same generator gives the same weights."""
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
             nn.init.ones_(module.weight)
@@ -43,7 +43,7 @@ def initialise(model: nn.Module, generator: torch.Generator | None = None) -> No
             nn.init.normal_(module.direction, 0, math.sqrt(4 / (module.gain.numel() * len(module.bias))), generator)
             module.gain.copy_(module.direction.square().sum((0, 1), keepdim=True).sqrt())
             nn.init.zeros_(module.bias)
-    for module in model.modules():  # after their linear maps were drawn as plain ones
+    for module in model.modules():  # overwrites what was drawn above for their linear layers
         if isinstance(module, Encoder):
             if module.mask_embedding is not None:
                 nn.init.uniform_(module.mask_embedding, 0, 1, generator)

@@ -1,10 +1,10 @@
-"""A trained model as ONNX, without PyTorch: x [batch, leads, samples] -> embedding [batch, D], logits and scores [batch, K].
+"""Export a trained model to ONNX: x [batch, leads, samples] -> embedding [batch, D], logits and scores [batch, K].
 
     omnilead convert to-onnx RUN OUT.onnx
 
-Any number of segments, any length. x is what `TrainedModel.segments` gives: the file's metadata holds `preprocessing` (leads in
-order, rate, scale), `config` and `head` (classes, thresholds, unit of the scores) as JSON. The file is written only if
-onnxruntime gives PyTorch's numbers at several sizes.
+The batch and the segments can have any size. x is the output of `TrainedModel.segments`. The metadata has `preprocessing`
+(leads in order, rate, scale), `config` and `head` (classes, thresholds, unit of the scores) as JSON. The file is written only
+if onnxruntime reproduces PyTorch's numbers at several sizes.
 """
 
 import json
@@ -24,7 +24,7 @@ from engine.common import ConfigError
 from engine.model.inference import TrainedModel
 
 NEEDED = ("onnx", "onnxscript", "onnxruntime")
-SIZES = ((1, 2500), (3, 2500), (2, 5000), (5, 1237))  # segments, samples
+SIZES = ((1, 2500), (3, 2500), (2, 5000), (5, 1237))  # (segments, samples)
 TOLERANCE = 1e-4
 
 
@@ -42,7 +42,7 @@ class Outputs(nn.Module):
 
 
 def to_onnx(model: TrainedModel, out: Path) -> float:
-    """Write the file; returns the largest difference between onnxruntime and PyTorch, as a share of numbers above 1."""
+    """Write the file. Returns the largest difference between onnxruntime and PyTorch (relative if numbers are above 1)."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise ConfigError(f"{', '.join(missing)} is not installed: pip install 'omnilead[onnx]'")
@@ -72,7 +72,7 @@ def export(outputs: Outputs, path: Path) -> None:
             program = torch.onnx.export(
                 outputs, (x,), input_names=["x"], output_names=names, dynamic_shapes=sizes, dynamo=True, verbose=False
             )
-    except Exception as error:  # of many kinds, all of the exporter
+    except Exception as error:  # the exporter raises many kinds
         raise ConfigError(f"torch.onnx cannot export this model: {type(error).__name__}: {error}".splitlines()[0]) from error
     assert program is not None
     documents = {"preprocessing": model.preprocessing, "config": model.config}

@@ -1,10 +1,10 @@
-"""Compares our model with the authors': the same weights, inputs and random draws, quantity by quantity.
+"""Compare our model with the authors', quantity by quantity, for the same weights, inputs and random draws.
 
     for comparison in compare(DIR): print(comparison.quantity, comparison.error, comparison.holds)
 
-The files of DIR are described in engine/parity.py. The three optimiser steps repeat the same batch with the authors' Adam
-(fairseq-signals optim/adam.py:81-209): weight decay on every parameter before the update, eps outside the square root and
-before the correction of the bias.
+engine/parity.py describes the files in DIR. The three optimiser steps repeat the same batch with the authors' Adam
+(fairseq-signals optim/adam.py:81-209): weight decay on every parameter before the update; eps is added outside the square root
+and before the bias correction.
 """
 
 import ast
@@ -29,9 +29,9 @@ from engine.model.fairseq import from_theirs, settings, spelling, to_theirs
 from engine.model.pretrainer import Pretrainer
 
 INPUTS = {"source", "mask_indices", "neg_idxs", "patient_id", "segment", "gumbel_noise", "temp"}
-NOT_COMPARED = {"rlm_survivors", "num_vars", "count"}  # how the source was made, and what the settings say already
-LOSS, TENSOR, GRADIENT, PARAMETER = 1e-5, 2e-5, 1e-4, 1e-4  # limits
-CHANGE = 5e-4  # ours is 2e-4, without weight decay 1.2e-3
+NOT_COMPARED = {"rlm_survivors", "num_vars", "count"}  # how the source was made; values of settings
+LOSS, TENSOR, GRADIENT, PARAMETER = 1e-5, 2e-5, 1e-4, 1e-4  # largest allowed errors
+CHANGE = 5e-4  # our error is 2e-4; it would be 1.2e-3 without weight decay
 STEPS = 3
 
 
@@ -63,7 +63,7 @@ class Comparison:
 
     @property
     def holds(self) -> bool:
-        return self.error <= self.limit  # NaN does not
+        return self.error <= self.limit  # False for NaN
 
 
 def read_case(folder: Path, name: str) -> ReferenceCase:
@@ -94,30 +94,30 @@ def read_case(folder: Path, name: str) -> ReferenceCase:
     optional = [f"{name}_train_grads_of_sum_loss.safetensors", f"{name}_state_dict_after_3_steps.safetensors"]
     gradients, after = (load_file(folder / file) if (folder / file).exists() else {} for file in optional)
     off = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "dropout_input", "dropout_features"), 0.0)
-    config = settings(model | off)  # dropout was off when the reference was made
+    config = settings(model | off)  # the reference was made without dropout
     for file, weights in zip(optional, (gradients, after), strict=True):
         if missing := sorted(state.keys() - weights.keys()):
-            print(f"warning: {name}: not compared, not in {file}: {', '.join(missing)}", file=sys.stderr)
+            print(f"warning: {name}: not compared, as {file} lacks them: {', '.join(missing)}", file=sys.stderr)
     return ReferenceCase(name, config, objective, Adam(lr, (first, second), eps, decay), state, arrays, gradients, after)
 
 
 def check_pairs(arrays: dict[str, np.ndarray], file: str) -> None:
     if not np.array_equal(arrays["segment"], np.arange(len(arrays["source"])) % 2):
-        raise ConfigError(f"{file}: segment is not 0, 1, 0, 1, ...: pairs must lie side by side")
+        raise ConfigError(f"{file}: segment is not 0, 1, 0, 1, ...: pairs must be adjacent")
     if len(set(arrays["mask_indices"].sum(1).tolist())) != 1:
-        raise ConfigError(f"{file}: mask_indices must mask equally many tokens of each segment")
+        raise ConfigError(f"{file}: mask_indices must mask the same number of tokens in every segment")
     if arrays.keys() <= INPUTS:
-        raise ConfigError(f"{file}: holds inputs only: add results, such as logits_NBM")
+        raise ConfigError(f"{file}: has only inputs: add results, such as logits_NBM")
 
 
 def draws_of(arrays: dict[str, np.ndarray], config: ModelConfig) -> Draws:
-    """Their draws in our form."""
+    """The authors' draws in our format."""
     mask_RN = torch.from_numpy(arrays["mask_indices"])
     rows, used = len(mask_RN), int(mask_RN.sum(1)[0])
     slot_RM, valid_RM = slots(mask_RN, used)
     other_RMK = torch.from_numpy(arrays["neg_idxs"]).view(rows, used, -1) - torch.arange(0, rows * used, used)[:, None, None]
     if other_RMK.min() < 0 or other_RMK.max() >= used:
-        raise ConfigError("neg_idxs: a negative is from another segment, which these losses do not support")
+        raise ConfigError("neg_idxs: a negative is from another segment, which is not supported")
     noise = None
     if "gumbel_noise" in arrays:
         noise = torch.from_numpy(arrays["gumbel_noise"]).view(rows, used, config.codebooks, config.codes)
@@ -125,7 +125,7 @@ def draws_of(arrays: dict[str, np.ndarray], config: ModelConfig) -> Draws:
 
 
 class Runner:
-    """One case in one mode: our model with their weights, its forward pass, and the outputs of its parts."""
+    """One case in one mode: our model with the authors' weights, its losses, and the outputs of its parts."""
 
     def __init__(self, case: ReferenceCase, mode: str) -> None:
         self.case, self.arrays = case, case.arrays[mode]
@@ -141,7 +141,7 @@ class Runner:
         return dict(self.model(self.x_BSLT, tau=self.tau, ids_B=self.ids_B, draws=self.draws))
 
     def losses_and_outputs(self) -> dict[str, Tensor]:
-        """The losses; `outputs` keeps the output of every part under the reference's name for it."""
+        """Compute the losses, and store the output of every part in `outputs` under its name in the reference."""
         encoder, local, config = self.model.encoder, self.model.local, self.case.config
         assert local is not None
         parts: dict[str, tuple[nn.Module, Callable[[Any], Tensor]]] = {
@@ -176,7 +176,7 @@ class Runner:
         return losses
 
     def _logits(self) -> Tensor:
-        """[1 + K, R, M] as the authors gather them; ours are entries of the Gram matrix."""
+        """[1 + K, R, M] logits as the authors gather them, taken from our Gram matrix."""
         x_RMP, y_RMP = (nn.functional.normalize(self.outputs[key], dim=-1) for key in ("final_proj_out", "projected_targets"))
         s_RMM = torch.bmm(x_RMP, y_RMP.transpose(1, 2)) / self.case.objective.temperature
         codes_RMP = self.outputs["quantized"]
@@ -205,7 +205,7 @@ def compare_case(case: ReferenceCase) -> Iterator[Comparison]:
         }
         unknown = arrays.keys() - INPUTS - NOT_COMPARED - runner.outputs.keys() - values.keys()
         if unknown:
-            print(f"warning: {label}: not compared, no quantity of ours: {', '.join(sorted(unknown))}", file=sys.stderr)
+            print(f"warning: {label}: not compared, unknown names: {', '.join(sorted(unknown))}", file=sys.stderr)
         for quantities, limit in ((runner.outputs, TENSOR), (values, LOSS)):
             for name in (name for name in quantities if name in arrays):
                 yield Comparison(label, name, difference(quantities[name].detach(), arrays[name]), limit)
@@ -216,7 +216,7 @@ def compare_case(case: ReferenceCase) -> Iterator[Comparison]:
 
 
 def difference(ours: Tensor, reference: np.ndarray | Tensor) -> float:
-    """Largest absolute error by the largest number in the reference; infinite if shapes or infinities differ."""
+    """Largest absolute error divided by the largest number in the reference; infinite if shapes or infinities differ."""
     mine, theirs = ours.double(), torch.as_tensor(reference).double()
     if mine.shape != theirs.shape:
         return math.inf
@@ -236,7 +236,7 @@ def compare_gradients(case: ReferenceCase, model: nn.Module, loss: Tensor, label
     scale = max(float(g.abs().max()) for g in case.gradients.values())
     for name, reference in case.gradients.items():
         error = difference(mine[name], reference)
-        if float(reference.abs().max()) < 1e-6 * scale:  # zero but for rounding (the key's bias): no scale of its own
+        if float(reference.abs().max()) < 1e-6 * scale:  # only rounding errors (the key's bias): has no scale
             error = float((mine[name] - reference).abs().max()) / scale
         yield Comparison(label, f"gradient of {name}", error, GRADIENT)
 
@@ -277,7 +277,7 @@ def compare(folder: Path) -> list[Comparison]:
     for name in names:
         try:
             comparisons += compare_case(read_case(folder, name))
-        except Exception as error:  # of many kinds: files that are damaged or do not fit each other
+        except Exception as error:  # many kinds: files are damaged or do not match
             kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
             raise ConfigError(f"{folder}, case {name}: {kind}{error}".splitlines()[0][:500]) from error
     if not comparisons:

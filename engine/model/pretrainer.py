@@ -5,9 +5,9 @@
     losses = model(x_BSLT, keys_BS, torch.tensor(temperature(config, updates)))  # engine.model.quantizer
     losses["loss"].backward()
 
-All halves and views go through the encoder in one batch. Shapes depend on the input's shape alone and nothing waits for the
-device, so the step compiles once. Any encoder can take the place of the authors': one with `features` and `context`
-(MaskedEncoder) for every objective, one that only maps x_RLT to c_RND and has a `width` for the global ones.
+All halves and views go through the encoder in one batch. Shapes depend only on the input's shape and nothing waits for the
+device, so the step compiles once. Other encoders can replace the authors': one with `features` and `context` (MaskedEncoder)
+for every objective; one with only a `width` that maps x_RLT to c_RND for the global ones.
 
 Source: paper, section "Pre-training"; fairseq-signals models/wav2vec2/wav2vec2.py (project_q, final_proj), wav2vec2_cmsc.py.
 Shapes: engine.model.config.
@@ -36,7 +36,7 @@ class LocalOutput(NamedTuple):
 
 
 class LocalHead(nn.Module):
-    """Projections of the contexts and of the quantised features of masked tokens, for the local objective only."""
+    """The part that only the local objective uses: projections of contexts and of quantised features of masked tokens."""
 
     def __init__(self, config: ModelConfig, width: int, feature_width: int) -> None:
         super().__init__()
@@ -52,14 +52,14 @@ class LocalHead(nn.Module):
 
 
 def take(x_RND: Tensor, slot_RM: Tensor) -> Tensor:
-    """The tokens of each slot: x_RMD."""
+    """Gather the tokens of the slots: x_RMD."""
     rows, tokens, width = x_RND.shape
     first_R1 = torch.arange(0, rows * tokens, tokens, device=x_RND.device)[:, None]
     return x_RND.reshape(rows * tokens, width).index_select(0, (first_R1 + slot_RM).flatten()).view(rows, -1, width)
 
 
 class Pretrainer(nn.Module):
-    encoder: Any  # nn.Module: MaskedEncoder, or for global objectives one with a width and forward(x_RLT) -> c_RND
+    encoder: Any  # a MaskedEncoder; for global objectives, any module with a width and forward(x_RLT) -> c_RND
 
     def __init__(
         self,
@@ -68,16 +68,16 @@ class Pretrainer(nn.Module):
         encoder: nn.Module | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        """`encoder`: one with its weights; None: the one that `config` names. All else is initialised from `generator`."""
+        """`encoder`: an initialised encoder; None: the one that `config` names. `generator` draws all other weights."""
         super().__init__()
         self.config, self.objective = config, objective
-        self.draw, self.pool = draw, pool  # as attributes, which can be compiled
+        self.draw, self.pool = draw, pool  # attributes, so that they can be replaced by compiled versions
         local = objective.local > 0
         self.encoder = build_encoder(config, local, generator) if encoder is None else encoder
         if local and not isinstance(self.encoder, MaskedEncoder):
             raise ConfigError(
                 f"objective.local={objective.local}: {type(self.encoder).__name__} has no features() and context(): implement "
-                "both, and feature_width (engine.model.encoder.MaskedEncoder), or set objective.local=0"
+                "them and feature_width (engine.model.encoder.MaskedEncoder), or set objective.local=0"
             )
         self.local = LocalHead(config, self.encoder.width, self.encoder.feature_width) if local else None
         if self.local is not None:
@@ -91,11 +91,11 @@ class Pretrainer(nn.Module):
         ids_B: Tensor | None = None,
         draws: Draws | None = None,
     ) -> dict[str, Tensor]:
-        """Losses and what is logged beside them, all scalars; only `loss` has a gradient.
+        """Losses and metrics, all scalars; only `loss` has a gradient.
 
-        keys_BS: int64, what the draws are made from, unless `draws` (rows in the order crop, half) are given themselves.
+        keys_BS: int64 keys for the random draws, unless `draws` (rows ordered by crop, then half) are given.
         tau: Gumbel temperature, a scalar tensor. ids_B: patients, for objectives that need them (ObjectiveConfig.needs_ids).
-        In eval mode codes are not sampled and nothing is dropped out.
+        In eval mode codes are not sampled and there is no dropout.
         """
         views, objective = x_BSLT.shape[1], self.objective
         x_RLT = x_BSLT.flatten(0, 1)
@@ -137,7 +137,7 @@ class Pretrainer(nn.Module):
         }, c_RND
 
     def compare(self, c_RND: Tensor, z_RNF: Tensor, draws: Draws, tau: Tensor) -> tuple[Tensor, Tensor, Quantized]:
-        """The local objective: loss, accuracy, and what was quantised for it."""
+        """The local objective: loss, accuracy and the quantised targets."""
         assert self.local is not None
         context_RMP, target_RMP, q = self.local(c_RND, z_RNF, draws, tau)
         negatives = draws.times_RMM, draws.valid_RM, q.codes_RMG

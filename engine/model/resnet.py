@@ -1,21 +1,21 @@
-"""A 1-D residual network, the encoder that most published ECG models have: `model.encoder: resnet`.
+"""A 1-D residual network, the encoder of most published ECG models: `model.encoder: resnet`.
 
-    x_RLT -> convolution -> four residual blocks, each a quarter as long as the one before -> c_RND, 10 tokens of 5 s
+    x_RLT -> convolution -> four residual blocks, each dividing the length by four -> c_RND, 10 tokens for 5 s
 
     block: a, y -> h = convolution(dropout(ReLU(norm(convolution(a))))) + 1x1(max pool(y)) -> dropout(ReLU(norm(h))), h
 
-| `model.options` | parameters | GFLOP a crop, forward and backward |
+| `model.options` | parameters | GFLOP per crop, forward and backward |
 |---|---|---|
 | {widths: [32, 48, 80, 96, 128]} | 1.0 M | 2.4 |
 | none: [64, 128, 192, 256, 320] | 6.7 M | 14.1 |
 | {widths: [96, 192, 320, 448, 576]} | 20.1 M | 35.2 |
 
-The form is that of Ribeiro et al. 2020 (Nature Communications 11:1760, antonior92/automatic-ecg-diagnosis model.py), with two
-changes. Widths are multiples of 16, as tensor cores like them. Norms are group norms where they have batch norms, so a row's
-output does not depend on the rest of the batch, through which a contrastive loss can be lowered without looking at the ECG;
-results do not depend on the number of ranks; and there are no running statistics, which bf16 would round.
+The architecture is that of Ribeiro et al. 2020 (Nature Communications 11:1760, antonior92/automatic-ecg-diagnosis model.py),
+with two changes. Widths are multiples of 16, which suits tensor cores. Group norms replace batch norms: a row's output does not
+depend on the rest of the batch (which a contrastive loss can exploit without looking at the ECG) nor on the number of ranks,
+and there are no running statistics, which bf16 would round.
 
-Convolutions are two-dimensional over one row, since that is where torch has kernels for channels-last memory.
+Convolutions are two-dimensional over one row, because torch has channels-last kernels only for those.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ KERNEL, STRIDE, GROUPS = 17, 4, 8
 
 
 def convolution(inputs: int, outputs: int, kernel: int = KERNEL, stride: int = 1) -> nn.Conv2d:
-    """Over time; its output has a `stride`-th of the samples, rounded up."""
+    """A convolution over time; the output has 1 / `stride` of the samples, rounded up."""
     made = nn.Conv2d(inputs, outputs, (1, kernel), (1, stride), (0, kernel // 2), bias=False)
     nn.init.kaiming_normal_(made.weight, nonlinearity="relu")
     return made
@@ -45,9 +45,9 @@ class ResidualBlock(nn.Module):
         self.dropout = Dropout(dropout, "auto")
 
     def forward(self, a: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The block's output after activation and before."""
+        """The output of the block after and before the activation."""
         h = self.conv2(self.dropout(F.relu(self.norm1(self.conv1(a)))))
-        h = h + self.skip(F.max_pool2d(y, (1, STRIDE + 1), (1, STRIDE), (0, STRIDE // 2)))  # as many samples as conv2 leaves
+        h = h + self.skip(F.max_pool2d(y, (1, STRIDE + 1), (1, STRIDE), (0, STRIDE // 2)))  # same length as conv2's
         return self.dropout(F.relu(self.norm2(h))), h
 
 
@@ -57,7 +57,7 @@ class ResNet(nn.Module):
     def __init__(self, leads: int = 12, widths: Sequence[int] = (64, 128, 192, 256, 320), dropout: float = 0.2) -> None:
         super().__init__()
         if len(widths) < 2 or any(type(width) is not int or width < GROUPS or width % GROUPS for width in widths):
-            raise ValueError(f"widths={list(widths)}: two or more are needed, each a multiple of {GROUPS}")
+            raise ValueError(f"widths={list(widths)}: must be two or more multiples of {GROUPS}")
         self.width = widths[-1]
         self.stem, self.norm = convolution(leads, widths[0]), nn.GroupNorm(GROUPS, widths[0])
         self.blocks = nn.ModuleList(ResidualBlock(inputs, outputs, dropout) for inputs, outputs in pairwise(widths))
@@ -71,5 +71,5 @@ class ResNet(nn.Module):
 
     @staticmethod
     def select_leads(weights: Mapping[str, Tensor], rows: Sequence[int], of: int) -> dict[str, Tensor]:
-        """Weights for some of the leads: the output is the same as with zeros for the others."""
+        """Weights for a subset of leads: the output equals that of all leads with the others zero."""
         return {**weights, "stem.weight": weights["stem.weight"][:, list(rows)].contiguous()}

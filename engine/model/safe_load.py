@@ -1,10 +1,10 @@
-"""PyTorch checkpoints from elsewhere, read without running code that may be pickled in them.
+"""Read untrusted PyTorch checkpoints without running code that may be pickled in them.
 
     content = read_checkpoint(path); as_json(content["cfg"]); float_tensors(content["model"], path)
 
-torch.load(weights_only=True) makes tensors and containers only. Where a checkpoint names other classes, such as the settings
-objects of OmegaConf or argparse that fairseq-signals saved, each gets a stand-in, which keeps its state and does nothing; no
-module is imported. What torch knows to be dangerous is refused.
+torch.load(weights_only=True) creates only tensors and containers. Other classes in a checkpoint, such as the settings objects
+of OmegaConf or argparse that fairseq-signals saves, are replaced by stand-ins, which only keep their state; no module is
+imported. What torch considers dangerous is refused.
 """
 
 import json
@@ -21,8 +21,8 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from engine.common import ConfigError
 
-MAX_PICKLE = 256 * 2**20  # bytes: tensors lie outside of it
-MAX_SETTINGS, MAX_JSON = 100_000, 64 * 2**20  # pieces and characters: what many containers share counts each time
+MAX_PICKLE = 256 * 2**20  # bytes, without the tensors, which are stored separately
+MAX_SETTINGS, MAX_JSON = 100_000, 64 * 2**20  # JSON tokens and characters; shared objects count each time they occur
 
 
 class ForeignCheckpointError(ConfigError):
@@ -35,32 +35,32 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     zipped = zipfile.is_zipfile(path)
     try:
         with warnings.catch_warnings(), safe_globals(stand_ins(path) if zipped else []):
-            warnings.simplefilter("ignore")  # about types that old checkpoints hold
+            warnings.simplefilter("ignore")  # about types in old checkpoints
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except (ForeignCheckpointError, PermissionError):
         raise
     except pickle.UnpicklingError as error:
         raise ForeignCheckpointError(f"{path}: cannot be read without running code: save only its model and cfg") from error
-    except Exception as error:  # whatever a hostile or cut file makes torch say
+    except Exception as error:  # hostile or truncated files raise anything
         raise ForeignCheckpointError(f"{path}: not a PyTorch checkpoint, or damaged: copy it again") from error
     if not isinstance(content, dict):
-        raise ForeignCheckpointError(f"{path}: holds a {type(content).__name__}, not a dictionary of weights and settings")
+        raise ForeignCheckpointError(f"{path}: contains a {type(content).__name__}, not a dictionary of weights and settings")
     return content
 
 
 class StandIn:
-    """For a class or function that torch.load does not know."""
+    """Replaces a class or function that torch.load does not know."""
 
     def __new__(cls, *args: Any) -> "StandIn":
         made = object.__new__(cls)
-        made.__dict__["content"] = args[0] if len(args) == 1 else f"<{cls.__name__}>"  # an enum's value
+        made.__dict__["content"] = args[0] if len(args) == 1 else f"<{cls.__name__}>"  # of an enum: its value
         return made
 
     def __init__(self, *args: Any) -> None:
         pass
 
     def __setstate__(self, state: Any) -> None:
-        """argparse.Namespace keeps its settings in its state, OmegaConf's nodes in _content and _val."""
+        """Keep the settings: argparse.Namespace has them in its state, OmegaConf's nodes in _content and _val."""
         if isinstance(state, tuple) and state:  # with slots
             state = state[0]
         if isinstance(state, dict):
@@ -69,26 +69,26 @@ class StandIn:
 
 
 def stand_ins(path: Path) -> list[Any]:
-    """One for each class or function that the file names and torch.load would refuse, with its name."""
+    """(stand-in, name) for each class or function in the file that torch.load would refuse."""
     with zipfile.ZipFile(path) as archive:
         if sum(info.file_size for info in archive.infolist() if info.filename.endswith("/data.pkl")) > MAX_PICKLE:
-            raise ForeignCheckpointError(f"{path}: its data.pkl has more than {MAX_PICKLE} bytes: not read")
+            raise ForeignCheckpointError(f"{path}: its data.pkl has more than {MAX_PICKLE} bytes, the limit")
     known: dict[str, Any] = {"collections.defaultdict": lambda *_: {}}
     names = get_unsafe_globals_in_checkpoint(path)
     return [(known.get(name) or type(name.split(".")[-1], (StandIn,), {}), name) for name in names]
 
 
 def as_json(value: Any) -> Any:
-    """Settings as JSON holds them: stand-ins give what they kept, tensors and the like a text that names their type."""
+    """Settings as JSON types. Stand-ins become what they kept; tensors and other objects become a text with their type."""
     parts, size = [], 0
     try:
         for part in json.JSONEncoder(default=_content, skipkeys=True).iterencode(value):
             size += len(part)
             parts.append(part)
             if size > MAX_JSON or len(parts) > MAX_SETTINGS:
-                raise ForeignCheckpointError(f"more than {MAX_SETTINGS:,} settings: no checkpoint of fairseq-signals")
+                raise ForeignCheckpointError(f"more than {MAX_SETTINGS:,} settings: not a checkpoint of fairseq-signals")
     except (ValueError, RecursionError) as error:
-        raise ForeignCheckpointError(f"settings that JSON cannot hold ({error}): no checkpoint of fairseq-signals") from error
+        raise ForeignCheckpointError(f"settings are not valid JSON ({error}): not a checkpoint of fairseq-signals") from error
     return json.loads("".join(parts))
 
 
@@ -97,13 +97,13 @@ def _content(value: Any) -> Any:
 
 
 def float_tensors(values: Any, path: Path) -> dict[str, Tensor]:
-    """The weights, which together must not claim more bytes than the file has: a tensor can repeat one number."""
+    """The weights. Their total size must not exceed the file's: a tensor can claim any size by repeating one number."""
     if not isinstance(values, dict):
         raise ForeignCheckpointError(f"{path}: has no weights under `model`: is it a checkpoint of fairseq-signals?")
     left = path.stat().st_size
     for name, value in values.items():
         if not isinstance(name, str) or not 0 < len(name) <= 200 or not name.isprintable():
-            raise ForeignCheckpointError(f"{path}: a weight is named {repr(name)[:80]}: must be a printable text")
+            raise ForeignCheckpointError(f"{path}: a weight is named {repr(name)[:80]}: must be printable text")
         if not isinstance(value, Tensor):
             raise ForeignCheckpointError(f"{path}: the weight {name} is a {type(value).__name__}, not a tensor")
         if not value.dtype.is_floating_point or value.device.type != "cpu" or value.layout != torch.strided:
@@ -111,5 +111,5 @@ def float_tensors(values: Any, path: Path) -> dict[str, Tensor]:
             raise ForeignCheckpointError(f"{path}: the weight {name} is {kind}: must be floating point, dense and in the file")
         left -= math.prod(value.shape) * value.element_size()
         if left < 0:
-            raise ForeignCheckpointError(f"{path}: the weights are larger than the file, from {name} {tuple(value.shape)} on")
+            raise ForeignCheckpointError(f"{path}: the weights are larger than the file, from {name} {tuple(value.shape)}")
     return values

@@ -118,7 +118,7 @@ def test_precision_auto_is_what_the_hardware_has(
         (["train.deepspeed=nowhere.json"], 1, "train.deepspeed='nowhere.json': no such file"),
         (["augment.leads=3", "augment.padded=false"], 1, "model.leads=12: augment.leads='3' needs 3"),
         (["model.mask_span=155"], 1, "model.mask_span=155"),
-        (["model.conv=[[32, 1000], [32, 10]]", "objective.local=0"], 1, "model.conv: a token takes 10000"),
+        (["model.conv=[[32, 1000], [32, 10]]", "objective.local=0"], 1, "model.conv: a token is 10000"),
         (["pipeline.views=window"], 1, "objective.method=cmsc needs halves"),
         (["objective.method=simclr"], 1, "objective.method=simclr needs window"),
         (["objective.method=simclr", "pipeline.views=window", "augment.rlm=0"], 1, "pipeline.views='window'"),

@@ -175,7 +175,7 @@ HARMS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "meta": (lambda: weight("mask_emb", torch.empty(24, device="meta")), "mask_emb is torch."),
     "complex": (lambda: weight("mask_emb", torch.ones(24, dtype=torch.complex64)), "mask_emb is torch."),
     "sparse": (lambda: weight("mask_emb", torch.ones(24).to_sparse()), "mask_emb is torch."),
-    "no settings": (lambda: {"cfg": {}}, "no settings"),
+    "no settings": (lambda: {"cfg": {}}, "no model settings"),
     "pre-norm": (lambda: setting(layer_norm_first=True), "layer_norm_first"),
     "long value": (lambda: setting(extractor_mode="x" * 100_000), "must be default or layer_norm"),
     "code": (lambda: setting(conv_feature_layers="__import__('os').getcwd()"), "conv_feature_layers"),

@@ -85,7 +85,7 @@ def test_what_goes_wrong_is_one_line(
 
     assert "no such repository, or your token may not see it" in says("pull", "me/none", tmp_path / "out")
     assert "no such revision" in says("pull", "me/ecg@v9", tmp_path / "out")
-    assert "is no model of omnilead" in says("pull", "me/empty", tmp_path / "out")
+    assert "is not an omnilead model" in says("pull", "me/empty", tmp_path / "out")
     assert "not an empty folder" in says("pull", "me/ecg", full)
     assert "Repo id must" in says("push", run, "no name")
     assert "no such folder: give RUN" in says("push", tmp_path / "none", "me/ecg")

@@ -5,11 +5,11 @@
 | model.kernels | on a CPU | on a GPU |
 |---|---|---|
 | plain | torch's operations | torch's operations |
-| auto | kernels.cpu, which benchmarks/results/step_*.json show to pay | torch's operations: there is no record of a GPU yet |
+| auto | kernels.cpu, measured to be faster (benchmarks/results/step_*.json) | torch's operations: no GPU measurements yet |
 | all | kernels.cpu | kernels.cuda, whose operations and bytes were counted but not timed (benchmarks/LOG.md) |
 
-A replacement takes the arguments of the plain operation, gives its result, and is tested against it. On a CPU, torch.compile
-gets the plain operations, which it fuses itself.
+A replacement has the same arguments and result as the plain operation and is tested against it. On a CPU, torch.compile gets
+the plain operations, which it fuses itself.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def pick(name: str, plain: Operation, setting: str, x: Tensor) -> Operation:
 
 
 def chosen_device(name: str) -> torch.device:
-    """Of --device: cpu, cuda, cuda:1, ...; auto: a GPU if there is one. The ranks of a machine take its GPUs in turn."""
+    """The device for --device: cpu, cuda, cuda:1, ...; auto: a GPU if there is one. Ranks use a machine's GPUs in turn."""
     try:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
         if device.type == "cuda" and ":" not in name and (gpus := torch.cuda.device_count()):
@@ -50,7 +50,7 @@ def chosen_device(name: str) -> torch.device:
 
 
 def disable_tf32() -> None:
-    """No TensorFloat32 on a GPU, which is torch's default in convolutions, though not in matrix products.
+    """Turn off TensorFloat32 on a GPU, which torch uses by default in convolutions, but not in matrix products.
 
-    It holds for the whole process: programs call it when they start, and importing the engine changes nothing."""
+    It affects the whole process: programs call it at their start; importing the engine does not."""
     torch.backends.cudnn.allow_tf32 = False

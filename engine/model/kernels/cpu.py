@@ -1,7 +1,7 @@
-"""What is faster than torch's operations on a CPU: dropout, bias, normalisation, attention with dropout, long convolutions.
+"""Faster than torch's operations on a CPU: dropout, bias, normalisation, attention with dropout, long convolutions.
 
-Dropout draws from torch's default generator: restored, it gives the same zeros. Shapes: engine.model.config; C channels, K taps
-of a kernel, Q frequencies, c channels of a group.
+Dropout draws from torch's default generator, so restoring that reproduces the masks. Shapes: engine.model.config; C channels,
+K taps of a kernel, Q frequencies, c channels of a group.
 """
 
 import math
@@ -12,23 +12,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes
+INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
 def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
-    """16 random bits for each element, four elements to a draw: ten times as fast as torch's, which draws a Bernoulli number
-    for each and selects one at a time. p is rounded to a multiple of 2**-16, and the scale of what is kept matches."""
+    """Each 64-bit draw gives 16 random bits to four elements: ten times as fast as torch, which draws and selects one element
+    at a time. p is rounded to a multiple of 2**-16; the scale of the kept elements is exact for the rounded p."""
     if not training or p == 0:
         return x
     dropped = round(p * 65536)
     words = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)[: x.numel()]
-    keep = words.ge_(dropped - 32768).neg_().view(x.shape)  # 0 or -1: no bits or all
+    keep = words.ge_(dropped - 32768).neg_().view(x.shape)  # 0 or -1: no bits set, or all
     kept: Tensor = MaskedScale.apply(x, keep, 65536 / (65536 - dropped))
     return kept
 
 
 class MaskedScale(torch.autograd.Function):
-    """scale * x where all bits of `keep` are set, zero where none is: a bitwise `and`. The gradient likewise."""
+    """scale * x where all bits of `keep` are set, zero where none is, by a bitwise `and`; the same for the gradient."""
 
     @staticmethod
     def forward(x: Tensor, keep: Tensor, scale: float) -> Tensor:
@@ -47,7 +47,7 @@ class MaskedScale(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """The bias is added after the product: a product that starts from copies of the bias takes 3 % longer."""
+    """Add the bias after the matrix product: a product that starts from copies of the bias takes 3 % longer."""
     return F.linear(x, weight).add_(bias)
 
 
@@ -57,7 +57,7 @@ def group_norm_gelu(y_RTC: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float)
 
 
 class GroupNormGelu(torch.autograd.Function):
-    """A few rows at a time while they are in the cache: ten times as fast as autograd's passes over all of them."""
+    """Processes a few rows at a time, which stay in the cache: ten times as fast as autograd's passes over all rows."""
 
     @staticmethod
     def forward(ctx: Any, y_RTC: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float) -> Tensor:
@@ -92,13 +92,13 @@ class GroupNormGelu(torch.autograd.Function):
 
 
 def in_cache(y_RTC: Tensor) -> Iterator[slice]:
-    """Groups of rows of two megabytes of float32 for each thread, at least one row: with less, waking threads costs more."""
+    """Split rows into groups of two megabytes of float32 per thread, at least one row: with less, waking threads costs more."""
     rows = max(1, torch.get_num_threads() * 2**19 // math.prod(y_RTC.shape[1:]))
     return (slice(start, start + rows) for start in range(0, len(y_RTC), rows))
 
 
 def attention(qkv: Tensor, heads: int, dropout_p: float) -> Tensor:
-    """Torch fuses attention on a CPU without dropout only. With dropout, scores and softmax written out are faster."""
+    """On a CPU, torch fuses attention only without dropout. With dropout, explicit scores and softmax are faster."""
     rows, tokens, _ = qkv.shape
     q_RHNd, k_RHNd, v_RHNd = qkv.view(rows, tokens, 3, heads, -1).permute(2, 0, 3, 1, 4).contiguous().unbind(0)
     if dropout_p == 0:
@@ -110,7 +110,7 @@ def attention(qkv: Tensor, heads: int, dropout_p: float) -> Tensor:
 
 
 class Softmax(torch.autograd.Function):
-    """Over the last axis, in float32. The gradient comes from the output, in the precision in which that is kept."""
+    """Softmax over the last axis in float32. The gradient is computed from the saved output, in its precision."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -127,10 +127,9 @@ class Softmax(torch.autograd.Function):
 
 
 def convolve(x_RND: Tensor, weight_DcK: Tensor, bias_D: Tensor, groups: int) -> Tensor:
-    """Convolution theorem: input and weight as sums of cosines and sines, multiplied frequency by frequency, in float32 or
-    better. It takes a tenth of the arithmetic; libraries are slow at the gradients of a grouped convolution. The transforms are
-    matrix products, which beat an FFT at some hundred tokens. A period of tokens + kernel / 2 is enough: what wraps around
-    meets no output."""
+    """Convolve by Fourier transform, in float32 or better, with a tenth of the arithmetic; libraries are slow at the gradients
+    of a grouped convolution. The transforms are matrix products, which are faster than an FFT for some hundred tokens. A period
+    of tokens + kernel / 2 is enough: wrap-around does not reach the output."""
     rows, tokens, width = x_RND.shape
     kernel, each = weight_DcK.shape[2], width // groups
     period = tokens + kernel // 2
@@ -147,7 +146,7 @@ def convolve(x_RND: Tensor, weight_DcK: Tensor, bias_D: Tensor, groups: int) -> 
 
     with torch.autocast("cpu", enabled=False):
         taps_WK = at_least_float32(weight_DcK.view(groups, each, each, kernel).transpose(1, 2).reshape(-1, kernel))
-        x_re, x_im = split(cos_QN @ x_NX), split(sin_QN @ x_NX)  # im: of the conjugate
+        x_re, x_im = split(cos_QN @ x_NX), split(sin_QN @ x_NX)  # im: of the complex conjugate
         w_re, w_im = ((wave_QK @ taps_WK.t()).view(-1, each, each) for wave_QK in (cos_QK, sin_QK))
         y_re = torch.baddbmm(torch.bmm(x_re, w_re), x_im, w_im)
         y_im = torch.baddbmm(torch.bmm(x_im, w_re), x_re, w_im, alpha=-1)
@@ -162,7 +161,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def waves(step_T: Tensor, period: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [Q, T] of every frequency of an even period. Exact angles: whole numbers modulo the period."""
+    """Cosine and sine [Q, T] of every frequency of an even period. Angles are exact: integers modulo the period."""
     angle_QT = (torch.arange(period // 2 + 1)[:, None] * step_T).remainder(period).double() * (2 * math.pi / period)
     return angle_QT.cos().to(dtype), angle_QT.sin().to(dtype)
 

@@ -1,6 +1,6 @@
-"""What should be faster than torch's operations on a GPU by counts of operations and bytes (benchmarks/LOG.md), and is untimed.
+"""Expected to be faster than torch's operations on a GPU, by counts of operations and bytes (benchmarks/LOG.md); not timed yet.
 
-Dropout, GELU and the linear map are written for torch.compile; without it torch's own are used. Shapes: engine.model.config;
+Dropout, GELU and the linear layer are written for torch.compile; without it torch's own are used. Shapes: engine.model.config;
 c channels of a group.
 """
 
@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 GELU_SERIES = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
-BLOCK = 26  # outputs of the convolution at a time: 156 tokens are six blocks
+BLOCK = 26  # outputs of the convolution in a block: 156 tokens are six blocks
 
 
 def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
-    """By a hash of each element's index and two seeds, computed again for the gradient: 10 operations where the compiler's own
-    generator takes 65, and no mask is saved."""
+    """Dropout by a hash of each element's index and two seeds, recomputed for the gradient: 10 operations instead of 65 for the
+    compiler's own generator, and no saved mask."""
     if not training or p == 0 or not torch.compiler.is_compiling():
         return F.dropout(x, p, training)
     hashed: Tensor = HashedDropout.apply(x, p, torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=x.device))
@@ -26,7 +26,7 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
 
 
 class HashedDropout(torch.autograd.Function):
-    """Only the seeds are saved."""
+    """Saves only the seeds for the backward pass."""
 
     @staticmethod
     def forward(x: Tensor, p: float, seeds: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class HashedDropout(torch.autograd.Function):
 
 
 def keep_mask(x: Tensor, p: float, seeds: Tensor) -> Tensor:
-    """A hash of products, before each of which the upper half of the bits is mixed into the lower; its value decides."""
+    """True where a hash of index and seeds is large enough; it mixes the upper bits into the lower before each product."""
     bits = torch.arange(x.numel(), device=x.device).to(torch.int32) + seeds[0]
     bits = mix_lower(bits) * 0x7FEB352D ^ seeds[1]
     bits = mix_lower(mix_lower(bits) * 0x2C1B3C6D) * 0x297A2D39
@@ -51,11 +51,11 @@ def keep_mask(x: Tensor, p: float, seeds: Tensor) -> Tensor:
 
 
 def mix_lower(bits: Tensor) -> Tensor:
-    return bits ^ (bits >> 16 & 0xFFFF)  # a logical shift: the sign bits that it copies are cleared
+    return bits ^ (bits >> 16 & 0xFFFF)  # a logical shift: clears the copied sign bits
 
 
 def gelu(x: Tensor) -> Tensor:
-    """Compiled in bf16: two thirds of the operations of the exact one, which are slower than a GPU's memory."""
+    """When compiled in bf16, two thirds of the operations of the exact GELU, which is slower than a GPU's memory."""
     if torch.compiler.is_compiling() and x.dtype == torch.bfloat16:
         y: Tensor = PolynomialGelu.apply(x)
         return y
@@ -63,8 +63,8 @@ def gelu(x: Tensor) -> Tensor:
 
 
 class PolynomialGelu(torch.autograd.Function):
-    """gelu(x) = max(x, 0) - |x| q, where q = erfc(|x| / sqrt 2) / 2 by Abramowitz and Stegun 7.1.26, to 1e-7: a polynomial in
-    1 / (1 + c |x|) times exp(-x^2 / 2), which the gradient needs anyway. bf16 itself rounds to 4e-3."""
+    """gelu(x) = max(x, 0) - |x| q, where q = erfc(|x| / sqrt 2) / 2 by Abramowitz and Stegun 7.1.26, accurate to 1e-7: a
+    polynomial in 1 / (1 + c |x|) times exp(-x^2 / 2), which the gradient needs anyway. bf16 itself rounds to 4e-3."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class PolynomialGelu(torch.autograd.Function):
 
 
 def normal_tail(x: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(-x^2 / 2), and the probability of a standard normal number beyond |x|."""
+    """exp(-x^2 / 2), and the probability that a standard normal variable exceeds |x|."""
     e = torch.exp2(x * x * (-0.5 / math.log(2)))
     t = 1 / (1 + 0.3275911 / math.sqrt(2) * x.abs())
     series = 0.5 * GELU_SERIES[-1] * t
@@ -103,7 +103,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 class LinearByRows(torch.autograd.Function):
-    """The bias's gradient is summed row by row first, in the kernel that writes y's gradient, which is then not read again."""
+    """Sums the bias's gradient over tokens first, in the kernel that writes y's gradient, which is then not read again."""
 
     @staticmethod
     def forward(x_RNI: Tensor, weight_OI: Tensor, bias_O: Tensor) -> Tensor:
@@ -122,10 +122,10 @@ class LinearByRows(torch.autograd.Function):
 
 
 def attention(qkv: Tensor, heads: int, dropout_p: float) -> Tensor:
-    """A kernel for up to 256 tokens in 16 bits; else torch's."""
+    """Our kernel for up to 256 tokens in 16 bits, else torch's."""
     rows, tokens, width = qkv.shape
     if qkv.is_cuda and qkv.dtype != torch.float32 and tokens <= 256 and width // 3 // heads in (16, 32, 64):
-        from engine.model.kernels import short  # needs triton, which torch for a GPU brings
+        from engine.model.kernels import short  # needs triton, which CUDA builds of torch install
 
         return short.attention(qkv, heads, dropout_p)
     q, k, v = qkv.view(rows, tokens, 3, heads, -1).permute(2, 0, 3, 1, 4)
@@ -138,9 +138,9 @@ def convolve(x_RND: Tensor, weight_DcK: Tensor, bias_D: Tensor, groups: int) -> 
 
 
 class BlockConvolution(torch.autograd.Function):
-    """One matrix product for each group: BLOCK outputs at a time from the inputs they need, with the weight as a band matrix.
-    A fifth more arithmetic than needed, in a shape that suits tensor cores. The input's gradient is a convolution too. The
-    weight's is a product that holds each tap BLOCK times; these are summed in float32, always in the same order."""
+    """One matrix product per group: BLOCK outputs at a time from the inputs they need, with the weight as a band matrix. This
+    is a fifth more arithmetic than needed, in a shape that suits tensor cores. The input's gradient is also a convolution. The
+    weight's gradient is a product that has each tap BLOCK times; these are summed in float32, always in the same order."""
 
     @staticmethod
     def forward(x_RND: Tensor, weight_DcK: Tensor, groups: int) -> Tensor:
@@ -153,7 +153,7 @@ class BlockConvolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        x_RND, weight_DcK = (saved.to(grads[0].dtype) for saved in ctx.saved_tensors)  # in autocast they are wider
+        x_RND, weight_DcK = (saved.to(grads[0].dtype) for saved in ctx.saved_tensors)  # with autocast they are wider
         rows, tokens, width = x_RND.shape
         groups, each, kernel = ctx.groups, width // ctx.groups, weight_DcK.shape[2]
         turned = weight_DcK.view(groups, each, each, kernel).transpose(1, 2).flip(3).reshape(weight_DcK.shape)
@@ -163,16 +163,16 @@ class BlockConvolution(torch.autograd.Function):
         y = F.pad(grads[0], (0, 0, 0, blocks * BLOCK - tokens)).reshape(rows * blocks, BLOCK, groups, each)
         y = y.permute(2, 0, 1, 3).reshape(groups, rows * blocks, BLOCK * each)
         band = torch.bmm(patches(x_RND, kernel, groups, kernel // 2).transpose(1, 2), y)  # [G, window * c in, BLOCK * c out]
-        step = each * BLOCK * each  # of the window
+        step = each * BLOCK * each  # one step of the window
         sizes, strides = (groups, each, each, kernel, BLOCK), (window * step, 1, BLOCK * each, step, step + each)
-        taps = band.as_strided(sizes, strides)  # [G, c out, c in, K, BLOCK]: tap k is where output b meets input b + k
+        taps = band.as_strided(sizes, strides)  # [G, c out, c in, K, BLOCK]: tap k connects output b to input b + k
         grad_weight = taps.sum(-1, dtype=torch.promote_types(taps.dtype, torch.float32)).view_as(weight_DcK)
         x_dtype, weight_dtype = (saved.dtype for saved in ctx.saved_tensors)
         return grad_x.to(x_dtype), grad_weight.to(weight_dtype), None
 
 
 def in_blocks(x_RND: Tensor, weight_DcK: Tensor, groups: int, left: int) -> Tensor:
-    """BLOCK outputs at a time; output n needs the inputs from n - left on."""
+    """Convolve BLOCK outputs at a time; output n needs inputs from n - left on."""
     rows, tokens, width = x_RND.shape
     kernel, each, blocks = weight_DcK.shape[2], width // groups, -(-tokens // BLOCK)
     taps_Goik = F.pad(weight_DcK.view(groups, each, each, kernel), (BLOCK - 1, BLOCK - 1))

@@ -2,11 +2,11 @@
 
     y_RND = attention(qkv, heads, dropout_p)    qkv [R, N, 3 D]: queries, keys and values, each with its heads side by side
 
-Kernels for long rows waste work on 156 tokens: two blocks of 128 each way are up to 2.6 times as many scores, the gradients of
-queries are summed in memory, and the gradients of q, k and v must be copied next to each other for the product that made them.
-Here blocks are of 64, 64 and 32 tokens, and one pass over the scores, which stay on the chip, writes all gradients in place.
+Kernels for long rows waste work on 156 tokens: two blocks of 128 in each direction compute up to 2.6 times as many scores, the
+gradients of queries are summed in memory, and those of q, k and v must be copied together for the preceding linear layer.
+Here blocks have 64, 64 and 32 tokens, and one pass over the scores, which stay on the chip, writes all gradients in place.
 
-Dropout is a hash of a score's place, four scores to a hash, computed again for the gradient; its probability is rounded to a
+Dropout is a hash of a score's position, four scores to a hash, recomputed for the gradient; its probability is rounded to a
 multiple of 1/256, as in flash attention.
 """
 
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, KEYS, WARPS = 64, 32, 4  # tokens; keys in the backward pass; chosen by counts for an H200: benchmarks/LOG.md
+BLOCK, KEYS, WARPS = 64, 32, 4  # tokens; keys in the backward pass; derived from counts for an H200: benchmarks/LOG.md
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -30,7 +30,7 @@ def attention(qkv: Tensor, heads: int, dropout_p: float = 0.0) -> Tensor:
 
 
 class ShortAttention(torch.autograd.Function):
-    """Saved for the gradient: qkv, y, and the logarithm of the sum of exponentials of each row of scores."""
+    """Saves qkv, y and the log-sum-exp of each row of scores for the backward pass."""
 
     @staticmethod
     def forward(qkv: Tensor, heads: int, dropped: int, seeds: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,8 +104,8 @@ def backward_kernel(
     qkv, grad, y_grad, y, sums, seeds,
     N: tl.constexpr, H: tl.constexpr, d: tl.constexpr, dropped: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Beyond the last token zeros are read. As queries they add nothing to a sum; as keys they are masked, or could get an
-    infinite share. Their gradients are not written."""
+    """Reads zeros beyond the last token. As queries they add nothing to a sum; as keys they are masked, as their share could be
+    infinite. Their gradients are not written."""
     program = tl.program_id(0)
     qkv += offset(program, N, H, 3 * H * d, d)
     grad += offset(program, N, H, 3 * H * d, d)
@@ -151,13 +151,13 @@ def backward_kernel(
 
 @triton.jit
 def offset(program, N: tl.constexpr, H: tl.constexpr, stride: tl.constexpr, d: tl.constexpr):
-    """Of the program's first token; more than 32 bits in large batches."""
+    """Offset of the program's first token; more than 32 bits in large batches."""
     return (program // H).to(tl.int64) * (N * stride) + program % H * d
 
 
 @triton.jit
 def tokens(start: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
-    """The block that begins here, or half of one if that holds the rest."""
+    """The block that starts here, or half a block if the remaining tokens fit."""
     SIZE: tl.constexpr = BLOCK if N - start > BLOCK // 2 else BLOCK // 2
     return start + tl.arange(0, SIZE)
 
@@ -174,7 +174,7 @@ def write(at, x, rows, N: tl.constexpr, stride: tl.constexpr, d: tl.constexpr):
 
 @triton.jit
 def kept(place, seed, queries, keys, dropped: tl.constexpr):
-    """Boolean. Two keys in each of two rows, which belong to one thread, take a byte each of the hash of their place."""
+    """Whether scores are kept. Two keys in each of two rows, all in one thread, use a byte each of one hash."""
     row, column = queries[:, None], keys[None, :]
     bits = (place + (row // 16 * 8 + row % 8) * 128 + column // 2).to(tl.uint32)
     bits = (bits ^ (bits >> 16)) * 0x7FEB352D ^ seed.to(tl.uint32)

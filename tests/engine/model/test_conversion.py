@@ -229,14 +229,14 @@ def test_which_leads_and_what_kind(tmp_path: Path, capsys: Any) -> None:
     saved(tmp_path / "a.pt", SMALL, {"leads_to_load": "[0, 'v2']"}, 26, in_d=2)
     model = engine.load(converted(tmp_path, "--classes", ",".join(reversed(CLASSES))))
     assert model.input.leads == (0, 7) and model.head_info and model.head_info.task == "diagnosis"
-    assert "taken to be 500 Hz" in capsys.readouterr().err
+    assert "assumed 500 Hz" in capsys.readouterr().err
     other = tmp_path / "other"
     other.mkdir()
     nested = {"model": json.loads(json.dumps(model.config["fairseq"]["cfg"]["model"])) | {"in_d": 12}}
     saved(other / "a.pt", SMALL, {"leads_to_load": "['I']", "enable_padding_leads": True}, 1, args=nested)
     model = engine.load(converted(other))
     assert model.input.seen == (0,) and model.classes == ("class_0",) and model.head_info
-    assert model.head_info.kind == "binary" and "--classes LIST|FILE names them" in capsys.readouterr().err
+    assert model.head_info.kind == "binary" and "set names with --classes LIST|FILE" in capsys.readouterr().err
     saved(tmp_path / "b.pt", SMALL, {"sample_rate": 400}, 1, in_d=3)
     assert convert.main(["from-fairseq", str(tmp_path / "b.pt"), str(tmp_path / "out")]) == 0
     assert "do not name its 3 leads" in capsys.readouterr().err
@@ -245,8 +245,8 @@ def test_which_leads_and_what_kind(tmp_path: Path, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("task", "classes", "options", "text"),
     [
-        ({"filter": True}, 3, [], "task.filter=True .* filtered by NeuroKit2: to convert it nevertheless, give --input"),
-        ({"normalize": True, "mean_path": "m.txt"}, 3, [], "task.mean_path=m.txt .* its means are in a file elsewhere"),
+        ({"filter": True}, 3, [], "task.filter=True .* filtered by NeuroKit2: to convert it anyway, give --input"),
+        ({"normalize": True, "mean_path": "m.txt"}, 3, [], "task.mean_path=m.txt .* its means are in another file"),
         ({"sample_rate": 25}, 3, [], "fs_hz=25: must be 50 to 2000"),
         ({"sample_rate": "fast"}, 3, [], "fs_hz='fast': must be"),
         ({"leads_to_load": "[0, 12]"}, 3, [], "task.leads_to_load=.* must be .names or numbers"),
@@ -255,7 +255,7 @@ def test_which_leads_and_what_kind(tmp_path: Path, capsys: Any) -> None:
         ({}, 3, ["--classes", "A,B,A"], "2 names: must be 3"),
         ({}, 3, ["--classes", "nowhere.csv"], "nowhere.csv: .*No such file.*: give a CSV with a column `name`"),
         ({}, 3, ["--classes", __file__.replace("test_conversion.py", "tiny.py")], "names: must be 3"),
-        ({}, 0, ["--classes", "A"], "pre-trained only, without a classifier: leave it out"),
+        ({}, 0, ["--classes", "A"], "only pre-trained, without a classifier: leave it out"),
         ({}, 3, ["--fs", "nan"], "fs_hz=nan"),
     ],
 )

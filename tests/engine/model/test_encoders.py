@@ -113,7 +113,7 @@ def test_one_of_ones_own_trains_with_every_objective(own: Path) -> None:
     [
         ("Wide", {}, "forward gives [4, 100, 8] for [4, 12, 2500], not [4, tokens, 9]"),
         ("Flat", {}, "forward gives [4, 8]"),
-        ("NotANumber", {}, "forward gives NaN or infinity for noise and zeros"),
+        ("NotANumber", {}, "forward returns NaN or infinity for noise and zeros"),
         ("Mixing", {}, "rows must be independent"),
         ("Seeing", {}, "context sees the masked tokens"),
         ("Single", {}, "features gives [100, 4]"),
@@ -141,7 +141,7 @@ def test_settings_that_name_no_encoder() -> None:
         ModelConfig(options={"widths": [8]})
     with pytest.raises(ConfigError, match=r"no such file gone\.py"):
         build_encoder(ModelConfig(encoder="gone.py:Net"))
-    with pytest.raises(ConfigError, match=r"widths=.*: two or more are needed, each a multiple of 8"):
+    with pytest.raises(ConfigError, match=r"widths=.*: must be two or more multiples of 8"):
         build_encoder(ModelConfig(encoder="resnet", options={"widths": [12, 24]}))
 
 

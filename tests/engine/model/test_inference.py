@@ -133,7 +133,7 @@ HARMS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no classes": (lambda d: change(d, "config.json", head={"task": "diagnosis"}), "0 classes"),
     "no scale": (lambda d: change(d, "config.json", head=AGE | {"scale": []}), "1 classes, 1 center, 0 scale"),
     "a head of text": (lambda d: change(d, "config.json", head="diagnosis"), "head=diagnosis"),
-    "no settings": (lambda d: (d / "config.json").write_text(FOREIGN), "no settings of a model"),
+    "no settings": (lambda d: (d / "config.json").write_text(FOREIGN), "no model settings"),
     "wrong settings": (lambda d: model_setting(d, heads=5), "model.heads=5"),
     "version": (lambda d: change(d, "config.json", format_version=2), "format_version=2"),
     "not json": (lambda d: (d / "config.json").write_text("{"), "config.json"),

@@ -93,10 +93,10 @@ def test_a_run_resumes_bit_for_bit_with_buffers_and_draws(base: Path) -> None:
 def test_code_of_a_model_folder_runs_only_if_asked(base: Path, own: Path, dataset: Dataset, tmp_path: Path) -> None:
     run = tmp_path / "copy"
     shutil.copytree(base / "whole" / "model", run)
-    assert "code lies in this folder" in (run / "README.md").read_text()
+    assert "with its code in this folder" in (run / "README.md").read_text()
     config = json.loads((run / "config.json").read_text())
     assert config["model"]["encoder"] == "own.py:Net" and "own.py" in config["sha256"]
-    with pytest.raises(LoadError, match=r"code in that folder, own\.py, and runs only if asked: .*--code.*code=True"):
+    with pytest.raises(LoadError, match=r"code in that folder, own\.py, which runs only if asked: .*--code.*code=True"):
         engine.load(run)
     model = engine.load(run, code=True)
     first = model.embed(dataset.read(0), 500, "12", "uV")
@@ -109,7 +109,7 @@ def test_code_of_a_model_folder_runs_only_if_asked(base: Path, own: Path, datase
     with pytest.raises(LoadError, match=r"own\.py: was changed or damaged"):
         engine.load(run, code=True)
     (run / "own.py").unlink()
-    with pytest.raises(LoadError, match=r"own\.py: no such file in config\.json, and it holds the encoder"):
+    with pytest.raises(LoadError, match=r"own\.py: the file with the encoder is not in config\.json"):
         engine.load(run, code=True)
     assert engine.load(run, encoder=own_class).code == {}
 
