@@ -1,12 +1,12 @@
-"""A re-creation of the authors' training step, to be measured beside ours: eager, as fairseq-signals computes it.
+"""A re-creation of the authors' training step for comparison with ours: eager, as fairseq-signals computes it.
 
     source [2B, L, T], adjacent rows the halves of a crop -> Conv1d stack -> layer norm -> projection -> x[mask] = mask_emb
     -> [T, B, C] transformer with F.multi_head_attention_forward -> x[mask], one-hot quantiser, negatives gathered to
     [100, 2B, M, 256] -> sums of four losses -> gradients divided by the masked tokens -> Adam, one tensor after another
 
-Not their code: their definitions, layouts and operators, without their data path, logging and checkpoints. Weights have their
-names, so that engine.model.fairseq.to_theirs converts ours; tests/benchmarks/test_step.py shows that the same weights and draws
-give the same loss and gradients as engine.model.pretrainer.
+This is not their code, but uses their definitions, layouts and operators, without their data path, logging and checkpoints.
+Weights have the authors' names, so that engine.model.fairseq.to_theirs converts ours; tests/benchmarks/test_step.py shows that
+the same weights and draws give the same loss and gradients as engine.model.pretrainer.
 
 Source: fairseq-signals modules/ (conv_feature_extraction, conv_positional_encoding, transformer_encoder, multi_head_attention,
 gumbel_vector_quantizer), models/wav2vec2/, criterions/ (wav2vec2, cmsc), data/data_utils.py, optim/adam.py, trainer.py.
@@ -24,13 +24,13 @@ from engine.model.encoder import ScaleGradient
 
 
 class AuthorsDraws(NamedTuple):
-    mask_indices: np.ndarray  # bool [R, N], equally many in each row: M
+    mask_indices: np.ndarray  # bool [R, N], M in each row
     neg_idxs: Tensor  # int64 [R, M * K], among the masked tokens of all segments
     gumbel_noise: Tensor  # [R * M * G, V]
 
 
 class AuthorsStep(nn.Module):
-    """The loss of a batch, summed over masked tokens, and the number of masked tokens."""
+    """Computes the loss of a batch, summed over masked tokens, and the number of masked tokens."""
 
     def __init__(self, config: ModelConfig, objective: ObjectiveConfig) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class AuthorsStep(nn.Module):
         target = logits.new_zeros(len(logits), dtype=torch.long)
         sample_size = len(target)
         loss = F.cross_entropy(logits.float(), target, reduction="sum") * weights.local
-        with torch.no_grad():  # the accuracy that they log; waits for the device
+        with torch.no_grad():  # the accuracy that the authors log; it waits for the device
             best, worst = logits.argmax(-1) == 0, logits.argmin(-1) == 0
             _ = best.long().sum().item() - (best & worst).long().sum().item()
         codes = self.config.codebooks * self.config.codes
@@ -147,7 +147,7 @@ class AuthorsAttention(nn.Module):
 
 
 class AuthorsLayer(nn.Module):
-    """Post-norm, in [T, B, C]."""
+    """A post-norm transformer layer for [T, B, C]."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class AuthorsLayer(nn.Module):
 
 
 class AuthorsQuantizer(nn.Module):
-    """A one-hot vector times the codebook, [R * M, G * V, width / G] numbers, for the sum over V."""
+    """Multiplies one-hot vectors by the codebook, [R * M, G * V, width / G] numbers, and sums over V."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class AuthorsQuantizer(nn.Module):
         rows, masked, width = x.shape
         x = self.weight_proj(x.reshape(-1, width)).view(rows * masked * self.groups, -1)
         hard = x.new_zeros(*x.shape).scatter_(-1, x.max(-1)[1].view(-1, 1), 1.0).view(rows * masked, self.groups, -1)
-        perplexity(hard.float().mean(0))  # of codes: logged
+        perplexity(hard.float().mean(0))  # of the codes; the authors log it
         prob_perplexity = perplexity(torch.softmax(x.view(rows * masked, self.groups, -1).float(), -1).mean(0))
         x = gumbel_softmax(x.float(), tau, noise).type_as(x).view(rows * masked, -1)
         products = (x.unsqueeze(-1) * self.vars).view(rows * masked, self.groups, self.codes, -1)
@@ -206,7 +206,7 @@ def gather_negatives(y: Tensor, neg_idxs: Tensor) -> Tensor:
 
 
 def compute_preds(x: Tensor, y: Tensor, negatives: Tensor, temperature: float) -> Tensor:
-    """[1 + K, R, M]: cosines with the positive and with each gathered negative; -inf where a negative equals the positive."""
+    """[1 + K, R, M]: cosines with the positive and each gathered negative; -inf if a negative equals the positive."""
     same = (y == negatives).all(-1)
     targets = torch.cat([y.unsqueeze(0), negatives], dim=0)
     logits = torch.cosine_similarity(x.float(), targets.float(), dim=-1).type_as(x)
@@ -217,7 +217,7 @@ def compute_preds(x: Tensor, y: Tensor, negatives: Tensor, temperature: float) -
 
 
 def cmsc(x: Tensor, patient_id: Tensor, temperature: float) -> Tensor:
-    """First halves against second halves, both ways; positives are pairs of one patient."""
+    """CMSC: first halves against second halves in both directions; positives are pairs of the same patient."""
     x = x.float()
     pooled = x.sum(1) / (x != 0).sum(1)
     pooled = pooled / pooled.detach().norm(dim=1, keepdim=True)
@@ -229,7 +229,7 @@ def cmsc(x: Tensor, patient_id: Tensor, temperature: float) -> Tensor:
 
 
 def draw(config: ModelConfig, negatives: int, rows: int, tokens: int, device: torch.device) -> AuthorsDraws:
-    """Masks in numpy and negatives in torch on the host, noise where the model is."""
+    """Draw masks in numpy and negatives in torch on the host, noise on the model's device."""
     mask = compute_mask_indices(config, rows, tokens)
     masked = int(mask[0].sum())
     own = torch.arange(masked).unsqueeze(-1).expand(-1, negatives).flatten()
@@ -242,7 +242,7 @@ def draw(config: ModelConfig, negatives: int, rows: int, tokens: int, device: to
 
 
 def compute_mask_indices(config: ModelConfig, rows: int, tokens: int) -> np.ndarray:
-    """Spans without replacement, the number rounded once for the batch; then each row cut to the smallest count."""
+    """Draw span starts without replacement, their number rounded once per batch; then trim each row to the smallest count."""
     spans = max(2, int(config.mask_share * tokens / config.mask_span + np.random.rand()))
     chosen = []
     for _ in range(rows):

@@ -1,17 +1,16 @@
-"""The training loop beside the bare step: what loader, DeepSpeed, optimiser and log add.
+"""The training loop against the bare step: the overhead of loader, DeepSpeed, optimiser and log.
 
-For each source of data a process of its own starts `engine/pretrain.py` and takes over where its loop would begin: turns of a
-few steps, again and again,
+For each data source, a fresh process starts `engine/pretrain.py` and replaces its loop by turns of a few steps each:
 
     bare     benchmarks.step: forward, backward, AdamW on one batch; no DeepSpeed, no loader, no log
     held     the loop on one batch
     loaded   the loop on the loader's batches
 
-Overhead is what `loaded` takes above `bare`, per CPU-second on a CPU, per second on a GPU; the loader's part of it is what it
-takes above `held`: medians of turns side by side with their 95 % intervals. Each turn ends with a log line, on a CPU five times
-as many as train.log_every asks for; a checkpoint is timed once, after the turns. Stall: the share of seconds in which the loop
-waits for a batch. Sources: tar (the backend that the device gets by default), torch (on a GPU), resident, zarr, s3 (a server on
-loopback, shards through the cache).
+Overhead is the time of `loaded` above `bare`, in CPU-seconds on a CPU, in seconds on a GPU; the loader's part is the time of
+`loaded` above `held`. Both are medians over adjacent turns with 95 % intervals. Each turn ends with a log line, on a CPU five
+times as many as train.log_every asks for; a checkpoint is timed once, after the turns. Stall is the share of the time in which
+the loop waits for a batch. Sources: tar (with the device's default backend), torch (on a GPU), resident, zarr, s3 (a server on
+loopback; shards go through the cache).
 """
 
 import argparse
@@ -31,7 +30,7 @@ from typing import Any
 from benchmarks.measure import Benchmark, CaseError, describe, interval, make_dataset, rates, spread, take_turns
 
 MODEL = {"cpu": "small", "cuda": "paper"}
-BATCH = {"cpu": 64, "cuda": 256}  # on a CPU the model's own
+BATCH = {"cpu": 64, "cuda": 256}  # on a CPU, the batch of the model's config
 STEPS = {"cpu": 2, "cuda": 20}
 SOURCES = {
     "tar": (),
@@ -48,11 +47,11 @@ class LoopRun:
     run: str
     device: str = "cpu"
     model: str = "small"
-    batch: int = 64  # of one rank
-    steps: int = 10  # of a turn
+    batch: int = 64  # crops per rank
+    steps: int = 10  # steps per turn
     turns: int = 3
     threads: int = 2
-    settings: tuple[str, ...] = ()  # --set
+    settings: tuple[str, ...] = ()  # for --set
     sides: tuple[str, ...] = ("bare", "held", "loaded")
     world: int = 1
     environment: dict[str, str] = field(default_factory=dict)
@@ -81,7 +80,7 @@ def compare(run: LoopRun) -> dict[str, Any]:
 
 
 def loop_turns(run: LoopRun, rank: int = 0, measure: Callable[..., dict[str, Any]] | None = None) -> dict[str, Any]:
-    """Seconds and CPU-seconds of each side's turns, or what else `measure` finds, instead of Loop.train."""
+    """Replace Loop.train by turns of each side and return their seconds and CPU-seconds, or the result of `measure`."""
     os.environ.update(run.environment)
     if run.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -94,7 +93,7 @@ def loop_turns(run: LoopRun, rank: int = 0, measure: Callable[..., dict[str, Any
 
     def train(loop: Loop, *_: Any) -> bool:
         measured.update((measure or measure_sides)(loop, run, original))
-        return False  # not at its end: nothing is exported
+        return False  # training has not ended: no export
 
     original, Loop.train = Loop.train, train  # type: ignore[method-assign]
     try:
@@ -102,18 +101,18 @@ def loop_turns(run: LoopRun, rank: int = 0, measure: Callable[..., dict[str, Any
     finally:
         Loop.train = original  # type: ignore[method-assign]
     if not measured:
-        raise CaseError("pretrain did not reach its loop")
+        raise CaseError("pretrain did not reach its training loop")
     return measured
 
 
 def pretrain(run: LoopRun, log: str, *settings: str) -> None:
-    """engine/pretrain.py in this process. Its output goes to `log`; a CaseError has the last line."""
+    """Run engine/pretrain.py in this process. Its output goes to `log`; a CaseError has the last line."""
     from benchmarks.step import config_file
     from engine import pretrain
 
     common = (f"run={run.run}", f"data.datasets={json.dumps([run.dataset])}", "train.epochs=null", "train.schedule=fixed")
     common += (f"train.batch_crops={run.batch * run.world}", "train.validate_every=0", f"train.precision={precision()}")
-    common += ("augment.rlm=0.5", "train.peak_tflops=1")  # no MFU: measuring the peak takes time
+    common += ("augment.rlm=0.5", "train.peak_tflops=1")  # skip measuring the peak for MFU
     words = [word for each in (*common, *settings, *run.settings) for word in ("--set", each)]
     with open(log, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         code = pretrain.main(["--config", config_file(run.model), *words])
@@ -129,8 +128,8 @@ def measure_sides(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> dict
 
     loader = EndlessLoader(loop.loader)
     batch, state = next(loader.stream)
-    held = replace(batch, x_BSLT=batch.x_BSLT.clone())  # its buffer will be used again
-    loop._save, loop._diagnose = (lambda: None), (lambda batch: None)  # what train() does at its end
+    held = replace(batch, x_BSLT=batch.x_BSLT.clone())  # the loader will overwrite its buffer
+    loop._save, loop._diagnose = (lambda: None), (lambda batch: None)  # train() calls these at its end
 
     synchronize = torch.cuda.synchronize if run.device == "cuda" else lambda: None
 
@@ -158,7 +157,7 @@ def measure_sides(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> dict
 
 
 class EndlessLoader:
-    """A loader whose stream outlives each call of Loop.train, or one held batch again and again."""
+    """A loader whose stream continues over several calls of Loop.train, or which repeats one held batch."""
 
     def __init__(self, loader: Any) -> None:
         self.loader, self.stream = loader, iter(loader)
@@ -179,14 +178,14 @@ class EndlessLoader:
 
 
 def precision() -> str:
-    """What `train.precision: auto` is here."""
+    """What `train.precision: auto` means on this machine."""
     from engine.config import has_bf16
 
     return "bf16" if has_bf16() else "fp32"
 
 
 def figures(measured: dict[str, Any], run: LoopRun) -> dict[str, Any]:
-    """Percentages are of turns side by side."""
+    """Rates, and percentages computed from adjacent turns."""
     rows, crops = measured["rows"], run.steps * run.batch
     clock = "cpu_s" if run.device == "cpu" else "wall_s"
 
@@ -213,7 +212,7 @@ def free_port() -> int:
 
 
 def on_s3(run: LoopRun) -> dict[str, Any]:
-    """The dataset in an object store on loopback, which is a process of its own."""
+    """Compare with the dataset in an object store on loopback, which runs in its own process."""
     if missing := [name for name in ("moto", "s3fs") if importlib.util.find_spec(name) is None]:
         raise CaseError(f"{missing[0]} is not installed")
     port = free_port()
@@ -246,4 +245,4 @@ def wait_for(port: int, seconds: float = 60) -> None:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
             return
         time.sleep(0.2)
-    raise CaseError(f"the S3 server did not answer within {seconds:.0f} s")
+    raise CaseError(f"the S3 server did not respond within {seconds:.0f} s")

@@ -1,8 +1,8 @@
-"""Embeddings: `engine.embed` from each kind of input to its parquet, beside the encoder alone on one batch.
+"""Embeddings: `engine.embed` from each kind of input to a parquet file, against the encoder alone on one batch.
 
-For each input a process of its own loads a model of random weights and takes turns: the encoder alone on as many crops as the
+For each input, a fresh process loads a model with random weights and takes turns: the encoder alone on as many crops as the
 input has, then the command, which reads, prepares and encodes them and writes the file. Only loading the model is left out.
-`share_pct`: the speed of the command in per cent of the encoder's, per CPU-second on a CPU, per second on a GPU.
+`share_pct`: the speed of the command as a percentage of the encoder's, per CPU-second on a CPU, per second on a GPU.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.e2e import MODEL
 from benchmarks.measure import Benchmark, describe, make_dataset, rates, spread, take_turns
 
-BATCH = {"cpu": 16, "cuda": 256}  # the command's own
+BATCH = {"cpu": 16, "cuda": 256}  # the command's defaults
 INPUTS = {
     "tar": ("dataset",),
     "WFDB": ("archive",),
@@ -44,7 +44,7 @@ def prepare(work: Path, options: argparse.Namespace) -> Benchmark:
 
 
 def untrained(folder: Path, model: str) -> None:
-    """A model of random weights as engine.training.export would write it before the first step."""
+    """Write a model with random weights as engine.training.export would before the first step."""
     import torch
 
     from benchmarks.step import config_file
@@ -61,7 +61,7 @@ def untrained(folder: Path, model: str) -> None:
 
 
 def compare(words: list[str], crops: int, turns: int, threads: int = 2) -> dict[str, Any]:
-    """The encoder's and the command's turns."""
+    """Run the encoder and the command in turns."""
     import torch
 
     from engine import embed
@@ -91,7 +91,7 @@ def compare(words: list[str], crops: int, turns: int, threads: int = 2) -> dict[
 
 
 def figures(rows: dict[str, list[dict[str, float]]], crops: int, device: str) -> dict[str, Any]:
-    """Shares are of turns side by side."""
+    """Rates, and shares computed from adjacent turns."""
     clock = "cpu_s" if device == "cpu" else "wall_s"
     pairs = zip(rows["alone"], rows["command"], strict=True)
     return {

@@ -1,11 +1,11 @@
-"""Where a step's time goes: each stage by itself, forward and backward, beside the time that it must take.
+"""Where a step's time goes: the forward and backward time of each stage, and the least time it needs (a roofline model).
 
-A stage is a module or method of the model; one real step records its inputs. It must do the matrix products that torch counts
-(not those in a kernel of ours), and move at least each tensor that enters or leaves once: inputs, outputs, weights, their
-gradients. Predicted is the longer of operations / peak and bytes / bandwidth, for this machine's large matrix product and large
-copy. Sorted by gap, measured less predicted, it is a work list. Stages that lie within another one are not in the sum. What the
-sum lacks of the whole step is glue; what it has too much, one stage leaves in the cache for the next. On a CPU times are
-CPU-milliseconds; on a GPU, where stages are compiled, milliseconds between events.
+A stage is a module or method of the model; its inputs are recorded in one real step. Its work is at least the matrix products
+that torch counts (not those in our own kernels) and moving each tensor that enters or leaves once: inputs, outputs, weights and
+their gradients. The predicted time is the longer of operations / peak and bytes / bandwidth, where peak and bandwidth are those
+of a large matrix product and a large copy on this machine. Sorted by gap (measured minus predicted), this is a work list.
+Nested stages are not in the sum. If the sum is below the whole step, the rest is glue; if above, stages leave data in the cache
+for the next. Times are CPU-milliseconds on a CPU, milliseconds between events on a GPU, where stages are compiled.
 """
 
 import argparse
@@ -33,9 +33,9 @@ REPEATS = {"cpu": 3, "cuda": 20}
 BATCH = {"cpu": 4, "cuda": 256}
 SUM, WHOLE, OPTIMIZER = "all stages", "the whole step", "gradient norm, AdamW"
 COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
-AHEAD = 20_000_000  # a GPU's cycles, 10 ms
-OPTIMIZER_BYTES = {"fp32": 32, "autocast": 32, "bf16": 30}  # of a parameter: gradient, float32 weight, two moments, bf16 copy
-STAGES = {  # attribute of the model -> (name, the stage that it lies within)
+AHEAD = 20_000_000  # GPU cycles, 10 ms
+OPTIMIZER_BYTES = {"fp32": 32, "autocast": 32, "bf16": 30}  # per parameter: gradient, float32 weight, two moments, bf16 copy
+STAGES = {  # attribute of the model -> (name, enclosing stage)
     "encoder.features": ("convolutions and feature norm", ""),
     "encoder.enter": ("projection, mask, position, norm", ""),
     "encoder.position": ("positional convolution", "encoder.enter"),
@@ -53,12 +53,12 @@ class Stage(NamedTuple):
     name: str
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
-    times: int = 1  # layers
+    times: int = 1  # number of layers
     within: str = ""
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """A part of a record."""
+    """Measure and return a part of a record."""
     base = step.base_run(options)
     run = replace(base, batch=options.batch or BATCH[base.device])
     machine = call_fresh(this_machine, run)
@@ -68,7 +68,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measured(run: StepRun) -> dict[str, dict[str, Any]]:
-    """Milliseconds, operations and bytes of each stage and of the whole step, in a process of its own."""
+    """Milliseconds, operations and bytes of each stage and of the whole step. Call it in a fresh process."""
     step.set_up(run)
     model = Pretrainer(run.config, ObjectiveConfig()).to(run.device).train()
     optimize, gradients = step.optimizer(model, run.precision), [torch.randn_like(p) for p in model.parameters()]
@@ -80,7 +80,7 @@ def measured(run: StepRun) -> dict[str, dict[str, Any]]:
 
     results: dict[str, dict[str, Any]] = {}
     for stage in recorded_stages(model, run):
-        torch.compiler.reset()  # stages share code, and a second shape of it would be compiled for any shape, which is slower
+        torch.compiler.reset()  # stages share code, which for a second shape would get dynamic shapes, which are slower
         flops, bytes_ = count(stage, model, run)
         function = stage.function
         if run.compiled != "eager":
@@ -98,7 +98,7 @@ def measured(run: StepRun) -> dict[str, dict[str, Any]]:
 
 
 def recorded_stages(model: Pretrainer, run: StepRun) -> list[Stage]:
-    """With the inputs that one real step gives them."""
+    """The stages with their inputs in one real step."""
     recorded: dict[str, Stage] = {}
     originals = []
 
@@ -128,7 +128,7 @@ def recorded_stages(model: Pretrainer, run: StepRun) -> list[Stage]:
 
 
 def both_ways(function: Callable[..., Any], arguments: tuple[Any, ...], run: StepRun) -> list[Tensor]:
-    """Forward, and backward from gradients of ones if there is a gradient; what came out."""
+    """Run forward, and backward from gradients of ones if any; returns the outputs."""
     for x in leaves(arguments):
         x.grad = None
     with torch.autocast(run.device, torch.bfloat16, enabled=run.precision == "autocast"):
@@ -143,8 +143,8 @@ def leaves(values: Any) -> list[Tensor]:
 
 
 def count(stage: Stage, model: nn.Module, run: StepRun) -> tuple[int, int]:
-    """Operations of matrix products; and the least bytes: forward reads inputs and weights and writes what comes out, backward
-    reads all of these, or their gradients, again and writes the gradients of inputs and weights."""
+    """Operations of matrix products, and the least bytes to move: forward reads inputs and weights and writes outputs; backward
+    reads all of these or their gradients again and writes the gradients of inputs and weights."""
     with FlopCounterMode(display=False) as counter:
         out = both_ways(stage.function, stage.arguments, run)
     weights = sum(p.nbytes for p in model.parameters() if p.grad is not None)
@@ -159,7 +159,7 @@ def times_ms(once: Callable[[], Any], device: str) -> list[float]:
     for _ in range(REPEATS[device]):
         if device == "cuda":
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(AHEAD)  # while the host launches, which in a step is ahead: else small kernels would wait for it
+            torch.cuda._sleep(AHEAD)  # lets the host launch ahead, as in a step; small kernels would wait for it otherwise
             began.record()
             once()
             ended.record()
@@ -173,7 +173,7 @@ def times_ms(once: Callable[[], Any], device: str) -> list[float]:
 
 
 def this_machine(run: StepRun) -> dict[str, Any]:
-    """Its large matrix product and its large copy, in a process of its own; the fastest of some."""
+    """The rates of a large matrix product and a large copy, each the fastest of several. Call it in a fresh process."""
     step.set_up(run)
     dtype, size = torch.float32 if run.precision == "fp32" else torch.bfloat16, step.PRODUCT_SIZE[run.device]
     a, b = (torch.randn(size, size, device=run.device).to(dtype) for _ in range(2))
@@ -187,7 +187,7 @@ def this_machine(run: StepRun) -> dict[str, Any]:
 
 
 def compare(stages: dict[str, dict[str, Any]], machine: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Predicted and measured of each stage, largest gap first; then the sum and the whole step."""
+    """Predicted and measured times of each stage, largest gap first; then the sum and the whole step."""
     results: dict[str, dict[str, Any]] = {}
     whole = stages.pop(WHOLE)
     for name, stage in stages.items():

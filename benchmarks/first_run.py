@@ -1,9 +1,9 @@
-"""The first minutes on a GPU: what is installed, does every backend train, what does a step wait for, does the model learn?
+"""Check a new GPU machine: what is installed, does every backend train, what does a step wait for, does the model learn?
 
     python -m benchmarks.first_run DIR --device cuda                   then `pytest -m gpu` and `make bench-gpu`
     python -m benchmarks.first_run DIR --device cuda --only profile|train --set train.compile=step
 
-Each check runs in a process of its own with its own time limit, most useful first. DIR/first_run.json is written after each;
+Each check runs in its own process with its own time limit, the most useful first. DIR/first_run.json is written after each;
 the same command again runs only what is missing or failed. DIR keeps the dataset, logs, traces and the trained model.
 """
 
@@ -42,7 +42,7 @@ PACKAGES = (
     "pytest",
 )
 NEEDED = {"torch", "deepspeed", "zarr", "wfdb"}
-TOP = 25  # kernels of a profile
+TOP = 25  # kernels listed in a profile
 Found = dict[str, Any]
 
 
@@ -50,12 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser("python -m benchmarks.first_run", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("dir", metavar="DIR", type=Path)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--model", default="paper", help="paper, or a file of configs/pretrain without its ending")
-    parser.add_argument("--only", default="", metavar="REGEX", help="of the checks: install, smoke, profile, train")
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="a setting of profile and train")
-    parser.add_argument("--batch", type=int, default=256, help="crops of a step in profile and train")
-    parser.add_argument("--crops", type=int, default=24_000, help="size of the synthetic dataset")
-    parser.add_argument("--seconds", type=float, default=240, help="of training")
+    parser.add_argument("--model", default="paper", help="paper, or the name of a config in configs/pretrain")
+    parser.add_argument("--only", default="", metavar="REGEX", help="run only these checks: install, smoke, profile, train")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="a setting for profile and train")
+    parser.add_argument("--batch", type=int, default=256, help="crops per step in profile and train (default: 256)")
+    parser.add_argument("--crops", type=int, default=24_000, help="size of the synthetic dataset (default: 24000)")
+    parser.add_argument("--seconds", type=float, default=240, help="duration of training (default: 240)")
     options = parser.parse_args(arguments)
     options.dir.mkdir(parents=True, exist_ok=True)
     place = options.dir / "first_run.json"
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def checks(options: argparse.Namespace) -> Iterator[tuple[str, float, Callable[[], Found]]]:
-    """Name, time limit in seconds, function."""
+    """(name, time limit in seconds, function) of each check."""
     place, backends = options.dir.absolute(), ["torch"]
     if options.device == "cuda":
         backends += ["resident", *(["dali"] if installed("nvidia.dali") else [])]
@@ -96,7 +96,7 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[str, float, Callable[[
 
 
 def every_source() -> Any:
-    """All records pre-train but those of patients with two sessions, so that the probe has somebody to find."""
+    """All records are used for pre-training except patients with two sessions, whom the probe needs."""
     from data_tools.splits import RoleSources
 
     return RoleSources(pretrain=("all",), id_share=1.0)
@@ -114,7 +114,7 @@ def install() -> Found:
     for name in PACKAGES:
         try:
             found[name] = str(getattr(importlib.import_module(name), "__version__", "installed"))
-        except Exception as error:  # whatever a broken package raises
+        except Exception as error:  # a broken package can raise anything
             found[name] = f"{type(error).__name__}: {error}"[:200]
             if name in NEEDED:
                 raise CaseError(f"{name}: {found[name]}") from None
@@ -122,13 +122,13 @@ def install() -> Found:
 
 
 def smoke(run: LoopRun) -> Found:
-    """Two steps, a checkpoint, an exported model and a report."""
+    """Run two steps, a checkpoint, an export and a report."""
     pretrain(run, f"{run.run}.txt", "train.steps=2", "train.log_every=1")
     return json.loads((Path(run.run) / "metrics.jsonl").read_text().splitlines()[-1])  # type: ignore[no-any-return]
 
 
 def profile(run: LoopRun) -> Found:
-    """Steps of the training loop: time on the host and in all, what waits for the device, the longest kernels."""
+    """Profile steps of the training loop: host time, total time, what waits for the device, the longest kernels."""
     return loop_turns(run, measure=profile_steps)
 
 
@@ -136,10 +136,10 @@ def profile_steps(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Foun
     import torch
 
     cuda, loader = run.device == "cuda", EndlessLoader(loop.loader)
-    loop._save, loop._diagnose = (lambda: None), (lambda batch: None)  # what train() does at its end
+    loop._save, loop._diagnose = (lambda: None), (lambda batch: None)  # train() calls these at its end
 
     def steps(count: int) -> float:
-        """Seconds on the host."""
+        """Run steps and return the host's seconds."""
         loop.loader, loop.total, began = loader, loop.progress.step + count, time.perf_counter()
         train(loop)
         host_s = time.perf_counter() - began
@@ -176,7 +176,7 @@ def profile_steps(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Foun
 
 
 def train(run: LoopRun, seconds: float) -> Found:
-    """Training for so many seconds; then a linear probe of its embeddings, and of random weights."""
+    """Train for this many seconds; then run a linear probe on the model's embeddings and on those of random weights."""
     from benchmarks.embed import untrained
     from engine import embed
     from engine import pretrain as program

@@ -1,8 +1,8 @@
-"""Archive -> dataset: how many records a second and a core, beside other ways to do it.
+"""Archive to dataset: records per second and per CPU-second, compared with other programs.
 
 The archive is synthetic (10 s records in the PhysioNet 2021 layout) and in the page cache after the warm-up. The others read
-the very same files: `wfdb.rdrecord` in a loop, `scipy.io.loadmat` in a loop, and our re-creation of fairseq-signals'
-preprocess_physionet2021.py (wfdb for the header, loadmat, division by the gain, two float64 .mat files of 5 s a record), with
+the same files: `wfdb.rdrecord` in a loop, `scipy.io.loadmat` in a loop, and our re-creation of fairseq-signals'
+preprocess_physionet2021.py (wfdb for the header, loadmat, division by the gain, two float64 .mat files of 5 s per record), with
 our malloc settings.
 """
 
@@ -24,7 +24,7 @@ from data_tools.verify import verify
 
 
 def prepare(work: Path, options: argparse.Namespace) -> Benchmark:
-    """The records at 500 Hz; the two databases of other rates become an archive of their own."""
+    """Make an archive of records at 500 Hz, and another one of the two databases with other rates."""
     archive, others = work / "archive", work / "other-rates" / "training"
     synth.synthesise(archive, patients=(options.records or 2000) // 2, two_sessions=0, seed=11, progress=False)
     others.mkdir(parents=True)
@@ -78,7 +78,7 @@ def ingest(archive: Path, work: Path, format: str, workers: int, crops: bool = F
 
 
 def ingest_like_fairseq(archive: Path, work: Path, most: int) -> float:
-    """Written by us from a reading of the original, for the same input and output: not their code."""
+    """Our re-creation, written after reading the original, with the same input and output; not their code."""
     import wfdb
     from scipy.io import loadmat
 
@@ -97,7 +97,7 @@ def ingest_like_fairseq(archive: Path, work: Path, most: int) -> float:
 
 
 def write_segment(path: Path, feats: np.ndarray, patient: int) -> None:
-    """A file as fairseq-signals' preprocessing leaves it."""
+    """Write a file as fairseq-signals' preprocessing does."""
     from scipy.io import savemat
 
     facts = {"curr_sample_rate": 500, "patient_id": patient, "label": np.zeros(26, bool), "age": 0, "sex": 1}
@@ -105,7 +105,7 @@ def write_segment(path: Path, feats: np.ndarray, patient: int) -> None:
 
 
 def check(dataset: Path) -> float:
-    """Units are gigabytes of shards."""
+    """Verify a dataset; returns gigabytes of shards."""
     opened = Dataset.open(str(dataset))
     assert verify(opened) == []
     return sum(entry["bytes"] for entry in opened.shards) / 1e9

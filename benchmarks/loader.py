@@ -1,11 +1,12 @@
-"""Dataset -> batches: crops a second and a CPU-second, for every backend and stage, beside other loaders on the same crops.
+"""Dataset to batches: crops per second and per CPU-second for every backend and stage, and for other loaders on the same crops.
 
-A synthetic dataset in the page cache; all end with float32 millivolts [2B, 12, 2500] in torch. On a CPU all have one torch
-thread and the same malloc settings: loaders run beside a training step. In the first epoch ours checks each crc32c, so cases
-named "first epoch" are measured there, others later; other loaders check nothing. To a GPU ours are measured alone.
+The dataset is synthetic and in the page cache. Every loader ends with float32 millivolts [2B, 12, 2500] in torch. On a CPU all
+have one torch thread and the same malloc settings, as loaders run next to a training step. Our loader verifies each crc32c in
+the first epoch: cases named "first epoch" are measured there, others later. Other loaders verify nothing, and are not measured
+to a GPU.
 
-`fairseq_like` is our re-creation of fairseq-signals' path (one .mat file of float64 a 5 s segment, scipy.io.loadmat,
-augmentation of one segment at a time in numpy, a padding mask of the data's own shape); it is not their code.
+`fairseq_like` is our re-creation of fairseq-signals' path (one float64 .mat file per 5 s segment, scipy.io.loadmat, numpy
+augmentation of one segment at a time, a padding mask of the data's shape); it is not their code.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from scipy.io import loadmat  # here: an import in __getitem__ would be paid for by every worker
+from scipy.io import loadmat  # not in __getitem__, where every worker would spend time on it
 
 from benchmarks.ingest import write_segment
 from benchmarks.measure import Benchmark, Case, CaseError, describe, make_dataset
@@ -35,11 +36,11 @@ STAGES = {
     "authors_physio3+RLM": ("authors_physio3", 0.5),
 }
 PEER_NOISE = {"RLM": (), "physio3+RLM": ("powerline", "emg", "wander"), "physio4+RLM": ("powerline", "emg", "wander", "shift")}
-CROP_MB = 0.12 + 0.48  # in tar and as two .mat files of float64
+CROP_MB = 0.12 + 0.48  # in a tar shard, and as two float64 .mat files
 BACKENDS = {"torch": "torch", "resident": "resident", "dali": "dali on the CPU"}
 FIRST = ", first epoch"
-FILLED = 4  # batches that lie ready between the stages
-WARM_S = 6.0  # at most, to get to the second epoch: a case that takes longer spends little of its time on checks
+FILLED = 4  # batches that the stages prefetch
+WARM_S = 6.0  # limit for reaching the second epoch: in a slower case, checksums take little of the time
 HALF = 2500
 Stream = Generator[float, bool, None]
 
@@ -48,18 +49,18 @@ def prepare(work: Path, options: argparse.Namespace) -> Benchmark:
     alone, records, seconds = options.device == "cuda", options.records or 20_000, options.seconds or 3
     if (free := psutil.virtual_memory().available / 1e6) < (needed := 1.2 * CROP_MB * records):
         raise SystemExit(
-            f"benchmarks.run: --records {records}: needs {needed:,.0f} MB of page cache, {free:,.0f} MB are free: ask for fewer"
+            f"benchmarks.run: --records {records}: needs {needed:,.0f} MB of page cache, {free:,.0f} MB are free: use fewer"
         )
     dataset, folder = make_dataset(work, records), work / "dataset"
     if alone:
-        threads = min(4, max(2, len(os.sched_getaffinity(0)) // 4))  # 4: as the bar has
+        threads = min(4, max(2, len(os.sched_getaffinity(0)) // 4))  # 4, as in the target
         return Benchmark(describe(dataset, threads=threads), gpu_cases(folder, seconds, threads))
     (work / "segments").mkdir()
     for row in range(len(dataset)):
         mv = dataset.read(row) / 1000.0
         for half in range(2):
             write_segment(work / "segments" / f"{row:06d}_{half}.mat", mv[:, HALF * half : HALF * (half + 1)], row)
-    for _ in range(2):  # the kernel moves a page to its list of active ones at the second reading
+    for _ in range(2):  # the kernel marks a page as active at the second read
         for path in work.rglob("*"):
             if path.is_file():
                 path.read_bytes()
@@ -93,7 +94,7 @@ def cases(dataset: Path, segments: Path, seconds: float) -> dict[str, Case]:
 
 
 def gpu_cases(dataset: Path, seconds: float, threads: int) -> dict[str, Case]:
-    """The batches of the bar first."""
+    """Our loader on a GPU; the batch sizes of the targets first."""
     backends = ["resident", "torch", *(["dali"] if find_spec("nvidia") and find_spec("nvidia.dali") else [])]
     swept = [("RLM", batch) for batch in (256, 1024, 64)] + [("physio3+RLM", 256)]
     return {
@@ -104,7 +105,7 @@ def gpu_cases(dataset: Path, seconds: float, threads: int) -> dict[str, Case]:
 
 
 def pumped(stream: Any, batch: int, crops: int, seconds: float, first: bool = False) -> Stream:
-    """As many crops as go into `seconds`, of the `first` epoch or of later ones; what comes before does not count."""
+    """Yield how many crops were loaded in `seconds`, in the first epoch (`first`) or in later ones."""
     epoch, end = crops // batch, time.perf_counter() + WARM_S
     done = sum(1 for _ in islice(stream, FILLED))
     while not first and done < epoch + FILLED and time.perf_counter() < end:
@@ -121,7 +122,7 @@ def pumped(stream: Any, batch: int, crops: int, seconds: float, first: bool = Fa
 
 
 def one_thread() -> None:
-    """What our loader does for itself, for the other loaders too."""
+    """Apply the thread and malloc settings of our loader to all loaders."""
     torch.set_num_threads(1)
     keep_freed_memory()
 
@@ -155,7 +156,7 @@ def fairseq_like(segments: Path, stage: str, batch: int, workers: int) -> Iterat
 
 
 class FairseqLike(torch.utils.data.Dataset[torch.Tensor]):
-    """One item is one pair of segments; each segment is augmented on its own."""
+    """An item is a pair of segments; each segment is augmented separately."""
 
     def __init__(self, pairs: list[tuple[Path, Path]], noise: tuple[str, ...]) -> None:
         self.pairs, self.noise = pairs, noise
@@ -209,7 +210,7 @@ def _collate(pairs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def epochs(data: Any, batch: int, workers: int, **options: Any) -> Iterator[Any]:
-    """A DataLoader's batches without end, from the same workers in all epochs (spawned: forked ones print as they end)."""
+    """Endless batches of a DataLoader with persistent workers (spawned, as forked ones print when they exit)."""
     if workers:
         options |= {"persistent_workers": True, "multiprocessing_context": "spawn", "worker_init_fn": _start_worker}
     loader = torch.utils.data.DataLoader(data, batch, num_workers=workers, drop_last=True, **options)
@@ -218,8 +219,8 @@ def epochs(data: Any, batch: int, workers: int, **options: Any) -> Iterator[Any]
         for each in loader:
             yield each
             empty = False
-        if empty:  # else this would never end
-            raise CaseError(f"too few crops for a batch of {batch}: ask for more --records")
+        if empty:  # otherwise this would loop forever
+            raise CaseError(f"too few crops for a batch of {batch}: use more --records")
 
 
 def _start_worker(worker: int) -> None:
@@ -227,7 +228,7 @@ def _start_worker(worker: int) -> None:
 
 
 def webdataset_loader(dataset: Path, stage: str, batch: int, workers: int) -> Iterator[torch.Tensor]:
-    """The shards through webdataset with its usual shuffle buffer, RLM in torch on the batch."""
+    """Read the shards with webdataset and its usual shuffle buffer; RLM in torch on the batch."""
     import webdataset
 
     shards = [str(dataset / "shards" / entry["name"]) for entry in Dataset.open(str(dataset)).shards]
@@ -240,7 +241,7 @@ def _decode(sample: dict[str, bytes]) -> torch.Tensor:
 
 
 def dali_reader(dataset: Path, stage: str, batch: int, threads: int) -> Iterator[torch.Tensor]:
-    """`fn.readers.webdataset` on the CPU with its shuffle buffer, RLM in torch on the batch."""
+    """Read the shards with `fn.readers.webdataset` on the CPU and its shuffle buffer; RLM in torch on the batch."""
     from nvidia import dali
 
     shards = [str(dataset / "shards" / entry["name"]) for entry in Dataset.open(str(dataset)).shards]

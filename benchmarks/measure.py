@@ -1,9 +1,9 @@
-"""Timing on a noisy machine: fresh processes, an uncounted warm-up, CPU-seconds beside seconds, every repeat kept.
+"""Timing on a noisy machine: fresh processes, an uncounted warm-up, CPU-seconds as well as seconds, all repeats counted.
 
     results, left_out = run_cases({"name": (function, arguments), ...}, repeats=5)
 
-Cases that are compared take turns (A B C A B C ...), so that a change of the machine's speed meets all of them. On a GPU that
-is not shared, `at_once` takes all repeats of a case in one process.
+Cases that are compared take turns (A B C A B C ...), so that changes of the machine's speed affect all of them. On a GPU that
+is not shared, `at_once` runs all repeats of a case in one process.
 """
 
 import contextlib
@@ -24,27 +24,27 @@ from typing import Any, NamedTuple
 
 import psutil
 
-# A module-level function and its arguments. The function returns the units of work it did, and is called once before it counts;
-# or it is a generator that yields once when it is warm and then units, again and again until it is sent True; or it measures
-# itself and returns its result as a dict.
+# A module-level function and its arguments. The function returns the units of work it did, and is called once as a warm-up; or
+# it is a generator that yields once when warm, and then units until it is sent True; or it measures itself and returns its
+# result as a dict.
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 Results = dict[str, dict[str, Any]]
 
 OUT_OF_TIME = "stopped: out of time"
-LEAST_REPEATS = 3  # that show a spread
-INTERVAL_FROM = 6  # values for an interval of 95 %
-EXIT_S = 10  # for a process to end, once it has answered or was killed
-deadline: float | None = None  # by time.monotonic: nothing is measured beyond it
-limit_s: float | None = None  # of one process
+LEAST_REPEATS = 3  # needed for a spread
+INTERVAL_FROM = 6  # values needed for a 95 % interval
+EXIT_S = 10  # time for a process to exit after it answered or was killed
+deadline: float | None = None  # in time.monotonic: nothing is measured after it
+limit_s: float | None = None  # time limit of one process
 
 
 class CaseError(Exception):
-    """A case that could not be measured: one line."""
+    """Why a case could not be measured, in one line."""
 
 
 class Benchmark(NamedTuple):
-    """What a benchmark's prepare() returns: what is measured on, the cases, what else belongs into the record, and what is done
-    before the cases of these names are measured."""
+    """The result of a benchmark's prepare(): the input, the cases, additional results for the record, and a warm-up that is
+    called with the names of the cases before they are measured."""
 
     input: dict[str, Any]
     cases: dict[str, Case]
@@ -62,8 +62,8 @@ def run_cases(
     at_once: bool = False,
     keep: Callable[[Results, dict[str, str]], None] = lambda results, left_out: None,
 ) -> tuple[Results, dict[str, str]]:
-    """The result of each case, and why others were left out. `keep` gets both after each process. A case that runs out of time
-    keeps its repeats if there are LEAST_REPEATS."""
+    """The results of cases, and why others were left out. `keep` is called with both after each process. A case that runs out
+    of time keeps its repeats if there are at least LEAST_REPEATS."""
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
     results: Results = {}
     left_out: dict[str, str] = {}
@@ -90,8 +90,8 @@ def run_cases(
 
 
 def call_fresh(function: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> Any:
-    """function(*arguments) in a process of its own, or a CaseError with the reason in one line. The process and all that it
-    started are killed after `seconds`, by default `limit_s`, and at the deadline."""
+    """Call function(*arguments) in a fresh process; CaseError gives the reason of a failure in one line. The process and its
+    children are killed after `seconds` (default: `limit_s`) and at the deadline."""
     limits = [seconds or limit_s, None if deadline is None else deadline - time.monotonic()]
     limit = min((each for each in limits if each is not None), default=None)
     if limit is not None and limit <= 0:
@@ -99,7 +99,7 @@ def call_fresh(function: Callable[..., Any], *arguments: Any, seconds: float | N
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_child, args=(theirs, function, arguments))
-    resource_tracker.ensure_running()  # starting it would unblock the signal again
+    resource_tracker.ensure_running()  # start it now: starting it later would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C while the child starts would print a traceback
     try:
         process.start()
@@ -116,7 +116,7 @@ def call_fresh(function: Callable[..., Any], *arguments: Any, seconds: float | N
         if error == OUT_OF_TIME:  # or interrupted
             kill(process.pid)
     process.join(EXIT_S)
-    if process.is_alive():  # a library that hangs as it ends
+    if process.is_alive():  # a library hangs at exit
         kill(process.pid)
     if error:
         raise CaseError(error)
@@ -124,7 +124,7 @@ def call_fresh(function: Callable[..., Any], *arguments: Any, seconds: float | N
 
 
 def kill(pid: int | None) -> None:
-    """The process and all that it has started."""
+    """Kill a process and all its children."""
     with contextlib.suppress(psutil.Error):
         root = psutil.Process(pid)
         for process in [*root.children(recursive=True), root]:
@@ -133,7 +133,7 @@ def kill(pid: int | None) -> None:
 
 
 def _child(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # it is ignored in a shell's background
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # shells ignore it for background jobs
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
@@ -144,7 +144,7 @@ def _child(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) 
 
 
 def timed(function: Callable[..., Any], arguments: tuple[Any, ...], repeats: int) -> Any:
-    """Samples of a case in this process; or its result, if it measures itself."""
+    """Measure samples of a case in this process, or return its result if it measures itself."""
     stream = function(*arguments) if inspect.isgeneratorfunction(function) else None
     first = next(stream) if stream else function(*arguments)  # the warm-up: page cache, imports, caches of parsers
     if isinstance(first, dict):
@@ -155,15 +155,15 @@ def timed(function: Callable[..., Any], arguments: tuple[Any, ...], repeats: int
         units = next(stream) if stream else function(*arguments)
         wall, cpu = time.perf_counter() - wall, cpu_s() - cpu
         samples.append({"units": units, "wall_s": wall, "cpu_s": cpu} | peaks_mb())
-    if stream:  # its threads and workers end before the interpreter does
+    if stream:  # end its threads and workers before the interpreter exits
         with contextlib.suppress(StopIteration):
             stream.send(True)
     return samples
 
 
 def take_turns(sides: Mapping[str, Callable[[], Any]], turns: int) -> dict[str, list[dict[str, float]]]:
-    """Seconds and CPU-seconds of each side's turns, side by side in this process, after an uncounted one of each. The order is
-    reversed every other turn. What a side returns as a dict is kept, too."""
+    """Seconds and CPU-seconds of alternating turns of all sides in this process, after an uncounted turn of each. The order is
+    reversed every other turn. A dict that a side returns is added to its row."""
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     for turn in range(turns + 1):
         for name in list(sides)[:: 1 if turn % 2 else -1]:
@@ -175,7 +175,7 @@ def take_turns(sides: Mapping[str, Callable[[], Any]], turns: int) -> dict[str, 
 
 
 def peaks_mb() -> dict[str, float]:
-    """Of this process, without workers. getrusage would not do: a child begins with its parent's peak."""
+    """Peak memory of this process, without workers. Not from getrusage, where a child starts with its parent's peak."""
     peaks = {"peak_mb": int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024}
     if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
         peaks["gpu_peak_mb"] = torch.cuda.max_memory_allocated() / 2**20
@@ -183,7 +183,7 @@ def peaks_mb() -> dict[str, float]:
 
 
 def cpu_s() -> float:
-    """Of this process and its workers: in microseconds, and of workers that still run in hundredths of a second."""
+    """CPU-seconds of this process (to microseconds) and its workers (of running ones, to hundredths of a second)."""
     alive = [psutil.Process(child.pid).cpu_times() for child in multiprocessing.active_children()]
     ended = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(used.ru_utime + used.ru_stime for used in ended) + sum(used.user + used.system for used in alive)
@@ -195,8 +195,8 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 def interval(values: Iterable[float]) -> dict[str, float]:
-    """The median and its 95 % interval, whatever the distribution: between two of the values, by the binomial of how many lie
-    on one side of the true median. Of fewer than INTERVAL_FROM values the lowest and the highest."""
+    """The median and its distribution-free 95 % interval, between two of the values (the number of values below the true median
+    is binomial). For fewer than INTERVAL_FROM values, the lowest and highest."""
     values = sorted(values)
     n, cut = len(values), 0
     while 2 * sum(comb(n, i) for i in range(cut + 2)) <= 0.05 * 2**n:
@@ -205,7 +205,7 @@ def interval(values: Iterable[float]) -> dict[str, float]:
 
 
 def rates(rows: Iterable[Mapping[str, float]], crops: float, prefix: str = "") -> dict[str, Any]:
-    """Of turns of so many crops each."""
+    """Rates per second and per CPU-second, for rows (turns) of `crops` crops each."""
     rows = list(rows)
     clocks = {"per_s": "wall_s", "per_cpu_s": "cpu_s"}
     return {prefix + figure: spread(crops / row[clock] for row in rows) for figure, clock in clocks.items()}
@@ -222,7 +222,7 @@ def summary(samples: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def make_dataset(work: Path, records: int, keep_archive: bool = False, **options: Any) -> Any:
-    """work/dataset: about so many synthetic crops of 10 s. `options` are those of data_tools.build.ShardOptions."""
+    """Make work/dataset with about `records` synthetic crops of 10 s. `options`: of data_tools.build.ShardOptions."""
     from data_tools import synth
     from data_tools.build import ShardOptions, shard
     from data_tools.sources import open_sources
@@ -238,7 +238,7 @@ def make_dataset(work: Path, records: int, keep_archive: bool = False, **options
 
 
 def describe(dataset: Any, **more: Any) -> dict[str, Any]:
-    """What a reader of a record needs to know about its data."""
+    """The facts about the input data for a record."""
     from data_tools.synth import VERSION
 
     return {"archive": f"synthetic-{VERSION}", "crops": len(dataset), "dataset": dataset.fingerprint} | more

@@ -1,10 +1,10 @@
-"""Predict a training step on an H200 without having one: what torch's compiler makes of it, and the time that takes at least.
+"""Predict the least time of a training step on an H200 without having one, from what torch's compiler generates.
 
     python -m benchmarks.predict_gpu [--model paper] [--batch 512]
 
-Tensors that have shapes but no numbers go through the model in bf16 and through torch.compile, which takes the device for an
-H200. Its kernels are written and never run; a kernel's bytes are what it must read and write once, at the memory's rate. Matrix
-products and attention, which are the library's, are flops_per_crop at the rate of a large product. Needs g++.
+Fake tensors (shapes without data) go through the model in bf16 and through torch.compile, which is made to believe in an H200.
+Its kernels are generated but never run. A kernel's time is the bytes it must read and write once, at the memory's bandwidth.
+Matrix products and attention, which libraries compute, take flops_per_crop at the rate of a large product. Needs g++.
 """
 
 import argparse
@@ -25,12 +25,12 @@ from typing import Any
 from benchmarks.run import MODEL, at_least
 from engine.common import ConfigError, Parser
 
-TB_PER_S, TFLOPS = 4.3, 790.0  # of an H200: a large copy, read and written; a large bf16 product
+TB_PER_S, TFLOPS = 4.3, 790.0  # of an H200: a large copy, counting reads and writes; a large bf16 product
 H200 = {"major": 9, "minor": 0, "multi_processor_count": 132, "warp_size": 32, "L2_cache_size": 60 << 20}
 H200 |= {"max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024, "regs_per_multiprocessor": 65536}
 H200 |= {"shared_memory_per_block_optin": 232448, "total_memory": 141 * 10**9}
-# Autograd asks a device for its guard and its hooks, before anything is computed on it. A build without CUDA has neither, one
-# with CUDA has those of a driver that may not be there: these stand in their place.
+# Autograd asks for a device's guard and hooks before it computes anything. A build without CUDA has neither, and one with CUDA
+# has those of a driver that may be missing: these replace them.
 DEVICE = """
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -58,7 +58,7 @@ C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PRE
 
 
 class NeverRun(Exception):
-    """Compiled code was called."""
+    """Raised when compiled code would run."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,13 +69,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         pretend()
         print("\n".join(predict(options.model, options.batch)))
-    except (ConfigError, OSError) as error:  # also: no g++
+    except (ConfigError, OSError) as error:  # OSError: e.g. no g++
         parser.error(str(error))
     return 0
 
 
 def pretend() -> None:
-    """torch has an H200, as far as torch can tell. Gradients need this to be called before torch is imported."""
+    """Make torch believe that it has an H200. For gradients, call this before torch is imported."""
     spec = importlib.util.find_spec("torch")
     assert spec and spec.origin
     home = Path(spec.origin).parent
@@ -98,7 +98,7 @@ def pretend() -> None:
     torch.cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8, device="cpu")
     torch.version.cuda = "13.0"
 
-    import triton  # from here on the compiler's modules, which keep what they find
+    import triton  # the compiler's modules, which cache what they find at import
     from torch._functorch import config as autograd
     from torch._inductor import config as compiler
     from torch._inductor.fx_passes import fuse_attention, pad_mm
@@ -112,8 +112,8 @@ def pretend() -> None:
     triton.JITFunction.run = lambda *_, **__: None
     for module, name in ((fuse_attention, "_sfdp_init"), (pad_mm, "_pad_mm_init"), (fake_tensor, "init_gpu_context")):
         setattr(module, name, lambda *_: None)  # they compute on the device
-    compiler.joint_graph_constant_folding = False  # so does this
-    compiler.profile_bandwidth = True  # kernels carry their bytes
+    compiler.joint_graph_constant_folding = False  # this computes there, too
+    compiler.profile_bandwidth = True  # annotates kernels with their bytes
     compiler.fx_graph_cache = autograd.enable_autograd_cache = False
     autograd.force_non_lazy_backward_lowering = True
 
@@ -124,7 +124,7 @@ def pretend() -> None:
 
 
 def kernels_of(call: Callable[[], Any]) -> list[tuple[int, float]]:
-    """Of a call of a compiled function, forward and then backward: how many kernels are launched, and their GB."""
+    """(launched kernels, their GB) for a call of a compiled function: forward, then backward."""
     import torch
     from torch._inductor.graph import GraphLowering
 
@@ -148,7 +148,7 @@ def kernels_of(call: Callable[[], Any]) -> list[tuple[int, float]]:
 
 
 def predict(model: str, batch: int) -> Iterator[str]:
-    """A table of the compiled parts, in the order in which they are compiled, and what a step takes."""
+    """Lines of a table: the compiled parts in the order of compilation, and the predicted step time."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -1,10 +1,10 @@
-"""Records -> tables and pictures. A record that lacks what makes a number mean something is refused.
+"""Make tables and pictures from the records. Incomplete records are refused.
 
     python -m benchmarks.report            rewrite benchmarks/RESULTS.md, results/*.png, and README.md's table
-    python -m benchmarks.report --check    exit 1 if the tables are not what the records say
+    python -m benchmarks.report --check    exit 1 if the tables do not match the records
 
-Of each benchmark and kind of device the newest record counts; of one day, one of its own before a part of a suite, which has
-fewer cases. One of fewer cases or a smaller job (--only, another --model, ...) counts where there is no other.
+The newest record of each benchmark and kind of device counts. On the same day, a record of its own comes before a part of a
+suite, which has fewer cases. A reduced record (--only, another --model, ...) counts only if there is no other.
 """
 
 import argparse
@@ -33,13 +33,13 @@ BEGIN, END = "<!-- results: made by benchmarks.report -->", "<!-- end of results
 OF_RECORD = ("format", "date", "git", "hardware", "versions", "page_cache")
 NEEDED = ("git.commit", "versions.python", "hardware.cpu", "hardware.cores", "hardware.load_before")
 NEEDED += (*OF_RECORD, "benchmark", "config", "input.archive", "results")
-SIGNED = ("overhead_pct", "loop_pct", "loader_pct", "stall_pct")  # others are above 0
+SIGNED = ("overhead_pct", "loop_pct", "loader_pct", "stall_pct")  # may be 0 or less; all others must be above 0
 TEN_MILLION = 10_000_000
 Parts = dict[tuple[str, str], Part]  # by benchmark and device
 BLUE, GREY, INK = "#2f6690", "#b5b5bd", "#333333"
 UNITS = {"ingest": "records (plan: headers)", "loader": "crops of 10 s", "step": "crops of 10 s"}
 PEERS = ("loadmat", "webdataset", "streaming")
-WAY = {  # what a crop passes through, in this order, and its case
+WAY = {  # the stages that a crop passes, in order: (benchmark, case)
     "read a WFDB record": ("ingest", "read: omnilead"),
     "archive to verified shards": ("ingest", "ingest: omnilead, tar"),
     "shards to memory": ("loader", "gather: tar, batch 256"),
@@ -51,11 +51,11 @@ WAY = {  # what a crop passes through, in this order, and its case
 
 
 class RecordError(Exception):
-    """A record that may not be published: one line."""
+    """Why a record cannot be published, in one line."""
 
 
 def load(path: Path) -> list[Part]:
-    """The record's parts, each with what holds for all of them."""
+    """The parts of a record, each with the facts that they share."""
     try:
         record: dict[str, Any] = json.loads(path.read_text())
         shared = {name: record[name] for name in OF_RECORD if name in record}
@@ -66,10 +66,10 @@ def load(path: Path) -> list[Part]:
             rank(part)
             list(published(part))
         if not parts and not record["checks"]:
-            raise RecordError("it has no part")
+            raise RecordError("it has no parts")
     except RecordError as error:
         raise RecordError(f"{path.name}: {error}") from None
-    except Exception as error:  # whatever a damaged one makes json or the tables do
+    except Exception as error:  # a damaged record can raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise RecordError(f"{path.name}: not a record: {reason}") from None
     return parts
@@ -84,7 +84,7 @@ def check(part: Part) -> None:
             raise RecordError(f"incomplete: it lacks {key}")
     benchmark = part["benchmark"]
     if part["format"] != 1:
-        raise RecordError(f"format {part['format']}: this program reads 1")
+        raise RecordError(f"format {part['format']}: only 1 is supported")
     if benchmark not in tables.TABLES or device_of(part) not in ("cpu", "cuda"):
         raise RecordError(f"there is no benchmark {benchmark!r} on {device_of(part)!r}")
     if "dataset" not in part["input"] and benchmark not in ("step", "cost", "evidence"):
@@ -92,18 +92,18 @@ def check(part: Part) -> None:
     if device_of(part) == "cuda" and not part["hardware"].get("gpus"):
         raise RecordError("incomplete: it lacks hardware.gpus")
     if benchmark != "evidence" and (repeats := tables.repeated(part)[0]) < 3:
-        raise RecordError(f"{repeats} repeats show no spread: 3 are the least")
+        raise RecordError(f"{repeats} repeats show no spread: at least 3 are needed")
     for case, result in part["results"].items() if benchmark != "evidence" else ():
         for figure, spread in result.items():
             if not isinstance(spread, dict):
                 continue
             low, median, high = (spread.get(key, nan) for key in ("low", "median", "high"))
             if not (low <= median <= high and isfinite(high - low) and (low > 0 or figure in SIGNED)):
-                raise RecordError(f"{case}: {figure} is {median} ({low} to {high}): median, low and high are needed")
+                raise RecordError(f"{case}: {figure} is {median} ({low} to {high}): must be finite, in order, above 0")
 
 
 def every(results: Path = RESULTS) -> list[Part]:
-    """The newest last."""
+    """All parts of all records, the newest last."""
     return sorted((part for path in sorted(results.glob("*.json")) for part in load(path)), key=rank)
 
 
@@ -118,19 +118,19 @@ def rank(part: Part) -> tuple[bool, datetime.date, bool, datetime.datetime]:
 
 
 def reduced(config: Part) -> bool:
-    """Fewer cases or a smaller job than the benchmark has by itself."""
+    """Whether a record has fewer cases or a smaller job than the full benchmark."""
     fewer = config.get("only") or (config.get("alone") and config.get("device") == "cpu")
     return bool(fewer or config.get("model") not in (None, "paper") or config.get("huge", TEN_MILLION) < TEN_MILLION)
 
 
 class Bar(NamedTuple):
-    what: str  # with all that `cases` and `asks` leave out
-    cases: str  # a regular expression
-    figure: Callable[[str, dict[str, Result]], float]  # of a case, among all; NaN: it has none
-    bar: float
+    what: str  # the description; it states what `cases` and `asks` leave out
+    cases: str  # regular expression for the names of cases
+    figure: Callable[[str, dict[str, Result]], float]  # (case, results of all cases) -> figure, or NaN
+    bar: float  # the target
     device: str = ""  # "": both
     at_most: bool = False
-    asks: Callable[[Part], bool] = lambda input: True  # of the part's input
+    asks: Callable[[Part], bool] = lambda input: True  # whether a part with this input can answer it
 
     def met(self, value: float) -> bool:
         return value <= self.bar if self.at_most else value >= self.bar
@@ -144,13 +144,13 @@ def median(figure: str) -> Callable[[str, dict[str, Result]], float]:
 
 
 def times_recreation(name: str, results: dict[str, Result]) -> float:
-    """Per CPU-second, of the fastest re-creation of the same stage."""
+    """The speed per CPU-second, relative to the fastest re-creation of the same stage."""
     peers = [r for other, r in results.items() if other.startswith(f"{name.split(':')[0]}: re-creation")]
     return per_cpu(results[name]) / max(map(per_cpu, peers)) if peers else nan
 
 
 def times_step(name: str, results: dict[str, Result]) -> float:
-    """Per CPU-second, of the re-creation in fp32 of as many crops: the fewest that it was measured with."""
+    """The speed per CPU-second, relative to the re-creation in fp32 with the same number of crops: its smallest batch."""
     peers = {int(other.split()[-2]): r for other, r in results.items() if re.match("re-creation.*: fp32, ", other)}
     crops = int(name.split()[-2])
     return per_cpu(results[name]) / per_cpu(peers[crops]) if crops == min(peers, default=0) else nan
@@ -168,7 +168,7 @@ def four_threads(input: Part) -> bool:
     return "threads" in input and int(input["threads"]) <= 4
 
 
-OURS, TO_GPU = r": (torch|resident), batch \d+(, first epoch)?$", r" to cuda, batch (256|1024)$"  # the first: with one thread
+OURS, TO_GPU = r": (torch|resident), batch \d+(, first epoch)?$", r" to cuda, batch (256|1024)$"  # OURS: with one thread
 FROM_TAR = "crops a second to a GPU from tar, lead masking, batches of 256 and 1024, 4 threads"
 H200_STEP = "crops a second through the paper's model on an H200"
 EMBED, EMBEDDED = "ECGs of 500 Hz to embeddings, % of the encoder's own speed", "^(tar|WFDB|arrays, 500 Hz):"
@@ -212,8 +212,8 @@ BARS = {
 
 
 def judged(part: Part) -> Iterator[tuple[str, float, Bar]]:
-    """Of each bar of this device: the case that counts and its figure; "" and NaN if it was not measured. The worst case
-    counts; of a step, whose cases are ways to do one thing, the best."""
+    """For each target of this device: the case that counts and its figure; "" and NaN if it was not measured. The worst case
+    counts; for a step, whose cases are ways to do the same thing, the best."""
     results = part["results"]
     for bar in BARS.get(part["benchmark"], ()):
         if bar.device in ("", device_of(part)):
@@ -225,7 +225,7 @@ def judged(part: Part) -> Iterator[tuple[str, float, Bar]]:
 
 
 def bars_table(parts: Sequence[Part]) -> str:
-    """What the newest record of each machine says of each bar, also that nothing was measured."""
+    """Each target and the figures of the newest record of each machine, or "not measured"."""
     by_machine = {(part["benchmark"], device_of(part), machine(part)): part for part in parts}
     verdicts = [(part, *one) for part in sorted(by_machine.values(), key=rank, reverse=True) for one in judged(part)]
     rows = []
@@ -237,13 +237,13 @@ def bars_table(parts: Sequence[Part]) -> str:
             heads = ["", ""]
         if heads[0]:
             rows.append([*heads, "not measured", "", ""])
-    return markdown("| | bar | measured | on | worst case; of a step the best way |", rows)
+    return markdown("| | target | measured | on | case: the worst; for a step, the best |", rows)
 
 
 def whole(parts: Sequence[Part]) -> str:
     """RESULTS.md."""
     head = "Made by `python -m benchmarks.report` from the newest records in `results/`. Rules: [README.md](README.md)."
-    blocks = ["# Results", head, "### Bars, and what was measured", bars_table(parts), "![way](results/way.png)"]
+    blocks = ["# Results", head, "### Targets and measurements", bars_table(parts), "![way](results/way.png)"]
     for benchmark in tables.TABLES:
         for device in ("cuda", "cpu"):
             if part := newest(parts).get((benchmark, device)):
@@ -260,7 +260,7 @@ def published(part: Part) -> Iterator[str]:
 
 
 def readme(parts: Sequence[Part]) -> str:
-    """With the figure and four rows of what pre-training is worth between the marks."""
+    """README.md with the figure and four rows of the evidence for pre-training between the marks."""
     part = newest(parts).get(("evidence", "cpu"))
     blocks = (
         ["![AUROC against the share of labels](results/evidence.png)", tables.headline(part), tables.note(part)] if part else []
@@ -271,7 +271,7 @@ def readme(parts: Sequence[Part]) -> str:
 
 
 def pictures(parts: Parts) -> Iterator[tuple[str, Callable[[], Figure]]]:
-    """File name, without its ending, and what draws it."""
+    """(file name without suffix, function that draws it)."""
     for (benchmark, device), part in parts.items():
         name, title = benchmark + "_gpu" * (device == "cuda"), f"{machine(part)}, {part['date'][:10]}"
         if benchmark in UNITS:
@@ -296,7 +296,7 @@ def pictures(parts: Parts) -> Iterator[tuple[str, Callable[[], Figure]]]:
 
 
 def bar_chart(spreads: dict[str, Any], title: str, unit: str, predicted: list[float] | None = None) -> Figure:
-    """A bar a case with its lowest and highest repeat."""
+    """One bar per case, with its lowest and highest repeat."""
     drawn = Figure(figsize=(9, 0.27 * len(spreads) + 1.2), layout="constrained")
     FigureCanvasAgg(drawn)
     axes = drawn.subplots()
@@ -315,7 +315,7 @@ def bar_chart(spreads: dict[str, Any], title: str, unit: str, predicted: list[fl
     axes.margins(y=0.01)
     low, high = min(s["low"] for s in values), max(s["high"] for s in values)
     if high < 10 * low or predicted:
-        axes.set_xlim(0, high * 1.12)  # room for the largest's figure
+        axes.set_xlim(0, high * 1.12)  # room for the largest bar's label
     else:
         axes.set_xscale("log")
         axes.set_xlim(low / 3, high * (high / low) ** 0.12 * 1.5)

@@ -1,11 +1,11 @@
 """Measure this machine and write one record to benchmarks/results/, or --out.
 
-python -m benchmarks.run ingest                  archive to dataset, beside other ways to do it
-python -m benchmarks.run loader                  dataset to batches, beside other loaders; to a GPU ours alone
-python -m benchmarks.run step                    one training step, beside a re-creation of the authors'
-python -m benchmarks.run explain                 the stages of a step, each beside the time that it must take
-python -m benchmarks.run e2e                     the training loop on each source of data, beside the bare step
-python -m benchmarks.run embed                   ECGs to embeddings, beside the encoder alone
+python -m benchmarks.run ingest                  archive to dataset, against other programs
+python -m benchmarks.run loader                  dataset to batches, against other loaders; to a GPU only omnilead
+python -m benchmarks.run step                    one training step, against a re-creation of the authors'
+python -m benchmarks.run explain                 the stages of a step, each against the least time it needs
+python -m benchmarks.run e2e                     the training loop on each data source, against the bare step
+python -m benchmarks.run embed                   ECGs to embeddings, against the encoder alone
 python -m benchmarks.run start                   from the command to the first step
 python -m benchmarks.run scaling                 ten million crops; two ranks
 python -m benchmarks.run suite [--device cuda]   all of them in one record: make bench, make bench-gpu
@@ -35,7 +35,7 @@ from benchmarks import measure
 from benchmarks.measure import OUT_OF_TIME, CaseError, Results, run_cases, say
 from engine.common import ConfigError, Parser, writable, write_whole
 
-RECORDED = {"explain": "cost"}  # what records call a benchmark
+RECORDED = {"explain": "cost"}  # names of benchmarks in records, if they differ
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = (
     *("numpy", "scipy", "pyarrow", "zarr", "wfdb", "google-crc32c", "torch", "deepspeed", "webdataset", "s3fs", "moto"),
@@ -44,12 +44,12 @@ PACKAGES = (
 GPU_FACTS = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm")
 Part = dict[str, Any]
 NAMES = ("ingest", "loader", "step", "explain", "e2e", "embed", "start", "scaling", "suite")
-REPEATS = {"ingest": 5, "loader": 5, "scaling": 5, "e2e": 60}  # on a CPU; of others 3
-LIMIT_S = {"cpu": 600.0, "cuda": 200.0}  # of one process of a suite
-LEAST_S = 15  # of a suite: nothing begins with less
+REPEATS = {"ingest": 5, "loader": 5, "scaling": 5, "e2e": 60}  # on a CPU; others have 3
+LIMIT_S = {"cpu": 600.0, "cuda": 200.0}  # time limit of one process in a suite
+LEAST_S = 15  # a suite starts nothing with less time left
 INGEST = r"^read|^ingest: omnilead, tar$|^ingest: re-creation|^verify$"
 LOADER = r": (torch|resident), batch 256$|^RLM: dali|loader, 0 workers$|DataLoader, 0 workers"
-CPU = (  # a suite's stages and their commands, with fewer cases than when they are run alone
+CPU = (  # stages of a suite and their commands, with fewer cases than when run alone
     ("step", "step --steps 1"),
     ("ingest", f"ingest --records 1000 --only '{INGEST}'"),
     ("loader", f"loader --records 1000 --seconds 2 --only '{LOADER}'"),
@@ -68,13 +68,13 @@ GPU = (  # in order of value
     ("embed", "embed --records 1000"),
     ("start", "start --only deepspeed"),
 )
-MODEL = "paper, a file of configs/pretrain without its ending, or a path (default: small for e2e, embed, scaling on a CPU)"
+MODEL = "paper, a config in configs/pretrain, or a path (default: paper; small for e2e, embed, scaling on a CPU)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options, began = parse(arguments), time.monotonic()
     os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # a thread that waits takes no CPU-seconds
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # waiting threads use no CPU-seconds
     check(options)
     try:
         if options.benchmark == "suite":
@@ -95,8 +95,8 @@ def measured(
     done: Collection[str] = (),
     keep: Callable[[Part], None] = lambda part: None,
 ) -> Part:
-    """A part of a record: what was asked, what was measured on, and what came out. Cases named in `done` are left out; `keep`
-    gets the part after each process."""
+    """Run a benchmark and return a part of a record: its configuration, input and results. Cases named in `done` are left out;
+    `keep` is called with the part after each process."""
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items() if key != "out"}
     part: Part = {"benchmark": RECORDED.get(options.benchmark, options.benchmark), "config": settings}
     module = importlib.import_module(f"benchmarks.{options.benchmark}")
@@ -105,7 +105,7 @@ def measured(
     prepared = module.prepare(work, options)
     cases = {name: case for name, case in prepared.cases.items() if re.search(options.only or "", name)}
     if not cases:
-        refuse(f"--only {options.only!r}: no case has such a name: {', '.join(prepared.cases)}")
+        refuse(f"--only {options.only!r}: matches no case: use a part of {', '.join(prepared.cases)}")
     part["input"] = prepared.input
 
     def with_results(results: Results, left_out: dict[str, str]) -> Part:
@@ -118,8 +118,8 @@ def measured(
 
 
 def suite(options: argparse.Namespace, began: float) -> int:
-    """All that this machine can measure in one record, saved after each process. What fails or hangs costs its own time limit.
-    The same command again measures what is missing."""
+    """Run all benchmarks into one record, saved after each process. A process that fails or hangs takes at most its time limit.
+    Running the same command again measures what is missing."""
     rows = GPU if options.device == "cuda" else CPU
     stages = options.stages.split(",") if options.stages else [stage for stage, _ in rows]
     if unknown := [stage for stage in stages if stage not in dict(rows)]:
@@ -153,7 +153,7 @@ def publish(record: Part, out: Path | None) -> int:
 
 
 def resumed(out: Path | None, new: Part) -> tuple[Path, Part]:
-    """The record to continue: that of --out; else today's, if it is of this machine and revision and something is missing."""
+    """The record to continue: --out, or today's if it has the same machine and revision and something is missing."""
     path = out or RESULTS / file_name(new)
     if not path.exists():
         return path, new
@@ -166,12 +166,12 @@ def resumed(out: Path | None, new: Part) -> tuple[Path, Part]:
     if same and (out or old["left_out"]):
         return path, old
     if out:
-        refuse(f"--out {out}: not a record of this command, these versions and this revision: name another file")
+        refuse(f"--out {out}: is not a record of this command, with these versions and revision: choose another")
     return free(path), new
 
 
 def attempt(stage: str, words: str, options: argparse.Namespace, record: Part, path: Path) -> None:
-    """A stage of a suite, into the record's part of the same benchmark, without the cases that are there already."""
+    """Run the missing cases of a stage of a suite and add them to the record's part of the same benchmark."""
     left_out = record["left_out"] = {k: v for k, v in record["left_out"].items() if k.partition(": ")[0] != stage}
     model = ["--model", options.model] if options.model and stage not in ("ingest", "loader", "start") else []
     repeats = ["--repeats", str(options.repeats)] if options.repeats and "--repeats" not in words else []
@@ -183,7 +183,7 @@ def attempt(stage: str, words: str, options: argparse.Namespace, record: Part, p
         new = old | part | {"results": old["results"] | part["results"]}
         record["parts"] = [each for each in record["parts"] if each["benchmark"] != name] + ([new] if new["results"] else [])
         left_out.update({f"{stage}: {case}": reason for case, reason in part["left_out"].items()})
-        with contextlib.suppress(OSError):  # in the end save() says so
+        with contextlib.suppress(OSError):  # save() reports it at the end
             write_whole(path, json.dumps(record, indent=1) + "\n")
 
     try:
@@ -197,7 +197,7 @@ def attempt(stage: str, words: str, options: argparse.Namespace, record: Part, p
 
 
 def save(record: Part, out: Path | None) -> int:
-    """Whole. If it cannot be written it is printed: nobody loses a measurement to a full disk."""
+    """Write the record atomically. If that fails, print it, so that no measurement is lost to a full disk."""
     path = out or free(RESULTS / file_name(record))
     text = json.dumps(record, indent=1) + "\n"
     try:
@@ -213,7 +213,7 @@ def save(record: Part, out: Path | None) -> int:
 
 
 def free(path: Path) -> Path:
-    """This name, or with -2, -3, ... at its end: no record replaces another."""
+    """This name, or with -2, -3, ... at its end: records are never overwritten."""
     names = (path.with_stem(f"{path.stem}-{number}") if number > 1 else path for number in count(1))
     return next(name for name in names if not name.exists())
 
@@ -224,7 +224,7 @@ def file_name(record: Part) -> str:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Before the work, not after it."""
+    """Refuse wrong options before the work starts."""
     out = options.out or RESULTS / "record.json"
     try:
         RESULTS.mkdir(parents=True, exist_ok=True)
@@ -241,25 +241,25 @@ def check(options: argparse.Namespace) -> None:
     else:
         probe = "import sys, torch; sys.exit(not torch.cuda.is_available())"
         if subprocess.run([sys.executable, "-c", probe], capture_output=True, check=False).returncode:
-            refuse("--device cuda: torch sees no CUDA device here: use --device cpu")
+            refuse("--device cuda: torch finds no CUDA device: use --device cpu")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser("python -m benchmarks.run", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-    options = (  # of which benchmarks, name, type, help
+    options = (  # benchmarks that have it, name, type, help
         (NAMES, "--out", Path, "the record (default: benchmarks/results/BENCHMARK_MACHINE_DATE.json)"),
-        (NAMES, "--repeats", at_least(3), "fewer than 3 show no spread (default: 3 to 60)"),
-        (NAMES[:-1], "--only", regex, "cases whose name matches this regular expression"),
+        (NAMES, "--repeats", at_least(3), "repeats of each case, at least 3 (default: 3 to 60)"),
+        (NAMES[:-1], "--only", regex, "run only cases whose name matches this regular expression"),
         (("ingest", "loader"), "--records", at_least(100), "size of the synthetic archive (default: 2000, 20000)"),
         (("e2e", "embed"), "--records", at_least(2), "size of the synthetic archive (default: 600)"),
         (("step", "explain", "e2e", "embed", "scaling", "suite"), "--model", str, MODEL),
-        (("step", "explain", "e2e", "embed", "scaling"), "--batch", at_least(2), "crops at a time on one device"),
-        (("step", "start", "e2e", "scaling"), "--steps", at_least(1), "of a repeat, of the quick start, of a turn"),
-        (("loader",), "--seconds", at_least(1), "of a repeat (default: 3)"),
-        (("scaling",), "--huge", at_least(1000), "crops of the dataset (default: 10000000)"),
-        (("suite",), "--minutes", at_least(1), "nothing begins after them (default: 15)"),
-        (("suite",), "--stages", str, "some of them, as step,loop"),
+        (("step", "explain", "e2e", "embed", "scaling"), "--batch", at_least(2), "batch size on one device, in crops"),
+        (("step", "start", "e2e", "scaling"), "--steps", at_least(1), "steps per repeat, of the quick start, or per turn"),
+        (("loader",), "--seconds", at_least(1), "seconds per repeat (default: 3)"),
+        (("scaling",), "--huge", at_least(1000), "size of the large dataset in crops (default: 10000000)"),
+        (("suite",), "--minutes", at_least(1), "start nothing after this time (default: 15)"),
+        (("suite",), "--stages", str, "run only these stages, e.g. step,loop"),
     )
     for name in NAMES:
         command = commands.add_parser(name)
@@ -270,7 +270,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
                 command.add_argument(option, type=kind, help=text)
         command.set_defaults(**dict.fromkeys(("model", "batch", "steps", "only")))
     parsed = parser.parse_args(arguments)
-    if parsed.benchmark != "suite":  # which leaves it to each
+    if parsed.benchmark != "suite":  # each stage of a suite has its own
         parsed.repeats = parsed.repeats or (5 if parsed.device == "cuda" else REPEATS.get(parsed.benchmark, 3))
     return parsed
 
@@ -298,7 +298,7 @@ def refuse(text: str) -> NoReturn:
 
 
 def environment() -> Part:
-    """Everything without which a number means nothing."""
+    """The facts about machine and software that every record needs."""
     first = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     cpu = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first)}
     name, generation = cpu.get("model name", ""), [f"{key} {cpu[key]}" for key in ("cpu family", "model") if key in cpu]
@@ -312,7 +312,7 @@ def environment() -> Part:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "git": revision(),
         "hardware": {
-            "cpu": " ".join([name, *([f"({', '.join(generation)})"] if generation else [])]),  # a cloud's names hide it
+            "cpu": " ".join([name, *([f"({', '.join(generation)})"] if generation else [])]),  # cloud CPU names hide it
             "short": "-".join(re.findall(r"[a-z0-9]+", short.lower())),
             "cores": os.cpu_count(),
             "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
@@ -325,7 +325,7 @@ def environment() -> Part:
 
 
 def gpu_facts() -> list[dict[str, str]]:
-    """What nvidia-smi says of the GPUs that torch sees; none without nvidia-smi, or where all are hidden."""
+    """Facts from nvidia-smi about the GPUs that torch sees; none without nvidia-smi, or if all GPUs are hidden."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible == "":
         return []
@@ -340,7 +340,7 @@ def gpu_facts() -> list[dict[str, str]]:
 
 
 def revision() -> Part:
-    """Of a copy without git, what OMNILEAD_REVISION says."""
+    """The git revision; in a copy without git, OMNILEAD_REVISION."""
     if commit := git("rev-parse", "HEAD"):
         return {"commit": commit, "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
     return {"commit": os.environ.get("OMNILEAD_REVISION") or "unknown", "dirty": None}
@@ -356,6 +356,6 @@ def git(*arguments: str) -> str:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    if multiprocessing.active_children():  # one that cannot be killed, as where a driver hangs
+    if multiprocessing.active_children():  # a process cannot be killed, e.g. because a driver hangs
         os._exit(code)
     sys.exit(code)

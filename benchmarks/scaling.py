@@ -1,8 +1,8 @@
-"""Ten million crops: time and memory from nothing to a rank's first batch, and how well an order shuffles them. And what a
-second rank adds to a first on this machine: as many crops for each, CPU-seconds of both, since they share its cores.
+"""Ten million crops: time and memory from process start to a rank's first batch, and shuffle quality. Also two ranks against
+one on this machine: the same number of crops for each, in CPU-seconds of both, as they share its cores.
 
-The dataset's tables are whole; its 9,766 shards are sparse files of zeros with the checksums of zeros, so that reading,
-checking and augmenting are real while the disk holds 1.2 TB of nothing.
+The dataset's tables are complete. Its 9,766 shards are sparse files of zeros with matching checksums, so that reading,
+verifying and augmenting are real while the 1.2 TB take no space on the disk.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from benchmarks import e2e
 from benchmarks.measure import Benchmark, CaseError, call_fresh, describe, kill, make_dataset, say, spread
 from data_tools.dataset import COLUMNS, CROP_BYTES, SHARD_CROPS, Dataset, fingerprint
 
-MEMBERS = 512 + 120_320 + 512 + 512  # of a crop in a tar: two headers, two bodies
-BATCHES = 256  # of an epoch, that shuffle quality is computed from
+MEMBERS = 512 + 120_320 + 512 + 512  # bytes of a crop in a tar: two headers and two bodies
+BATCHES = 256  # batches of an epoch from which shuffle quality is computed
 
 
 def prepare(work: Path, options: argparse.Namespace) -> Benchmark:
@@ -72,7 +72,7 @@ def zeros(root: Path, crops: int) -> Dataset:
 
 
 def table(rows: np.ndarray) -> pa.Table:
-    """As `data_tools shard` writes it; names and patients are of realistic length."""
+    """Part of samples.parquet as `data_tools shard` writes it; names and patients have realistic lengths."""
     count = len(rows)
     names = pa.array([f"JS{i:08d}" for i in rows])
     given: dict[str, Any] = {
@@ -94,7 +94,7 @@ def table(rows: np.ndarray) -> pa.Table:
 
 
 def first_batch(dataset: str) -> float:
-    """Units are starts: per_s is 1 / the seconds from nothing to a batch."""
+    """Open the dataset and load one batch. The unit is 1 start: per_s is 1 / the seconds to the first batch."""
     import torch
 
     from engine.data.loader import Loader, LoaderConfig
@@ -109,7 +109,7 @@ def first_batch(dataset: str) -> float:
 
 def shuffle_quality(order: Any) -> dict[str, float]:
     """How well an epoch of one dataset is shuffled, from 256 of its batches: the correlation of position and row (0 is best),
-    the shards that a batch comes from, and the middle 95 % of a batch's rows as a share of all rows (0.95 is best)."""
+    the number of shards in a batch, and the central 95 % range of a batch's rows as a share of all rows (0.95 is best)."""
     steps = np.unique(np.linspace(0, order.steps_per_epoch - 1, BATCHES).astype(np.int64))
     row = np.stack([order.batch(int(step)).row for step in steps])
     position = steps[:, None] * order.batch_crops + np.arange(order.batch_crops)
@@ -123,7 +123,7 @@ def shuffle_quality(order: Any) -> dict[str, float]:
 
 
 def ranks(run: e2e.LoopRun, world: int) -> dict[str, Any]:
-    """The training loop in `world` processes of one thread, with the same batch each."""
+    """Run the training loop in `world` processes with one thread each and the same batch size."""
     common = {
         "WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
@@ -135,7 +135,7 @@ def ranks(run: e2e.LoopRun, world: int) -> dict[str, Any]:
     with ThreadPoolExecutor(world) as pool:
         try:
             measured = list(pool.map(call_fresh, [e2e.loop_turns] * world, each, range(world)))
-        except BaseException:  # the others would wait for the one that failed
+        except BaseException:  # the other ranks would wait for the failed one
             for rank in multiprocessing.active_children():
                 kill(rank.pid)
             raise

@@ -1,4 +1,4 @@
-"""From the command to the first step: the quick start on a synthetic dataset, as a user types it.
+"""The time from the command to the first step: the quick start on a synthetic dataset, started as a user would.
 
 The clock runs from the start of the command until metrics.jsonl has its first line, that of step 1 (after the validation at
 step 0), or until the command ends: steps, validation, checkpoint, export, report. Imports come from the page cache.
@@ -21,7 +21,7 @@ import psutil
 from benchmarks.measure import Benchmark, CaseError, describe, make_dataset, spread
 
 ROOT = Path(__file__).parents[1]
-CROPS = 300  # about as many as the quick start makes where there is no dataset
+CROPS = 300  # about as many as the quick start makes if there is no dataset
 DEEPSPEED, PYTHON = "deepspeed engine/pretrain.py", "python engine/pretrain.py"
 COMMANDS = {
     DEEPSPEED: (sys.executable, "-m", "deepspeed.launcher.runner", "-q", "engine/pretrain.py"),
@@ -50,7 +50,7 @@ def start(command: Sequence[str], run: Path, dataset: str, steps: int, until_fir
     settings = (f"run={run}", f"data.datasets=[{dataset}]", f"train.steps={steps}")
     words = [*command, *(word for each in settings for word in ("--set", each))]
     metrics, first, before, began = run / "metrics.jsonl", None, children_s(), time.perf_counter()
-    with tempfile.TemporaryFile("w+") as log:  # a pipe that nobody reads is full at 64 kB
+    with tempfile.TemporaryFile("w+") as log:  # not a pipe, which would block when full
         process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True)
         while process.poll() is None:
             if until_first and not first and metrics.exists() and metrics.stat().st_size:
@@ -60,7 +60,7 @@ def start(command: Sequence[str], run: Path, dataset: str, steps: int, until_fir
         log.seek(0)
         last = (log.read().strip().splitlines() or [""])[-1]
     if process.returncode or not metrics.exists():
-        raise CaseError(f"{' '.join(command)} ended with {process.returncode}: {last}")
+        raise CaseError(f"{' '.join(command)} exited with {process.returncode}: {last}")
     shutil.rmtree(run)
     return first or ended
 
@@ -71,7 +71,7 @@ def children_s() -> float:
 
 
 def tree_s(pid: int) -> float:
-    """CPU-seconds so far of a process and all that it has started, also of those that have ended."""
+    """CPU-seconds of a process and all its children so far, including those that have ended."""
     seconds = 0.0
     for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
         with contextlib.suppress(psutil.Error):  # it has just ended

@@ -1,14 +1,14 @@
-"""One training step on a batch that is already there: draws, forward, backward, gradient norm, AdamW.
+"""One training step on a batch in memory: draws, forward, backward, gradient norm, AdamW.
 
     fp32       float32 throughout
     autocast   float32 weights, matrix products in bf16
-    bf16       bf16 weights and activations, float32 masters that AdamW updates
+    bf16       bf16 weights and activations, float32 master weights that AdamW updates
 
-Beside ours, in turns with it, a re-creation of the authors' step (benchmarks.authors_step) with their Adam; and a large matrix
-product, the rate that this machine can reach. Reports compute MFU from it by flops_per_crop: 175.9 GFLOP for the paper's model,
-whatever an implementation spends. On a CPU both count per CPU-second, since it is shared; on a GPU per second. Crops are noise:
-a step's time does not depend on what they show. Nothing is timed before both sides agree on the loss of the same weights and
-draws. On a GPU the other `model.kernels` and ways to compile are tried, too.
+It takes turns with a re-creation of the authors' step (benchmarks.authors_step) with their Adam, and with a large matrix
+product, the peak rate of this machine. Reports compute MFU from it with flops_per_crop: 175.9 GFLOP for the paper's model in
+any implementation. Rates are per CPU-second on a CPU, which is shared, and per second on a GPU. Crops are noise: the time of a
+step does not depend on their content. Timing starts only if both sides give the same loss for the same weights and draws. On a
+GPU, other `model.kernels` and compile modes are measured as well.
 """
 
 import argparse
@@ -43,13 +43,13 @@ from engine.training.validation import to_device
 
 RECREATION, OURS, PRODUCT = "re-creation of fairseq-signals' step", "omnilead", "matrix product"
 BATCHES = {"cpu": (4,), "cuda": (256, 64, 512)}  # crops of 10 s
-STEPS = {"cpu": 2, "cuda": 20}  # of a repeat
+STEPS = {"cpu": 2, "cuda": 20}  # per repeat
 WARM_UP = {"cpu": 1, "cuda": 3}
 PRODUCT_SIZE, PRODUCTS = {"cpu": 2048, "cuda": 8192}, {"cpu": 5, "cuda": 20}
-TOLERANCE = {"cpu": 1e-4, "cuda": 1e-3}  # of two losses in float32: a GPU's kernels sum in other orders
-VARIANTS = {"kernels": ("all", "plain"), "compiled": ("step", "eager")}  # of ours on a GPU, at the first batch
+TOLERANCE = {"cpu": 1e-4, "cuda": 1e-3}  # between the two losses in float32: GPU kernels sum in other orders
+VARIANTS = {"kernels": ("all", "plain"), "compiled": ("step", "eager")}  # of ours on a GPU, at the first batch size
 SAMPLES = 2500
-FILL_S, FILL_SHARE = 150, 0.35  # seconds for the compile caches, or of a suite's time that is left
+FILL_S, FILL_SHARE = 150, 0.35  # time to fill the compile caches: seconds, or share of a suite's remaining time
 ADAM = Adam(lr=5e-5, betas=(0.9, 0.98), eps=1e-6, decay=0.01)
 AUTHORS_OBJECTIVE = ObjectiveConfig(form="authors", gathered=False)
 
@@ -80,12 +80,12 @@ class StepRun:
 
 
 def model_of(name: str) -> ModelConfig:
-    """`paper`, a file of configs/pretrain without its ending, or a path."""
+    """`name`: paper, the name of a config in configs/pretrain, or a path."""
     return ModelConfig() if name == "paper" else load(config_file(name)).model
 
 
 def config_file(name: str) -> str:
-    """Of the whole experiment; `paper` is W2V + CMSC + RLM."""
+    """The config file of the experiment; `paper` is W2V + CMSC + RLM."""
     ours = CONFIGS / "pretrain" / f"{'w2v_cmsc_rlm' if name == 'paper' else name}.yaml"
     path = Path(name) if name.endswith(".yaml") else ours
     if not path.is_file():
@@ -96,7 +96,7 @@ def config_file(name: str) -> str:
 
 
 def base_run(options: argparse.Namespace) -> StepRun:
-    """What all runs share."""
+    """The settings that all runs share."""
     device, model = options.device, options.model or "paper"
     return StepRun(OURS, "bf16", model=model, device=device, steps=options.steps or STEPS[device], compiled=COMPILED[device])
 
@@ -110,9 +110,9 @@ def describe(run: StepRun) -> dict[str, Any]:
 def prepare(work: Path, options: argparse.Namespace) -> Benchmark:
     base = base_run(options)
     if base.config.encoder:
-        raise ConfigError(f"--model {base.model}: the authors have no step with it to compare: use the stage e2e")
+        raise ConfigError(f"--model {base.model}: the authors have no step with this encoder: use the benchmark e2e")
     chosen = runs(base, [options.batch] if options.batch else BATCHES[base.device])
-    say("do both sides agree on a loss?")
+    say("checking that both sides give the same loss")
     difference, limit = call_fresh(disagreement, base), TOLERANCE[base.device]
     if not difference <= limit:
         raise SystemExit(
@@ -128,8 +128,8 @@ def prepare(work: Path, options: argparse.Namespace) -> Benchmark:
 
 
 def fill_compile_caches(runs: Sequence[StepRun]) -> None:
-    """One compiled step of each in processes side by side, for a compiler uses one core at a time: the measurements then find
-    compiled code in torch's cache. What fails or takes too long here is compiled again where it is measured."""
+    """Compile one step of each run in parallel processes, as a compiler uses one core at a time: the measurements then find the
+    code in torch's cache. What fails or takes too long here is compiled again when it is measured."""
     seconds = FILL_S if measure.deadline is None else FILL_SHARE * (measure.deadline - time.monotonic())
     end = time.monotonic() + seconds
 
@@ -139,7 +139,7 @@ def fill_compile_caches(runs: Sequence[StepRun]) -> None:
                 call_fresh(warm, run, seconds=left)
 
     if runs:
-        say(f"compile {len(runs)} cases side by side")
+        say(f"compiling {len(runs)} cases in parallel")
     with ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 4))) as pool:
         list(pool.map(fill, runs))
 
@@ -149,7 +149,7 @@ def warm(run: StepRun) -> None:
 
 
 def runs(base: StepRun, batches: Sequence[int]) -> list[StepRun]:
-    """All that are compared, what is worth most first."""
+    """All runs to compare, the most valuable first."""
     recreation = replace(base, side=RECREATION, compiled="eager")
     chosen = [replace(base, side=PRODUCT, compiled="eager", precision=precision) for precision in ("bf16", "fp32")]
     for batch in batches:
@@ -164,7 +164,7 @@ def runs(base: StepRun, batches: Sequence[int]) -> list[StepRun]:
 
 
 def step(run: StepRun) -> Generator[float, bool, None]:
-    """Yields once when warm, then the crops trained on, again and again."""
+    """Yields once when warm, then the number of crops trained on, repeatedly."""
     set_up(run)
     advance = authors(run) if run.side == RECREATION else ours(run)
     for _ in range(WARM_UP[run.device]):
@@ -198,7 +198,7 @@ def set_up(run: StepRun) -> None:
     torch.manual_seed(1)
     np.random.seed(1)
     if run.device == "cpu":
-        keep_freed_memory()  # as the loader does wherever it augments; for both sides
+        keep_freed_memory()  # for both sides; the loader does this where it augments
 
 
 def synchronize(run: StepRun) -> None:
@@ -219,7 +219,7 @@ def ours(run: StepRun) -> Callable[[], None]:
 
     def advance() -> None:
         update = next(updates)
-        keys_BS = to_device(row_keys(1, update, np.arange(run.batch)), device)  # as the loop does: nothing waits
+        keys_BS = to_device(row_keys(1, update, np.arange(run.batch)), device)  # as in the loop: nothing waits
         tau = torch.tensor(temperature(config, update)).to(device, non_blocking=True)
         with torch.autocast(run.device, torch.bfloat16, enabled=run.precision == "autocast"):
             loss = model(x_BSLT, keys_BS, tau, ids_B)["loss"]
@@ -230,7 +230,7 @@ def ours(run: StepRun) -> Callable[[], None]:
 
 
 def optimizer(model: nn.Module, precision: str) -> Callable[[], None]:
-    """The gradient norm, AdamW, and for bf16 float32 masters: the model itself becomes bf16."""
+    """A function that computes the gradient norm and runs AdamW; for bf16, on float32 masters of a model that becomes bf16."""
     weights = list(model.parameters())
     masters = [nn.Parameter(p.detach().clone()) for p in weights] if precision == "bf16" else weights
     if precision == "bf16":
@@ -252,7 +252,7 @@ def optimizer(model: nn.Module, precision: str) -> Callable[[], None]:
 
 
 def authors(run: StepRun) -> Callable[[], None]:
-    torch.backends.cudnn.allow_tf32 = True  # torch's default, which the authors leave as it is and our programs turn off
+    torch.backends.cudnn.allow_tf32 = True  # torch's default, as the authors leave it; our programs turn it off
     config = run.config
     model = AuthorsStep(config, AUTHORS_OBJECTIVE)
     model.load_state_dict(fairseq.to_theirs(Pretrainer(config, AUTHORS_OBJECTIVE).state_dict(), config))

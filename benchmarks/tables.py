@@ -1,4 +1,4 @@
-"""A part of a record -> Markdown tables: benchmarks.report writes them to RESULTS.md and README.md."""
+"""Render a part of a record as Markdown tables, which benchmarks.report writes to RESULTS.md and README.md."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ HEADLINE = (
     ("synthetic", "identification", "accuracy_whitened", "1", None),
     ("real", "diagnosis", "auroc", "12", 1.0),
 )
-FRESH = ("ingest", "loader", "step", "scaling", "start")  # benchmarks whose repeats are each a process of their own on a CPU
+FRESH = ("ingest", "loader", "step", "scaling", "start")  # on a CPU, every repeat of these benchmarks is a fresh process
 
 
 def markdown(head: str, rows: Iterable[Sequence[str]]) -> str:
@@ -27,8 +27,8 @@ def markdown(head: str, rows: Iterable[Sequence[str]]) -> str:
 
 
 def rates(part: Part) -> Iterator[str]:
-    """The peer of a case is the fastest re-creation of its kind (what stands before the colon). Memory is that of a case's own
-    process: of one with workers it says nothing."""
+    """The peer of a case is the fastest re-creation of its kind (the name before the colon). Memory is that of the case's main
+    process, so it is omitted for cases with workers."""
     results, rows = part["results"], []
     for name, r in results.items():
         peer = max((per_cpu(results[other]) for other in results if is_peer(other) and kind(other) == kind(name)), default=0.0)
@@ -43,15 +43,15 @@ def loader(part: Part) -> Iterator[str]:
     yield from rates(part)
     if any(name.startswith("physio") for name in part["results"]):
         yield (
-            "White noise is cut at random places from a bank of normal numbers, also in `authors_physio3`, which follows the "
-            "authors' formulas; the re-creation draws it anew. Only our loader checks crc32c, once a crop, in the first epoch. "
-            "The re-creation's files are four times as large; where caches hold all of them, it is twice as fast and the "
-            "ratios are half of these (LOG.md)."
+            "omnilead cuts white noise from a fixed bank of normal numbers at random places, also in `authors_physio3`, which "
+            "follows the authors' formulas; the re-creation draws it anew. Only our loader verifies crc32c, once per crop, in "
+            "the first epoch. The re-creation's files are four times as large; if caches hold all of them, it is twice as fast "
+            "and the ratios are half of these (LOG.md)."
         )
 
 
 def step(part: Part) -> Iterator[str]:
-    """MFU is the share of the matrix product's rate; ratios are to the re-creation of as many crops."""
+    """MFU is relative to the rate of the matrix product; ratios are to the re-creation with the same number of crops."""
     results, rows, on_gpu = part["results"], [], device_of(part) == "cuda"
     for name, r in results.items():
         precision, crops, figure = name.split(": ")[1].split(",")[0], name.split(", ")[-1], clock(part)
@@ -66,12 +66,12 @@ def step(part: Part) -> Iterator[str]:
                     times.append(f"{r[figure]['median'] / peer[figure]['median']:.2f}x{label}")
         cells = [name, middle(r["per_s"]) + unit, number(per_cpu(r)) + unit, reach(r[figure]), mfu, " ".join(times)]
         rows.append([*cells, f"{r.get('gpu_peak_mb', r['peak_mb']) / 1024:.1f} GB"])
-    head = "| | crops a second | a CPU-second | lowest to highest | MFU | against the re-creation | peak memory |"
+    head = "| | crops per second | per CPU-second | lowest to highest | MFU | against the re-creation | peak memory |"
     yield markdown(head, rows)
     if ours := [name for name in results if name.startswith("omnilead: bf16")]:
         yield f"Fastest in bf16: {max(ours, key=lambda name: float(results[name][clock(part)]['median']))}."
     if any(name.startswith("re-creation") and "autocast" in name for name in results):
-        yield "fairseq-signals as shipped does not run under bf16 autocast: that row is a re-creation with this repaired."
+        yield "fairseq-signals as released does not run under bf16 autocast: that row is a re-creation with this fixed."
 
 
 def cost(part: Part) -> Iterator[str]:
@@ -98,7 +98,7 @@ def e2e(part: Part) -> Iterator[str]:
         between = f"{r['overhead_pct']['low']:.1f} to {r['overhead_pct']['high']:.1f} %"
         rows.append([name, r["backend"], *rates, overhead, between, of_loader, stall, f"{r['checkpoint_s']:.2f} s"])
     between = "95 % interval" if repeated(part)[0] >= INTERVAL_FROM else "lowest to highest"
-    head = f"| | backend | crops a second | a CPU-second | bare step | overhead | {between} | of it the loader |"
+    head = f"| | backend | crops per second | per CPU-second | bare step | overhead | {between} | loader's part |"
     yield markdown(f"{head} stall | checkpoint |", rows)
 
 
@@ -107,7 +107,7 @@ def embed(part: Part) -> Iterator[str]:
     for name, r in part["results"].items():
         share = f"{r['share_pct']['median']:.0f} %", f"{r['share_pct']['low']:.0f} to {r['share_pct']['high']:.0f} %"
         rows.append([name, *(middle(r[key]) for key in ("per_s", "per_cpu_s", "bare_per_s", "bare_per_cpu_s")), *share])
-    head = "| | crops a second | a CPU-second | encoder alone | a CPU-second | share of its speed | lowest to highest |"
+    head = "| | crops per second | per CPU-second | encoder alone | per CPU-second | share of its speed | lowest to highest |"
     yield markdown(head, rows)
 
 
@@ -125,7 +125,7 @@ def scaling(part: Part) -> Iterator[str]:
         [name, f"{facts['correlation']:.4f}", f"{facts['shards_per_batch']:.1f}", f"{100 * facts['row_span_95']:.0f} %"]
         for name, facts in part["shuffle_quality"].items()
     ]
-    yield markdown("| order | correlation of position and row | shards a batch | rows a batch spans (95 %) |", rows)
+    yield markdown("| order | correlation of position and row | shards per batch | range of a batch's rows (95 %) |", rows)
     rows, worlds = [], part["ranks"]
     for n, w in worlds.items():
         kept, kept_cpu = (w[key]["median"] / worlds["1"][key]["median"] for key in ("per_s", "per_cpu_s"))
@@ -134,22 +134,23 @@ def scaling(part: Part) -> Iterator[str]:
             [n, middle(w["per_s"]), reach(w["per_s"]), f"{100 * kept:.0f} %", number(per_cpu(w)), f"{100 * kept_cpu:.0f} %"]
         )
     if rows:
-        yield markdown("| ranks on this machine | crops a second | lowest to highest | kept | a CPU-second | kept |", rows)
+        head = "| ranks on this machine | crops per second | lowest to highest | efficiency | per CPU-second | efficiency |"
+        yield markdown(head, rows)
 
 
 def cluster(step: Part | None) -> Iterator[str]:
-    """Many GPUs by formula, from one GPU's rate with the paper's model: measured, or else the bar.
+    """Estimate the speed of many GPUs from one GPU's rate with the paper's model: the measured rate, or else the target.
 
     ZeRO-1 as in configs/deepspeed/zero1.json. After the backward pass DeepSpeed all-reduces the bf16 gradients (a scatter and a
-    gather), after AdamW the bf16 weights are gathered, all in a ring, and nothing overlaps. CMSC gathers the pooled halves of
-    all crops in float32, and their gradient comes back the same way; its scores, each half against those of all crops, are a
-    float32 product and its two gradients. All assumptions are on the slow side; nothing of this was measured on a cluster.
+    gather); after AdamW the bf16 weights are gathered; all in a ring, without overlap. CMSC gathers the pooled halves of all
+    crops in float32, and their gradient returns the same way; its scores, each half against those of all crops, are a float32
+    product and its two gradients. All assumptions are conservative; nothing of this was measured on a cluster.
     """
-    rate, basis = 2700.0, "the bar for one H200; nothing was measured on a GPU"
+    rate, basis = 2700.0, "the target for one H200; nothing was measured on a GPU"
     if step and step["input"].get("model") == "paper":
         rates = [float(r["per_s"]["median"]) for name, r in step["results"].items() if name.startswith("omnilead")]
         rate, basis = (max(rates), f"measured on one {step['input']['device']}") if rates else (rate, basis)
-    yield "### Many GPUs, by formula: what a step sends, what is left of the speed, and how long trainings take (estimated)"
+    yield "### Many GPUs, by formula: communication per step, efficiency and training time (estimated)"
     rows = []
     for gpus, crops in ((1, 512), (8, 64), (8, 512), (16, 512), (64, 64), (64, 512), (256, 512), (1024, 64), (1024, 512)):
         *ms, sent_mb, efficiency = cluster_step(gpus, crops, rate)
@@ -162,33 +163,33 @@ def cluster(step: Part | None) -> Iterator[str]:
         ]
         minutes = [total / (gpus * rate * efficiency) / 60 for total in (200 * 85_000, 10_000_000)]
         rows.append([*cells, f"{100 * efficiency:.0f} %", *(f"{each:.3g} min" for each in minutes)])
-    head = "| GPUs | crops a GPU | compute | a GPU sends | gradients | weights | CMSC's candidates | its scores | efficiency |"
+    head = "| GPUs | crops per GPU | compute | sent per GPU | gradients | weights | CMSC candidates | its scores | efficiency |"
     yield markdown(f"{head} the paper's run: 200 epochs of 85,000 crops | 10 M ECGs, once |", rows)
     yield (
-        f"From {rate:,.0f} crops/s a GPU ({basis}), bf16, the paper's 90.9 M parameters, ZeRO-1; assumed: "
-        f"{NVLINK_GB_PER_S:.0f} GB/s a GPU within a node of {NODE}, {NETWORK_GB_PER_S:.0f} GB/s a GPU between nodes, "
-        f"{1e6 * HOP_S:.0f} us a hop, {FP32_TFLOPS:.0f} TFLOP/s in float32; the paper trains in batches of 512 crops."
+        f"From {rate:,.0f} crops/s per GPU ({basis}), bf16, the paper's 90.9 M parameters, ZeRO-1; assumed: "
+        f"{NVLINK_GB_PER_S:.0f} GB/s per GPU within a node of {NODE}, {NETWORK_GB_PER_S:.0f} GB/s per GPU between nodes, "
+        f"{1e6 * HOP_S:.0f} us per hop, {FP32_TFLOPS:.0f} TFLOP/s in float32; the paper trains in batches of 512 crops."
     )
 
 
 def cluster_step(gpus: int, crops: int, rate: float) -> tuple[float, ...]:
-    """Milliseconds of gradients, weights, candidates and scores, the megabytes that a GPU sends, and the efficiency."""
+    """Milliseconds for gradients, weights, candidates and scores; the megabytes that a GPU sends; and the efficiency."""
     sent = [part * (gpus - 1) / gpus for part in (4 * PARAMETERS, 2 * PARAMETERS, 2 * gpus * crops * 2 * WIDTH * 4)]
     bandwidth = 1e9 * (NVLINK_GB_PER_S if gpus <= NODE else NETWORK_GB_PER_S)
     spent = [part / bandwidth + rounds * (gpus - 1) * HOP_S for part, rounds in zip(sent, (2, 1, 2), strict=True)]
-    spent.append(3 * 2 * (2 * crops) * (gpus - 1) * (2 * crops) * WIDTH / (FP32_TFLOPS * 1e12))  # more than on one GPU
+    spent.append(3 * 2 * (2 * crops) * (gpus - 1) * (2 * crops) * WIDTH / (FP32_TFLOPS * 1e12))  # in addition to one GPU's
     compute = crops / rate
     return *(1e3 * seconds for seconds in spent), sum(sent) / 1e6, compute / (compute + sum(spent))
 
 
 def evidence(part: Part) -> Iterator[str]:
-    """What `omnilead bench` writes of the synthetic ECGs, of the real ones, and the same of fine-tuned models."""
+    """The reports of `omnilead bench` on synthetic and real ECGs, and the same for fine-tuned models."""
     for where, document in part["results"].items():
         yield bench_report.markdown(document).strip().replace("\n## ", f"\n#### {where}: ").partition("\n")[2].strip()
 
 
 def headline(part: Part) -> str:
-    """Four rows of it, for README.md."""
+    """Four rows of the evidence, for README.md."""
     body = []
     for where, task, metric, leads, share in HEADLINE:
         document = part["results"].get(where, {})
@@ -219,10 +220,10 @@ TABLES: dict[str, tuple[str, Callable[[Part], Iterator[str]]]] = {
     "loader": ("Dataset to batches: crops of 10 s as float32 millivolts in torch (gather: as stored, int16)", loader),
     "step": ("One training step: crops of 10 s", step),
     "cost": ("Where a step's time goes, largest gap first", cost),
-    "e2e": ("The training loop, beside the bare step", e2e),
-    "embed": ("ECGs to embeddings: the command beside its encoder alone", embed),
+    "e2e": ("The training loop, against the bare step", e2e),
+    "embed": ("ECGs to embeddings: the command against the encoder alone", embed),
     "start": ("From the command to the first step: the quick start", start),
-    "scaling": ("A very large dataset: from nothing to a rank's first batch, and how well it is shuffled", scaling),
+    "scaling": ("A very large dataset: time to a rank's first batch, and shuffle quality", scaling),
 }
 
 
@@ -244,7 +245,7 @@ def machine(part: Part) -> str:
 
 
 def clock(part: Part) -> str:
-    """A GPU is not shared, and its work is no CPU's."""
+    """The rate that counts: per second on a GPU, which is not shared, else per CPU-second."""
     return "per_s" if device_of(part) == "cuda" else "per_cpu_s"
 
 
@@ -265,16 +266,16 @@ def number(value: float) -> str:
 
 
 def repeated(part: Part) -> tuple[int, int]:
-    """How often each case was measured: fewest, and as asked for; where that was left open, most."""
+    """How often cases were measured: the fewest, and the requested number (the most if none was requested)."""
     asked = part["config"].get("repeats")
     each = [int(r.get("repeats", asked or 0)) for r in part["results"].values()]
     return min(each), int(asked or max(each))
 
 
 def note(part: Part) -> str:
-    """Where, when, on what and how a table was measured."""
+    """How a table was measured: machine, date, input, repeats and versions."""
     hardware, facts, on_gpu, name = part["hardware"], part["input"], device_of(part) == "cuda", part["benchmark"]
-    fewest, repeats = repeated(part)  # fewer where time ran out
+    fewest, repeats = repeated(part)  # fewer if time ran out
     file = f"[{part['file']}](results/{part['file']})"
     where = f"{machine(part)}, {hardware['cpu']}" if on_gpu else hardware["cpu"]
     where += f", {hardware['cores']} cores" + ("" if on_gpu else " shared with others")

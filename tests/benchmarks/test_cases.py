@@ -122,7 +122,7 @@ def test_the_clock_of_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyP
     first, first_cpu = start.start(command, tmp_path / "a", "dataset", 1, True)
     whole, whole_cpu = start.start(command, tmp_path / "a", "dataset", 1, False)
     assert first > 0 and whole_cpu >= 0.2 and whole >= 0.2 and first_cpu < whole_cpu
-    with pytest.raises(CaseError, match="ended with 1: w"):
+    with pytest.raises(CaseError, match="exited with 1: w"):
         start.start(command, tmp_path / "b", "dataset", 7, True)
     monkeypatch.setitem(start.COMMANDS, start.PYTHON, command)
     result = start.repeated(start.PYTHON, str(tmp_path), 1, 3)

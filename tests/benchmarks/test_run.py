@@ -63,7 +63,7 @@ def cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ("scaling --huge 10", "--huge: 10: must be"),
         ("ingest --device cuda", "--device: invalid choice: 'cuda'"),
         ("ingest --model small", "unrecognized arguments: --model small"),
-        ("start --only nothing", "--only 'nothing': no case has such a name: first step: a"),
+        ("start --only nothing", "--only 'nothing': matches no case: use a part of first step: a"),
         ("suite --stages start,nosuch", "--stages nosuch: no such stage: use start"),
         ("start --out {folder}", "is a folder"),
         ("start --out /proc/none/record.json", "/proc/none"),
@@ -85,7 +85,7 @@ def test_no_gpu_is_one_line(cases: Any, monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(run.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1))
     with pytest.raises(SystemExit):
         run.main(["suite", "--device", "cuda"])
-    assert capsys.readouterr().err == "benchmarks.run: --device cuda: torch sees no CUDA device here: use --device cpu\n"
+    assert capsys.readouterr().err == "benchmarks.run: --device cuda: torch finds no CUDA device: use --device cpu\n"
 
 
 def test_no_record_replaces_another(cases: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,7 +205,7 @@ def test_another_record_is_not_continued(
         monkeypatch.setattr(run, "git", lambda *_, commit=commit: commit)
         with pytest.raises(SystemExit):
             run.main([*words, *more])
-        assert "record.json: not a record of this command" in capsys.readouterr().err
+        assert "record.json: is not a record of this command" in capsys.readouterr().err
 
 
 def test_today_s_unfinished_record_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

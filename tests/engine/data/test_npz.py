@@ -55,7 +55,7 @@ def test_an_archive_that_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypa
     np.savez_compressed(tmp_path / "a.npz", a=np.zeros((12, 5000)))
     assert load_npz(tmp_path / "a.npz")["a"].shape == (12, 5000)
     monkeypatch.setattr("engine.data.npz.MAX_BYTES", 400_000)
-    with pytest.raises(ArrayError, match="room for 400000 bytes"):
+    with pytest.raises(ArrayError, match="more than its 400000 bytes can hold"):
         load_npz(tmp_path / "a.npz")
 
 
