@@ -1,4 +1,4 @@
-"""Shared by all tests: one small synthetic archive, and where the real ECGs lie if they do."""
+"""Fixtures for all tests: a small synthetic archive and dataset, a saved model, and the real ECGs if available."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-if not Path("/dev/nvidiactl").exists():  # the little that is compiled for a CPU is not worth a pool of compilers
+if not Path("/dev/nvidiactl").exists():  # too little is compiled for a CPU to start a pool of compilers
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 from data_tools.build import ShardOptions, shard
@@ -20,7 +20,7 @@ from data_tools.sources import open_sources
 from data_tools.splits import RoleSources
 from data_tools.synth import synthesise
 
-with contextlib.suppress(ImportError):  # where the tests for a GPU run alone, it may be missing
+with contextlib.suppress(ImportError):  # may be missing where only the GPU tests run
     import hypothesis
 
     hypothesis.settings.register_profile("unhurried", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -30,7 +30,7 @@ REAL = Path(__file__).parents[2] / "shared"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What only a GPU can show is skipped where there is none; torch is asked only if such a test is there."""
+    """Skip GPU tests if there is no GPU; import torch only if such a test was collected."""
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu:
         import torch
@@ -42,9 +42,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def real_ecgs() -> Path:
-    """863 real ECGs of six databases, which are not part of the project."""
+    """863 real ECGs from six databases, which are not part of the project."""
     if not (REAL / "ecg").is_dir():
-        pytest.skip("the real ECGs are not here (../shared/ecg)")
+        pytest.skip("no real ECGs in ../shared/ecg")
     return REAL / "ecg"
 
 
@@ -58,8 +58,8 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def dataset(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """The archive as tar and zarr, read only. All sources pre-train, and all patients with two sessions are tested: so few
-    records would else give next to no gallery."""
+    """The archive as tar and zarr, read only. All sources are used for pre-training, and all patients with two sessions for
+    testing: otherwise so few records would give almost no gallery."""
     out = tmp_path_factory.mktemp("dataset") / "both"
     whose = RoleSources(pretrain=("all",), id_share=1.0)
     return shard(open_sources(str(archive)), ShardOptions(str(out), format="both", role_sources=whose, quiet=True))
@@ -73,7 +73,7 @@ def saved_model(tmp_path: Path) -> Callable[..., Path]:
 def save_model(
     folder: Path, leads: int = 12, head: dict[str, Any] | None = None, preprocessing: dict[str, Any] | None = None, **model: Any
 ) -> Path:
-    """A small untrained model as engine.training.train exports it. `preprocessing`: what differs; `model`: of ModelConfig."""
+    """A small untrained model as engine.training.train exports it. `preprocessing`: changes; `model`: for ModelConfig."""
     import torch
 
     from engine.common import LEADS

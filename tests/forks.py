@@ -1,6 +1,6 @@
-"""Processes of their own for tests, forked from one that has imported what is heavy: none of them pays for it again.
+"""Separate processes for tests, forked from a server that has already imported the heavy packages.
 
-It starts with the first of them, and a process of the tests has but one: whatever they need is named here.
+The server starts with the first of them. A test process has only one, so all heavy packages are listed here.
 """
 
 import multiprocessing
@@ -24,7 +24,7 @@ HEAVY = [
     "torch._dynamo",
     "torch.utils.tensorboard",
     "deepspeed.runtime.zero.stage3",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # DeepSpeed imports it, and with it torch's compiler
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # DeepSpeed imports it and thereby torch's compiler
     "data_tools.build",
     "data_tools.verify",
     "distributed.cli.dask_worker",
@@ -35,14 +35,14 @@ CONTEXT.set_forkserver_preload(HEAVY)
 
 
 def started(call: Callable[..., Any], *arguments: Any, out: Path | str, env: Mapping[str, str] | None = None) -> Any:
-    """A process for call(*arguments), whose exit code is what that returns; what it prints is appended to `out`."""
+    """Start a process for call(*arguments). Its exit code is the return value; its output is appended to `out`."""
     process = CONTEXT.Process(target=_run, args=(call, arguments, str(out), dict(env or {})))
     process.start()
     return process
 
 
 def _run(call: Callable[..., Any], arguments: tuple[Any, ...], out: str, env: dict[str, str]) -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which the server may have begun with
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the server may have started with it blocked
     os.environ.update(env)
     file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):

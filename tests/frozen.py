@@ -1,4 +1,4 @@
-"""Imported last by the process that others are forked from: their collections pass over all that it has imported."""
+"""Imported last by the fork server: garbage collection in its children skips everything imported before."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""The parser of a command, and what it makes of arguments, without the command's work."""
+"""The parser of a command and its parsed arguments, without running the command."""
 
 import argparse
 import importlib
@@ -11,11 +11,11 @@ PARSE = argparse.ArgumentParser.parse_args
 
 
 class ParsedError(Exception):
-    """Leaves a command as soon as it has its arguments."""
+    """Raised to leave a command once it has parsed its arguments."""
 
 
 def parse(command: str, arguments: Sequence[str]) -> argparse.Namespace:
-    """The arguments as `omnilead COMMAND` understands them."""
+    """The arguments as `omnilead COMMAND` parses them."""
     result: argparse.Namespace = _left(command, arguments, lambda parser, given: PARSE(parser, given))
     return result
 

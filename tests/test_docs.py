@@ -1,4 +1,4 @@
-"""docs/: the tutorial runs, troubleshooting names settings and links that exist, the picture can be drawn."""
+"""docs/: the tutorial runs, settings and links in the pages exist, the picture can be drawn."""
 
 import os
 import re
@@ -21,7 +21,7 @@ FEW = ["train.steps=2", "train.epochs=null", "train.batch_crops=4", "train.preci
 
 
 def tutorial(folder: Path) -> None:
-    """As it is, but with few patients and steps."""
+    """The tutorial unchanged, except for few patients and steps."""
     source, constants = (DOCS / "tutorial.py").read_text(), "PATIENTS, STEPS = 600, 150"
     assert constants in source
     os.chdir(folder)
@@ -40,7 +40,7 @@ def test_the_tutorial_runs(tmp_path: Path) -> None:
 
 
 def extending(folder: Path) -> None:
-    """All files and commands of the page, with few steps on few ECGs."""
+    """All files and commands of docs/extending.md, with few steps on few ECGs."""
     os.chdir(folder)
     page = (DOCS / "extending.md").read_text()
     for block in re.findall(r"```(?:python|yaml|csv)\n(# (\S+)\n.*?)```", page + README.read_text(), re.DOTALL):

@@ -1,4 +1,4 @@
-"""The rules of the house: names, directions of imports, weights of packages. See README, "How it is built"."""
+"""The rules of the code base: names, import directions, module sizes. See README, "Read these eight files first"."""
 
 import ast
 import itertools
@@ -21,7 +21,7 @@ def dotted(path: Path) -> str:
 
 
 def imports(path: Path) -> Iterator[tuple[str, bool]]:
-    """(module, at import time) for each import statement; names imported from a package count as its modules if they are."""
+    """(module, whether at import time) for each import statement; submodules imported from a package count as modules."""
     tree = ast.parse(path.read_text())
     late = {id(node) for scope in ast.walk(tree) if isinstance(scope, ast.FunctionDef) for node in ast.walk(scope)}
     for node in ast.walk(tree):
@@ -39,7 +39,7 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
 
 @pytest.mark.parametrize("path", MODULES, ids=dotted)
 def test_no_module_shadows_the_standard_library(path: Path) -> None:
-    """A script run from engine/ has engine/ first on sys.path: engine/queue.py would replace the standard queue."""
+    """A script in engine/ has engine/ first on sys.path: engine/queue.py would replace the standard queue."""
     stem = path.stem
     assert stem not in sys.stdlib_module_names or stem in ("__init__", "__main__")
 
@@ -47,11 +47,11 @@ def test_no_module_shadows_the_standard_library(path: Path) -> None:
 @pytest.mark.parametrize("path", MODULES, ids=dotted)
 def test_modules_stay_readable(path: Path) -> None:
     lines = path.read_text().splitlines()
-    assert len(lines) <= 420, f"{path.name}: {len(lines)} lines: is there a room missing?"
+    assert len(lines) <= 420, f"{path.name}: {len(lines)} lines: split the module"
     tree = ast.parse(path.read_text())
     long = [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 62]  # type: ignore[operator]
     assert not long, f"{path.name}: {long} are longer than a screen"
-    assert ast.get_docstring(tree), f"{path.name} does not say what it is for"
+    assert ast.get_docstring(tree), f"{path.name} has no docstring"
 
 
 def test_data_tools_know_nothing_of_torch_or_the_engine() -> None:
@@ -59,7 +59,7 @@ def test_data_tools_know_nothing_of_torch_or_the_engine() -> None:
     assert not {(module, name) for module, name in named if name in {"torch", "deepspeed", "engine", "nvidia"}}
     modules = [dotted(path) for path in MODULES if dotted(path).startswith("data_tools") and path.stem != "__main__"]
     probe = f"import sys, importlib; [importlib.import_module(m) for m in {modules}]; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", probe], cwd=ROOT, check=False).returncode == 0  # nor by way of a library
+    assert subprocess.run([sys.executable, "-c", probe], cwd=ROOT, check=False).returncode == 0  # nor through a library
 
 
 def test_the_engine_imports_only_the_public_modules_of_data_tools() -> None:
@@ -69,7 +69,7 @@ def test_the_engine_imports_only_the_public_modules_of_data_tools() -> None:
     allowed_more |= {("engine.common", "data_tools.plugins")}  # file.py:Name in settings
     allowed_more |= {("engine.common", "data_tools.storage")}  # files written whole
     allowed_more |= {("engine.reproduction.run", "data_tools.cluster")}  # jobs on a Dask cluster
-    in_memory = ("data_tools.errors", "data_tools.prepare", "data_tools.record")  # ECGs that are in no file
+    in_memory = ("data_tools.errors", "data_tools.prepare", "data_tools.record")  # ECGs in memory
     allowed_more |= {(module, name) for name in in_memory for module in ("engine.model.inference", "engine.data.preprocess")}
     allowed_more |= {("engine.evaluation.mean_beat", "data_tools.prepare")}
     trespasses = {(m, n) for m, n in engine if n.startswith("data_tools") and n not in doors} - allowed_more
@@ -85,7 +85,7 @@ def test_modules_do_not_import_each_other() -> None:
         | {target for target in targets & packages if not module.startswith(target + ".")}
         for module, targets in graph.items()
     }
-    for package in packages:  # a package's __init__ reaches its own modules
+    for package in packages:  # a package's __init__ may import its own modules
         edges[package] = {target for target in graph[package] if target in names and target != package}
     try:
         list(TopologicalSorter(edges).static_order())
@@ -94,7 +94,7 @@ def test_modules_do_not_import_each_other() -> None:
 
 
 def test_folders_do_not_import_each_other() -> None:
-    """Imports inside functions count too. Each program directly under engine/ stands for itself, above the folders."""
+    """Imports inside functions count too. Each program directly in engine/ counts as a folder of its own, above the others."""
     folder = {dotted(p): dotted(p) if p.parent.name == "engine" else str(p.parent.relative_to(ROOT)) for p in MODULES}
     edges: dict[str, set[str]] = {name: set() for name in folder.values() if name != "engine"}
     for path in MODULES:

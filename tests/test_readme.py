@@ -1,4 +1,4 @@
-"""What the READMEs tell a newcomer to type is what the commands take, and their Python runs."""
+"""The commands in the READMEs are accepted, and their Python code runs."""
 
 import re
 import shlex
@@ -31,7 +31,7 @@ USES = [
 PYTHON = [(path, block) for path in READMES for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)]
 
 
-def test_there_is_something_to_check() -> None:
+def test_the_readmes_contain_commands_and_python() -> None:
     assert len(USES) >= 20 and {"shard", "pretrain", "evaluate"} <= {name for _, name, _ in USES}
     assert len(PYTHON) >= 3
 
@@ -47,7 +47,7 @@ def test_commands_are_accepted(name: str, words: str) -> None:
 def test_python_runs(
     path: Path, block: str, dataset: Dataset, saved_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the tests' own dataset and a small model; an endless loop is left after its first turn."""
+    """With the tests' dataset and a small model; an endless loop is left after its first iteration."""
     (tmp_path / "dataset").symlink_to(dataset.root.url)
     saved_model("RUN/model", head={"task": "diagnosis", "classes": ["AF", "NSR"]})
     (tmp_path / "KEYFILE").write_bytes(bytes(range(32)))

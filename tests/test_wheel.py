@@ -1,4 +1,4 @@
-"""The wheel, installed where the repository is not: from an archive to a model of one's own labels."""
+"""The wheel, installed without the repository: from an archive to a model for custom labels."""
 
 import importlib.util
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# What is imported comes from the environment, and no path leads to the repository
+# Everything is imported from the environment, and sys.path does not contain the repository
 WHERE = """
 import sys
 from pathlib import Path

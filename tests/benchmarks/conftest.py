@@ -24,7 +24,7 @@ model:
 
 @pytest.fixture(autouse=True)
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A case's process still is its own, and need not import everything again."""
+    """Every case still runs in its own process, without importing everything again."""
     monkeypatch.setattr(
         measure, "multiprocessing", SimpleNamespace(**vars(multiprocessing) | {"get_context": lambda _: CONTEXT})
     )

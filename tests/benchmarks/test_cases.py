@@ -24,8 +24,8 @@ def loop_run(dataset: Dataset, tiny: str, tmp_path: Path, **changes: Any) -> e2e
     return e2e.LoopRun(dataset.root.url, str(tmp_path / "run"), **how)
 
 
-def test_the_loop_beside_the_bare_step(dataset: Dataset, tiny: str, tmp_path: Path) -> None:
-    """From an object store, if one can be served here."""
+def test_the_loop_is_measured_against_the_bare_step(dataset: Dataset, tiny: str, tmp_path: Path) -> None:
+    """From an object store, if a server for one is installed."""
     far = all(importlib.util.find_spec(name) for name in ("moto", "s3fs"))
     mine = loop_run(dataset, tiny, tmp_path, settings=e2e.SOURCES["s3" if far else "tar"])
     measured = call_fresh(e2e.on_s3 if far else e2e.compare, mine)
@@ -37,7 +37,7 @@ def test_the_loop_beside_the_bare_step(dataset: Dataset, tiny: str, tmp_path: Pa
     assert 0 < measured["stall_pct"]["median"] < 100 and measured["per_s"]["median"] > 0 and measured["checkpoint_s"] > 0
 
 
-def test_overhead_is_of_turns_side_by_side(dataset: Dataset, tiny: str, tmp_path: Path) -> None:
+def test_overhead_is_computed_from_adjacent_turns(dataset: Dataset, tiny: str, tmp_path: Path) -> None:
     rows = {
         kind: [{"wall_s": 2 * s * drift, "cpu_s": s * drift, "waited_s": 0.04 * s * drift} for drift in (1, 5, 2)]
         for kind, s in (("bare", 1.0), ("held", 1.05), ("loaded", 1.1))
@@ -50,7 +50,7 @@ def test_overhead_is_of_turns_side_by_side(dataset: Dataset, tiny: str, tmp_path
     assert result["per_cpu_s"]["high"] == pytest.approx(128 / 1.1) and result["bare_per_s"]["high"] == pytest.approx(64)
 
 
-def test_a_loop_that_cannot_begin_says_why(dataset: Dataset, tiny: str, tmp_path: Path) -> None:
+def test_a_loop_that_cannot_start_reports_the_reason(dataset: Dataset, tiny: str, tmp_path: Path) -> None:
     with pytest.raises(CaseError, match="position_groups"):
         call_fresh(e2e.loop_turns, loop_run(dataset, tiny, tmp_path, settings=("model.position_groups=7",)))
 
@@ -75,7 +75,7 @@ def test_no_rank_waits_for_one_that_failed(dataset: Dataset, tmp_path: Path, mon
     assert not multiprocessing.active_children()
 
 
-def test_a_dataset_of_zeros_and_how_well_it_is_shuffled(tmp_path: Path) -> None:
+def test_a_dataset_of_zeros_and_its_shuffle_quality(tmp_path: Path) -> None:
     dataset = scaling.zeros(tmp_path / "zeros", 30_000)
     assert len(dataset) == 30_000 and not dataset.read(29_999).any()
     assert scaling.first_batch(dataset.root.url) == 1.0
@@ -86,7 +86,7 @@ def test_a_dataset_of_zeros_and_how_well_it_is_shuffled(tmp_path: Path) -> None:
     assert fair["shards_per_batch"] == pytest.approx(15.5, abs=1.5) and abs(fair["correlation"]) < 0.3
 
 
-def test_embeddings_beside_the_encoder_alone(tiny: str, tmp_path: Path) -> None:
+def test_embedding_is_measured_against_the_encoder_alone(tiny: str, tmp_path: Path) -> None:
     words = ["embed", "--model", tiny, "--records", "10", "--only", "250", "--batch", "4"]
     part = run.measured(tmp_path, run.parse(words))
     assert not part["left_out"] and list(part["results"]) == [f"arrays, 250 Hz: {tiny}, 4 crops"]
@@ -98,7 +98,7 @@ def test_embeddings_beside_the_encoder_alone(tiny: str, tmp_path: Path) -> None:
     assert first == second
 
 
-def test_a_share_is_of_turns_side_by_side() -> None:
+def test_a_share_is_computed_from_adjacent_turns() -> None:
     rows = {name: [{"wall_s": s * d, "cpu_s": 2 * s * d} for d in (1, 5, 2)] for name, s in (("alone", 0.9), ("command", 1.0))}
     result = embed.figures(rows, 10, "cpu")
     assert result["share_pct"] == pytest.approx({"median": 90, "low": 90, "high": 90})
@@ -117,7 +117,7 @@ sys.exit("steps=7" in " ".join(sys.argv))
 """
 
 
-def test_the_clock_of_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_to_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = (sys.executable, "-S", "-c", COMMAND)
     first, first_cpu = start.start(command, tmp_path / "a", "dataset", 1, True)
     whole, whole_cpu = start.start(command, tmp_path / "a", "dataset", 1, False)
@@ -130,14 +130,14 @@ def test_the_clock_of_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_deepspeed_needs_no_script_beside_the_interpreter() -> None:
-    """`pip install --target` leaves none."""
+    """`pip install --target` installs none."""
     assert {command[0] for command in start.COMMANDS.values()} == {sys.executable}
     module = start.COMMANDS[start.DEEPSPEED][2].replace(".", "/") + ".py"
     assert Path(str(importlib.metadata.distribution("deepspeed").locate_file(module))).is_file()
 
 
-def test_crops_a_second(dataset: Dataset) -> None:
-    """Later epochs and the first one alone, in whole batches."""
+def test_loader_throughput_counts_whole_batches(dataset: Dataset) -> None:
+    """In later epochs, and in the first epoch only."""
     given = (Path(dataset.root.url), "resident", "RLM", 16, 1, 0.05)
     (sample,) = measure.timed(loader.ours, given, 1)
     assert sample["units"] > 0 and sample["units"] % 16 == 0

@@ -1,4 +1,4 @@
-"""A step by its stages: each with the inputs of a real step, and the operations and bytes that it must do."""
+"""The stages of a step: recorded inputs of a real step, and the operations and bytes that each needs."""
 
 from collections import Counter
 
@@ -26,7 +26,7 @@ def test_a_step_by_its_stages(tiny: str) -> None:
     assert summed["gflop"] == pytest.approx(flops / 1e9) and whole["ms"]["median"] > 0
 
 
-def test_what_a_stage_must_do() -> None:
+def test_the_predicted_work_of_a_stage() -> None:
     run = step.StepRun(step.OURS, "fp32")
     linear, x_ND = torch.nn.Linear(8, 4), torch.randn(10, 8, requires_grad=True)
     flops, moved = explain.count(explain.Stage("linear", linear, (x_ND,)), linear, run)
@@ -53,7 +53,7 @@ def test_every_weight_has_a_stage_and_the_model_is_as_before(tiny: str) -> None:
 
 
 def test_each_stage_is_compiled_for_its_own_shape(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fc1 and fc2 are the same code: the second would be compiled for any shape."""
+    """fc1 and fc2 share code: the second would be compiled with dynamic shapes."""
     done: list[str] = []
     monkeypatch.setattr(torch, "compile", lambda function, **how: done.append("compile") or function)
     monkeypatch.setattr(torch.compiler, "reset", lambda: done.append("reset"))

@@ -1,4 +1,4 @@
-"""The checks of the first minutes, on a CPU and small."""
+"""The checks of first_run on a CPU, with small settings."""
 
 import json
 from functools import partial
@@ -45,7 +45,7 @@ def test_every_check(tmp_path: Path) -> None:
     assert train["trained"] != train["random"]
 
 
-def test_what_fails_is_kept_and_tried_again(
+def test_failures_are_recorded_and_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran = []

@@ -1,4 +1,4 @@
-"""Cases in processes of their own: turns, time limits, what is kept when one fails, and figures with their spread."""
+"""Cases in fresh processes: turns, time limits, what is kept if one fails, and figures with their spread."""
 
 import multiprocessing
 import os
@@ -57,7 +57,7 @@ def test_repeats_in_one_process() -> None:
     assert results["a"]["units"] == 11 and results["a"]["repeats"] == 3
 
 
-def test_a_case_that_fails_does_not_take_the_others_with_it() -> None:
+def test_a_failing_case_does_not_affect_others() -> None:
     kept: list[set[str]] = []
     cases = {"a": (fails, (1.0,)), "b": (works, (2.0,)), "c": (dies, (3.0,))}
     results, left_out = run_cases(cases, 3, keep=lambda results, left_out: kept.append({*results, *left_out}))
@@ -67,10 +67,8 @@ def test_a_case_that_fails_does_not_take_the_others_with_it() -> None:
 
 
 @pytest.mark.parametrize(("enough", "kept"), [(7, {"a": 4, "b": 3}), (5, {"a": 3}), (4, {})])
-def test_what_was_measured_before_time_ran_out_is_kept(
-    enough: int, kept: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Time for so many repeats: three of them show a spread."""
+def test_measurements_before_the_deadline_are_kept(enough: int, kept: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is time for some repeats; three are enough for a spread."""
     most = enough - 1.0
 
     def instead(*arguments: Any) -> list[dict[str, float]]:
@@ -87,7 +85,7 @@ def test_what_was_measured_before_time_ran_out_is_kept(
     assert left_out == {name: measure.OUT_OF_TIME for name in "ab" if name not in kept}
 
 
-def test_what_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_case_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CaseError, match=measure.OUT_OF_TIME):
         call_fresh(time.sleep, 10**6, seconds=0.01)
     monkeypatch.setattr(measure, "deadline", time.monotonic() - 1)
@@ -150,7 +148,7 @@ def test_sides_are_measured_in_alternating_order() -> None:
 
 
 def test_the_interval_of_a_median() -> None:
-    """Of a hundred, between the 40th and the 60th or so: in 95 of 100 samples the true one is there."""
+    """Of a hundred values, from about the 40th to the 60th: it contains the true median in 95 of 100 samples."""
     assert measure.interval([3, 1, 2]) == {"median": 2, "low": 1, "high": 3}
     lows = [measure.interval(range(n))["low"] for n in (5, 6, 8, 9, 60)]  # of 8, the 2nd to the 7th would be 93 %
     assert lows == [0, 0, 0, 1, 21] and measure.interval(range(60))["high"] == 38

@@ -1,4 +1,4 @@
-"""What the compiler makes for a GPU that is not there: the bytes of a small kernel, and a step of what the kernels are."""
+"""Predictions for a GPU that need not exist: the bytes of a small kernel, and the kernels of a step."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ def on_a_pretended_gpu(model: str) -> tuple[list[tuple[int, float]], list[str]]:
 
 
 def test_a_step_is_predicted_from_the_bytes_of_its_kernels(tiny: str) -> None:
-    """A GELU and a product are one kernel. In a process of its own, where torch stays changed."""
+    """A GELU and a product are one kernel. In its own process, as torch stays patched."""
     kernels, lines = call_fresh(on_a_pretended_gpu, tiny)
     assert kernels == [(1, pytest.approx(BYTES / 1e9))]
     rows: dict[str, Any] = {line[:28].strip(): line[28:].split() for line in lines}

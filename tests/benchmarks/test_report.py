@@ -1,4 +1,4 @@
-"""No figure in README or RESULTS.md without a record, no record without what makes a figure mean something."""
+"""Every figure in README.md and RESULTS.md comes from a record, and incomplete records are refused."""
 
 import json
 import re
@@ -10,13 +10,13 @@ import pytest
 from benchmarks import report, tables
 
 
-def test_the_readme_and_the_results_say_what_the_records_say() -> None:
+def test_readme_and_results_match_the_records() -> None:
     parts = report.every()
     assert report.README.read_text() == report.readme(parts)
     assert report.TABLES.read_text() == report.whole(parts)
 
 
-def test_what_results_point_to_is_there() -> None:
+def test_files_that_results_link_to_exist() -> None:
     linked = re.findall(r"\]\(([^)#:]+)[)#]", report.TABLES.read_text())
     assert len(linked) > 10 and not [link for link in linked if not (report.TABLES.parent / link).exists()]
 
@@ -80,7 +80,7 @@ def write(folder: Path, name: str, record: dict[str, Any]) -> list[dict[str, Any
 
 
 def alone(record: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """Its first part as a record of its own."""
+    """The first part as a separate record."""
     return {key: value for key, value in record.items() if key != "parts"} | record["parts"][0] | changes
 
 
@@ -112,8 +112,8 @@ def test_a_suites_record_becomes_tables_and_pictures(device: str, tmp_path: Path
         draw().savefig(tmp_path / "picture.png")
 
 
-def test_every_bar_is_in_the_table(tmp_path: Path) -> None:
-    """With one row for each machine, or that nothing was measured."""
+def test_every_target_is_in_the_table(tmp_path: Path) -> None:
+    """With one row for each machine, or "not measured"."""
     assert report.bars_table([]).count("| not measured |  |  |") == sum(map(len, report.BARS.values()))
     record = suite("cuda")
     record["parts"][2]["input"] = record["parts"][2]["input"] | {"device": "NVIDIA H200"}
@@ -133,7 +133,7 @@ def test_fewer_repeats_than_asked_for_are_named(tmp_path: Path) -> None:
     assert "median of 3 to 5 runs" in tables.note(write(tmp_path, "suite", record)[0])
 
 
-def test_a_cpus_part_of_a_machine_with_a_gpu_is_a_cpus(tmp_path: Path) -> None:
+def test_a_cpu_record_from_a_machine_with_a_gpu_counts_for_the_cpu(tmp_path: Path) -> None:
     record = suite("cuda")
     record["parts"][0]["config"]["device"] = "cpu"
     first, second, *_ = write(tmp_path, "suite", record)
@@ -196,7 +196,7 @@ def test_a_partial_benchmark_does_not_replace_a_whole_one(config: dict[str, Any]
         (lambda r: r["parts"][1]["results"]["RLM: torch, batch 256"]["per_s"].update(median=None), "not a record"),
     ],
 )
-def test_what_a_record_lacks_is_named(change: Any, expected: str, tmp_path: Path) -> None:
+def test_missing_facts_of_a_record_are_named(change: Any, expected: str, tmp_path: Path) -> None:
     record = json.loads(json.dumps(suite("cuda")))
     change(record)
     with pytest.raises(report.RecordError, match=expected) as refused:
@@ -205,7 +205,7 @@ def test_what_a_record_lacks_is_named(change: Any, expected: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "3"])
-def test_what_is_no_record_is_one_line(text: str, tmp_path: Path) -> None:
+def test_an_invalid_record_is_a_one_line_error(text: str, tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text(text)
     with pytest.raises(report.RecordError, match=r"\Ar.json: not a record: .*\Z"):
         report.load(tmp_path / "r.json")
@@ -220,7 +220,7 @@ def rate(value: float) -> dict[str, Any]:
     return {"per_cpu_s": spread(value), "per_s": spread(value), "peak_mb": 2048.0}
 
 
-def test_the_worst_case_is_held_against_the_bar() -> None:
+def test_the_worst_case_is_compared_with_the_target() -> None:
     rates = {"RLM: torch, batch 64, first epoch": 90.0, "RLM: torch, batch 256": 200.0, "RLM: re-creation, 0 workers": 10.0}
     rates |= {"RLM: re-creation, 2 workers": 5.0, "physio3+RLM: torch, batch 256": 60.0}  # noise has no rival here
     assert judged("loader", {name: rate(value) for name, value in rates.items()}) == [
@@ -231,7 +231,7 @@ def test_the_worst_case_is_held_against_the_bar() -> None:
     assert figures == [("ingest: omnilead, tar", 50.0), ("ingest: omnilead, tar", 12.5)]
 
 
-def test_a_smaller_job_does_not_pass_the_bar_of_a_larger_one() -> None:
+def test_a_smaller_job_does_not_meet_the_target_of_a_larger_one() -> None:
     case = "open to first batch"
     assert judged("scaling", RESULTS["scaling"], crops=9_999_999) == []
     assert judged("scaling", RESULTS["scaling"], crops=10_000_000) == [(case, 0.01), (case, 2048.0)]
@@ -260,7 +260,7 @@ def test_few_repeats_are_reported_as_a_range() -> None:
 
 
 def test_many_gpus_by_formula() -> None:
-    """Counted by hand: 64 GPUs x 512 crops, 1,024 halves against 65,536, of which 1,024 are there on one GPU, too."""
+    """Computed by hand: 64 GPUs x 512 crops, 1,024 halves against 65,536, of which 1,024 are also compared on one GPU."""
     assert tables.cluster_step(1, 512, 2700.0)[-2:] == (0, 1)
     gradients, weights, _, scores, _, efficiency = tables.cluster_step(64, 512, 2700.0)
     assert scores == pytest.approx(1e3 * 3 * 2 * 1024 * (65_536 - 1024) * 768 / 50e12)

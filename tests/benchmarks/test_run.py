@@ -1,4 +1,4 @@
-"""The command: what is refused before any work, where a record goes, and a suite that goes on where it stopped."""
+"""The command: what is refused before any work, where a record is written, and resuming a suite."""
 
 import contextlib
 import json
@@ -35,7 +35,7 @@ def fails(text: str) -> dict[str, Any]:
 
 @pytest.fixture
 def cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Cases of the benchmark `start`, in place of its own; records go to tmp_path / "results"."""
+    """Replaces the cases of the benchmark `start`; records go to tmp_path / "results"."""
     made = {"first step: a": (result, ("",))}
     module = ModuleType("benchmarks.start")
     module.prepare = lambda work, options: Benchmark(INPUT, made)  # type: ignore[attr-defined]
@@ -70,7 +70,7 @@ def cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ("nosuch", "invalid choice: 'nosuch'"),
     ],
 )
-def test_a_wrong_option_is_one_line_before_any_work(
+def test_a_wrong_option_is_a_one_line_error_before_any_work(
     words: str, named: str, cases: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bad.yaml").write_text("model: {layers: frog}")
@@ -81,14 +81,14 @@ def test_a_wrong_option_is_one_line_before_any_work(
     assert not list((tmp_path / "results").glob("*"))
 
 
-def test_no_gpu_is_one_line(cases: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_gpu_is_refused(cases: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(run.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1))
     with pytest.raises(SystemExit):
         run.main(["suite", "--device", "cuda"])
     assert capsys.readouterr().err == "benchmarks.run: --device cuda: torch finds no CUDA device: use --device cpu\n"
 
 
-def test_no_record_replaces_another(cases: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_are_never_overwritten(cases: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(3):
         assert run.main(["start"]) == 0
     first, *others = sorted(path.stem for path in (tmp_path / "results").iterdir())
@@ -138,7 +138,7 @@ def words_of(process: psutil.Process) -> str:
 
 
 def test_ctrl_c_is_one_line() -> None:
-    """Nothing is left of the case's process, which the terminal interrupts, too."""
+    """No process of the case is left; the terminal interrupts it, too."""
     pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
     command = [sys.executable, "-c", INTERRUPTED]
     process = subprocess.Popen(command, cwd=ROOT, text=True, start_new_session=True, **pipes)  # type: ignore[call-overload]
@@ -172,7 +172,7 @@ def test_the_gpus_of_a_record_are_the_visible_ones(visible: str | None, option: 
     assert all(list(gpu) == list(run.GPU_FACTS) for gpu in gpus)
 
 
-def test_a_suite_goes_on_where_it_stopped(cases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suite_continues_where_it_stopped(cases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "record.json"
     words = ["suite", "--out", str(out)]
     cases["first step: b"] = (fails, ("no luck",))
@@ -208,7 +208,7 @@ def test_another_record_is_not_continued(
         assert "record.json: is not a record of this command" in capsys.readouterr().err
 
 
-def test_today_s_unfinished_record_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfinished_record_of_today_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "RESULTS", tmp_path)
     new = run.environment() | {"benchmark": "suite", "config": {"device": "cpu"}, "left_out": {}}
     path, _ = run.resumed(None, new)

@@ -1,4 +1,4 @@
-"""The re-creation of the authors' step: same weights and draws, same loss and gradients as ours. And what is compared."""
+"""The re-creation of the authors' step gives our loss and gradients for the same weights and draws; what is compared."""
 
 import argparse
 import time
@@ -31,7 +31,7 @@ BASE = step.StepRun(step.OURS, "fp32", threads=1)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_the_recreation_computes_what_ours_computes(config: ModelConfig) -> None:
+def test_the_recreation_gives_our_loss_and_gradients(config: ModelConfig) -> None:
     step.set_up(BASE)
     (model, loss), (again, expected) = step.both_sides(config, pairs=3)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
@@ -50,7 +50,7 @@ def grad(p: nn.Parameter) -> torch.Tensor:
 
 
 def test_masks_are_the_authors() -> None:
-    """Spans, and every row cut to the smallest count."""
+    """Spans, and every row trimmed to the smallest count."""
     np.random.seed(0)
     config = ModelConfig()
     counts = [compute_mask_indices(config, 8, 156).sum(1) for _ in range(50)]
@@ -129,7 +129,7 @@ def test_a_model_by_its_name() -> None:
 
 
 def test_the_bare_step_copies_as_the_loop_does(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pinned, so that nothing waits for the device."""
+    """From pinned memory, so that nothing waits for the device."""
     copied: list[np.ndarray] = []
 
     def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -165,7 +165,7 @@ def part_of(rates: dict[str, float], on: str = "cpu", **facts: Any) -> dict[str,
     }
 
 
-def test_a_ratio_is_that_of_the_same_batch_and_the_best_way_is_judged() -> None:
+def test_ratios_compare_equal_batches_and_the_best_way_counts() -> None:
     rates = {run.name: 1.0 for run in step.runs(replace(BASE, compiled="step"), [4, 8])}
     rates |= {"matrix product: fp32": 352.0, "matrix product: bf16": 1760.0, "omnilead: fp32, 4 crops": 1.05}
     rates |= {"omnilead: bf16, step compiled, 4 crops": 3.2, "omnilead: bf16, step compiled, 8 crops": 9.0}
@@ -183,7 +183,7 @@ def test_a_ratio_is_that_of_the_same_batch_and_the_best_way_is_judged() -> None:
     assert "| 3.2 to 3.2 |  | 3.20x |" in next(tables.step(part_of(rates)))
 
 
-def test_a_gpus_baseline_is_also_the_authors_autocast() -> None:
+def test_on_a_gpu_the_authors_autocast_is_also_a_baseline() -> None:
     runs = step.runs(replace(BASE, device="cuda"), [64])
     assert len({run.name for run in runs}) == len(runs)
     rates = {run.name: 2.0 if run.precision == "autocast" else 1.0 for run in runs}
@@ -201,8 +201,8 @@ def test_nothing_is_timed_while_the_sides_disagree(difference: float, tiny: str,
     assert prepared.input["loss_difference"] == 5e-5 and len(prepared.cases) == 2 + 2 + 3
 
 
-def test_a_suite_compiles_side_by_side_what_it_will_measure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cases that are named, in a share of the time; one that fails does no harm."""
+def test_a_suite_compiles_its_cases_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the named cases, in a share of the time; a failure is ignored."""
     filled: list[tuple[str, float]] = []
 
     def call_fresh(function: Any, run: step.StepRun, seconds: float = 0) -> float:
@@ -226,5 +226,5 @@ def test_a_suite_compiles_side_by_side_what_it_will_measure(monkeypatch: pytest.
 
 
 @pytest.mark.gpu
-def test_the_recreation_computes_on_a_gpu_what_ours_computes() -> None:
+def test_the_recreation_gives_our_loss_and_gradients_on_a_gpu() -> None:
     assert step.disagreement(replace(BASE, device="cuda")) <= step.TOLERANCE["cuda"]

@@ -1,4 +1,4 @@
-"""Signals, parameters and one augmentation in any library, for the tests of augmentations.
+"""Signals, parameters and one call for every library, for the tests of augmentations.
 
 Shapes: B crops, S views, L leads, T samples.
 """
@@ -43,7 +43,7 @@ EVERYTHING = {
 
 
 def signal(crops: int = 3, samples: int = SAMPLES, views: int = 2) -> np.ndarray:
-    """[B, S, L, T] of some heart's dipole: Einthoven and Dower hold."""
+    """[B, S, L, T] computed from a dipole, so that Einthoven's and Dower's relations hold."""
     rng = np.random.default_rng(1)
     dipole = rng.normal(size=(crops, views, 3, samples))
     return (FROM_DIPOLE @ dipole).astype(np.float32)
@@ -68,7 +68,7 @@ def many(config: AugmentConfig, crops: int = 4000) -> Params:
 
 
 def assert_uniform(values: np.ndarray, low: float, high: float) -> None:
-    """By its quartiles and ends, which 8,000 draws hit within 2 % of the range."""
+    """Check quartiles and extremes, which 8,000 draws match within 2 % of the range."""
     tolerance = 0.02 * (high - low)
     assert low <= values.min() and values.max() <= high
     quartiles = low + (high - low) * np.array([0, 0.25, 0.5, 0.75, 1])

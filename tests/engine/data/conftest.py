@@ -35,7 +35,7 @@ def ten(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 @pytest.fixture
 def stagings() -> Iterator[list[Staging]]:
-    """Closed at the end, or their threads would live on."""
+    """A list of caches that are closed at the end, with their threads."""
     made: list[Staging] = []
     yield made
     for one in made:

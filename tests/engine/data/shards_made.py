@@ -23,7 +23,7 @@ from engine.data.reader import CropReader, Report
 def make_dataset(
     root: Path, shards: int, crops: int = 4, seed: int = 0, zarr: bool = False, distinct: int | None = None
 ) -> Dataset:
-    """Shards of white noise. With `distinct` the later shards are hard links of the first ones."""
+    """Shards of white noise. With `distinct`, later shards are hard links to the first ones."""
     rng, rows, entries = np.random.default_rng(seed), [], []
     (root / "shards").mkdir(parents=True)
     for s in range(shards):

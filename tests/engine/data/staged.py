@@ -17,7 +17,7 @@ CROPS = 2
 
 @dataclass
 class Root:
-    """A place whose reads are noted, and done by `how` if it wants to."""
+    """A storage root that records its reads, which `how` may replace."""
 
     inner: Folder
     how: Callable[["Root", str, int, int], bytes] = lambda root, *what: root.inner.read_range(*what)
@@ -31,7 +31,7 @@ class Root:
         return self.how(self, name, start, size)
 
     def shards(self) -> list[int]:
-        """In the order in which their downloads began."""
+        """Shards in the order in which their downloads started."""
         return [int(name[7:12]) for name, start in self.reads if start == 0]
 
 
@@ -46,7 +46,7 @@ def stage(dataset: Dataset, cache: Path, max_bytes: int, order: Iterable[int] = 
 
 @contextmanager
 def held(staging: Staging, *shards: int) -> Iterator[list[str]]:
-    """Their paths; what is wrong with one is raised."""
+    """Hold shards and return their paths; raises the error of an unusable one."""
     with staging.hold([(0, shard) for shard in shards]) as paths:
         for path in paths.values():
             if isinstance(path, Exception):
@@ -64,7 +64,7 @@ def room(dataset: Dataset, shards: int) -> int:
 
 
 def cached(cache: Path) -> int:
-    """Bytes at one moment: whoever claims, evicts or renames does so under this lock."""
+    """Bytes in the cache, counted under the lock that is needed to claim, evict or rename."""
     with open(cache / "lock", "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return sum(path.stat().st_size for path in cache.glob("*.*"))

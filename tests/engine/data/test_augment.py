@@ -1,4 +1,4 @@
-"""Augmentations: one formula in three libraries, the draws' distributions and keys, and oracles of anatomy.
+"""Augmentations: one formula in three libraries, the authors' values, and anatomical relations between leads.
 
 Shapes: B crops, S views, L leads, T samples.
 """
@@ -50,7 +50,7 @@ from engine.data.augment_draws import (
 
 
 def apply_in_dali(x: np.ndarray, p: Params, config: AugmentConfig) -> np.ndarray:
-    """A pipeline on the CPU that is fed x and p; each sample of it is one crop, without the batch axis."""
+    """Run a DALI pipeline on the CPU on x and p; each of its samples is one crop, without the batch axis."""
     from nvidia.dali import fn
     from nvidia.dali.pipeline import Pipeline
 
@@ -98,7 +98,7 @@ def test_float32_keeps_the_phase(kind: str, ops: Ops, bank: np.ndarray) -> None:
 
 
 def _authors_parameters(kind: str, r: np.random.RandomState, maximum: float) -> Params:
-    """fairseq-signals augmentations.py, lines in brackets; each begins with a draw that decides whether to act at all."""
+    """Draws of fairseq-signals augmentations.py (lines in brackets); the first one decides whether to augment at all."""
     u = r.uniform
     u()
     if kind == "powerline":  # (60-63, 71)
@@ -136,7 +136,7 @@ NAMES = {
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("defaults", ["task", "class"])
 @pytest.mark.parametrize("kind", NAMES)
-def test_the_authors_values(kind: str, defaults: str, seed: int) -> None:
+def test_parameters_give_the_values_of_the_authors_code(kind: str, defaults: str, seed: int) -> None:
     if not REFERENCE.exists():
         pytest.skip("the authors' outputs are not here (../shared/parity/masks_and_augs.npz)")
     with np.load(REFERENCE) as reference:
@@ -156,12 +156,12 @@ def limb_residual(x: np.ndarray) -> float:
     return float(np.abs(refit_limb_leads(x, NUMPY) - x).max())
 
 
-def test_limb_leads_stay_limb_leads_where_they_should(bank: np.ndarray) -> None:
+def test_limb_leads_are_consistent_where_they_are_recomputed(bank: np.ndarray) -> None:
     assert limb_residual(signal()) < 1e-5
     for name in ("authors physio4 and rlm", "physio3 with limb leads refitted", "3kg without time mask"):
         config = replace(EVERYTHING[name], rlm=0)
         assert limb_residual(apply(signal(), parameters(config, bank), config)) < 1e-5
-    for name in ("powerline", "3kg"):  # the same noise on all leads cannot fit, nor a window of its own for each lead
+    for name in ("powerline", "3kg"):  # equal noise on all leads, or a separate window for each, breaks the relations
         assert limb_residual(apply(signal(), parameters(EVERYTHING[name], bank), EVERYTHING[name])) > 0.05
     loose = AugmentConfig(rlm=0, noise="authors_wander", dependency=False)
     assert limb_residual(apply(signal(), parameters(loose, bank), loose)) > 0.05
@@ -246,7 +246,7 @@ def test_one_half_becomes_two_views(bank: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("name", ["physio4 per lead and rlm", "authors physio4 and rlm", "3kg"])
-def test_fewer_leads_are_rows_of_the_twelve(name: str, bank: np.ndarray) -> None:
+def test_a_lead_subset_equals_rows_of_all_twelve(name: str, bank: np.ndarray) -> None:
     config = EVERYTHING[name]
     padded, fewer = replace(config, leads="3"), replace(config, leads="I,II,V2", padded=False)
     full, zeros, rows = (apply(signal(), parameters(c, bank), c) for c in (config, padded, fewer))
@@ -277,7 +277,7 @@ WRONG: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_wrong_settings_name_key_value_and_mend(message: str) -> None:
+def test_wrong_settings_report_key_value_and_fix(message: str) -> None:
     with pytest.raises(ConfigError) as error:
         WRONG[message]()
     assert message in str(error.value) and "\n" not in str(error.value)

@@ -20,7 +20,7 @@ from engine.data.augment_draws import (
 )
 
 
-def test_draws_belong_to_the_crop(bank: np.ndarray) -> None:
+def test_draws_do_not_depend_on_the_batch(bank: np.ndarray) -> None:
     config = replace(EVERYTHING["physio4 per lead and rlm"], threekg=ThreeKG())
     epoch, crop = np.array([0, 0, 1, 3, 3]), np.array([5, 9, 5, 123_456_789, 0])
     whole, order = draws(config, 11, epoch, crop), np.array([3, 1, 4, 0, 2])
@@ -46,7 +46,7 @@ def test_draws_differ_by_seed_epoch_crop_and_view() -> None:
         assert len({row.tobytes() for row in rows}) == 7, name
 
 
-def test_a_lead_draws_the_same_whichever_leads_are_seen() -> None:
+def test_draws_of_a_lead_do_not_depend_on_the_other_leads() -> None:
     twelve = draws(AugmentConfig(noise="physio4", per_lead=True), 1, np.zeros(9, int), np.arange(9))
     three = draws(AugmentConfig(noise="physio4", per_lead=True, leads="3", padded=False), 1, np.zeros(9, int), np.arange(9))
     for name, values in three.items():
@@ -93,7 +93,7 @@ def test_the_authors_distributions() -> None:
     assert np.ptp(sign - p["shift_amplitude"], axis=2).max() < 1e-6  # one U(0, max) for all leads
 
 
-def test_white_noise_is_white_and_each_leads_own(bank: np.ndarray) -> None:
+def test_white_noise_is_white_and_independent_between_leads(bank: np.ndarray) -> None:
     p = draws(AugmentConfig(noise="emg"), 5, np.zeros(20, int), np.arange(20))
     noise = white(bank, p["white_start"], SAMPLES)
     assert noise.shape == (20, 2, 12, SAMPLES)
@@ -108,7 +108,7 @@ def test_white_noise_is_white_and_each_leads_own(bank: np.ndarray) -> None:
 # Random lead masking
 
 
-def test_masked_leads_are_exactly_zero_and_the_others_whole(bank: np.ndarray) -> None:
+def test_masked_leads_are_exactly_zero_and_the_others_unchanged(bank: np.ndarray) -> None:
     config = AugmentConfig(noise="physio4", threekg=ThreeKG(time_mask=0))
     p = parameters(config, bank)
     bare = {name: values for name, values in p.items() if name != "keep"}
@@ -118,7 +118,7 @@ def test_masked_leads_are_exactly_zero_and_the_others_whole(bank: np.ndarray) ->
         assert np.all((masked == 0).all(axis=-1) == ~p["keep"][..., 0])
 
 
-def test_half_of_the_leads_independently_for_each_half() -> None:
+def test_rlm_masks_half_of_the_leads_independently_for_each_half() -> None:
     keep = many(AugmentConfig())["keep"][..., 0]
     assert abs(keep.mean() - 0.5) < 0.01 and np.abs(keep.mean(axis=0) - 0.5).max() < 0.04
     assert np.abs(np.corrcoef(keep.reshape(len(keep), 24).T) - np.eye(24)).max() < 0.08

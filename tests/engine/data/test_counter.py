@@ -1,4 +1,4 @@
-"""Counter-based random numbers: uniform, independent along every counter, never changing; permutations that are bijections."""
+"""Counter-based random numbers: uniform, independent along every counter, never changing; permutations are bijections."""
 
 import math
 from itertools import product
@@ -61,7 +61,7 @@ def test_draws_differ_by_seed_stream_and_number_of_counters() -> None:
 
 @pytest.mark.parametrize("word", range(5), ids=["seed", "stream", "epoch", "crop", "slot"])
 def test_one_flipped_bit_of_a_counter_flips_half_of_the_result(word: int) -> None:
-    """For every bit of the input and every bit of the output; counters are small, as they are in use."""
+    """For every bit of input and output; counters are small, as in practice."""
     samples = 1500
     small = np.random.default_rng(0).integers(0, 2000, (5, samples))
     before = bits(*small)
@@ -78,7 +78,7 @@ def test_neighbouring_crops_do_not_share_a_shifted_sequence() -> None:
     assert len(np.unique(drawn)) == drawn.size
 
 
-def test_a_draw_does_not_depend_on_what_is_drawn_with_it() -> None:
+def test_a_draw_does_not_depend_on_other_draws_in_the_call() -> None:
     whole = uniform(9, RandomStream.ROTATION, *GRID)
     for e, c, v, s in product((0, 3), (0, 63), (0, 1), (0, 47)):
         alone = uniform(9, RandomStream.ROTATION, e, c, v, s)
@@ -102,7 +102,7 @@ def test_a_float_counter_is_refused() -> None:
 
 
 def test_random_numbers_never_change() -> None:
-    """Never to be changed: a run is resumed, and a paper's table made again, by them."""
+    """These values must never change: resumed runs and published tables depend on them."""
     assert bits(0).tolist() == 9370218965779684112
     assert bits(0, RandomStream.ORDER, 5).tolist() == 11465996907461922957
     assert bits(42, RandomStream.LEAD_MASK, np.arange(2)[:, None], np.array([0, 9_999_999])).tolist() == [
@@ -152,7 +152,7 @@ def test_permute_broadcasts_sizes_and_keys(blocks: list[tuple[int, int]]) -> Non
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
-def test_every_permutation_of_a_few_is_equally_likely(n: int) -> None:
+def test_every_permutation_of_few_elements_is_equally_likely(n: int) -> None:
     keys_K = np.arange(200 * math.factorial(n))
     codes = permute(np.arange(n), n, keys_K[:, None]) @ n ** np.arange(n)
     counts = np.unique(codes, return_counts=True)[1]
@@ -162,7 +162,7 @@ def test_every_permutation_of_a_few_is_equally_likely(n: int) -> None:
 
 @pytest.mark.parametrize("n", [TINY, TINY + 1, 36, 65])
 def test_pairs_are_independent_under_neighbouring_keys(n: int) -> None:
-    """Elements that share a half of the network are the ones that too few rounds would keep together."""
+    """Too few rounds would keep elements together that share a half of the network."""
     for other in (1, math.ceil(math.sqrt(n)), n - 1):
         first, second = permute(np.array([0, other]), n, np.arange(100_000)[:, None]).T
         counts = np.bincount(first * n + second, minlength=n * n).reshape(n, n)

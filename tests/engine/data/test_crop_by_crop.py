@@ -1,4 +1,4 @@
-"""Crops made one by one on a CPU equal the whole batch made at once, also where bad crops are replaced."""
+"""Crops made one by one on a CPU equal a whole batch made at once, also if bad crops are replaced."""
 
 import dataclasses
 import shutil
@@ -70,7 +70,7 @@ def test_batches_before_a_bad_crop_are_returned_before_the_error(
 
 
 def damage(dataset: Dataset, copy: Path, rows: Iterable[int]) -> Dataset:
-    """A copy in which these crops do not read well."""
+    """A copy of the dataset in which these crops are damaged."""
     shutil.copytree(dataset.root.url, copy)
     damaged = Dataset.open(str(copy))
     shard, offset, _ = damaged.addresses
@@ -83,7 +83,7 @@ def damage(dataset: Dataset, copy: Path, rows: Iterable[int]) -> Dataset:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_replacement_crop_has_the_same_role(backend: str, dataset: Dataset, tmp_path: Path) -> None:
-    """Nobody who is kept for tests is trained on because a neighbour is bad, and each signal is whose it says it is."""
+    """No held-out patient is trained on because a neighbouring crop is bad, and every signal belongs to its row."""
     source = loader(dataset, pretrain=True)
     taking_part = source.order.rows[0].row(np.arange(len(source.order.rows[0])))
     source.close()

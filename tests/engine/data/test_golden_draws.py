@@ -65,7 +65,7 @@ SUMS: dict[str, tuple[AugmentConfig, dict[str, float]]] = {
 
 @pytest.mark.parametrize(("config", "expected"), SUMS.values(), ids=SUMS)
 def test_augmentation_parameters_never_change(config: AugmentConfig, expected: dict[str, float]) -> None:
-    """Sums with weights, so that no two places could change theirs."""
+    """Weighted sums, so that swapping two values is detected."""
     p = parameters(config, "window", 11, PLACES)
     seen = {name: float(values.astype(float).ravel() @ np.cos(np.arange(values.size))) for name, values in p.items()}
     assert seen == pytest.approx(expected, rel=1e-5)

@@ -8,7 +8,7 @@ from data_tools.record import LEADS as RECORD_LEADS
 from engine.common import ALL, LEADS, SUBSETS, ConfigError, describe_leads, parse_leads
 
 
-def test_the_engine_and_the_data_tools_mean_the_same_leads() -> None:
+def test_engine_and_data_tools_use_the_same_leads() -> None:
     assert LEADS == RECORD_LEADS
 
 
@@ -28,12 +28,12 @@ def test_names_in_any_case_and_order_give_the_canonical_order() -> None:
 
 
 @given(st.sets(st.integers(0, 11), min_size=1))
-def test_describe_is_the_inverse(leads: set[int]) -> None:
+def test_describe_leads_is_the_inverse_of_parse_leads(leads: set[int]) -> None:
     assert parse_leads(describe_leads(sorted(leads))) == tuple(sorted(leads))
 
 
 @pytest.mark.parametrize("text", ["", "7", "I,,II", "I,X", "I,I", "I II", "13", "V0"])
-def test_anything_else_is_refused_in_one_line(text: str) -> None:
+def test_invalid_leads_are_refused_in_one_line(text: str) -> None:
     with pytest.raises(ConfigError, match=r"augment\.leads=") as error:
         parse_leads(text, "augment.leads")
     assert "use 12, 6, 3, 2, 1, or names out of I II III" in str(error.value) and "\n" not in str(error.value)

@@ -46,7 +46,7 @@ def test_without_augmentation_the_halves_are_the_crops(backend: str, source: str
     ],
 )
 def test_backends_agree(backend: str, views: str, augment: AugmentConfig, dataset: Dataset) -> None:
-    """All but white noise, which DALI draws itself: to 1e-5 mV, masked leads exactly zero in both."""
+    """To 1e-5 mV, except for white noise, which DALI draws itself; masked leads are exactly zero in both."""
     one = some(loader(dataset, "torch", views=views, augment=augment), 3)
     two = some(loader(dataset, backend, views=views, augment=augment), 3)
     for (a, _), (b, _) in zip(one, two, strict=True):
@@ -201,7 +201,7 @@ def test_the_resident_backend_compiles_to_one_graph(views: str, augment: Augment
 
 
 def test_reading_threads_open_no_openmp_threads(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A team of OpenMP threads for each of them would take the cores of the training step."""
+    """OpenMP threads for each of them would take cores from the training step."""
     if not hasattr(ctypes.CDLL(None), "omp_set_num_threads"):
         pytest.skip("this torch does not show its OpenMP")
     seen: list[int] = []
@@ -241,7 +241,7 @@ def test_the_timer_reports_the_share_of_each_stage(backend: str, leads: str, dat
     ],
     ids=str,
 )
-def test_impossible_settings_are_refused(changes: dict[str, Any]) -> None:
+def test_invalid_settings_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(changes))):
         LoaderConfig(**changes)
 
@@ -254,7 +254,7 @@ def test_config_is_plain_data(dataset: Dataset) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_on_a_gpu_the_tensors_are_those_of_the_cpu(backend: str, dataset: Dataset) -> None:
+def test_gpu_and_cpu_give_the_same_tensors(backend: str, dataset: Dataset) -> None:
     config = LoaderConfig(backend=backend, batch_crops=16, augment=AugmentConfig(noise="powerline,wander,shift"))  # type: ignore[arg-type]
     on_gpu = Loader(config, (dataset,), torch.device("cuda", 0), halves=2)
     on_cpu = Loader(dataclasses.replace(config, backend="torch"), (dataset,), CPU, halves=2)
@@ -290,7 +290,7 @@ def test_a_dali_batch_is_held_while_the_gpu_may_read_it() -> None:
 
 
 def test_waiting_for_the_gpu_does_not_count_as_data_wait(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that only DALI's stand-in moves: 6 s until the GPU has let go of a batch, 1 s to make the next one."""
+    """With a clock that only the fake DALI advances: 6 s until the GPU has released a batch, 1 s to make the next one."""
     clock = [0.0]
 
     class Pipeline:
@@ -320,8 +320,8 @@ def test_waiting_for_the_gpu_does_not_count_as_data_wait(dataset: Dataset, monke
     assert {name: facts[name] for name in wanted} == pytest.approx({name: 100 * share for name, share in wanted.items()})
 
 
-def test_resident_leaves_room_for_the_step(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked before anything is read or taken. A crop is 120,000 bytes."""
+def test_resident_leaves_memory_for_the_step(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checked before anything is read or allocated. A crop has 120,000 bytes."""
     source = loader(dataset, "resident")
     augmenter: Any = SimpleNamespace(device=torch.device("cuda", 0))
     free, spare = sum(map(len, source.order.rows)) * 120_000 + 10**9, 10**9 + 1
@@ -353,7 +353,7 @@ def resident_mb() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def test_dali_draws_white_noise_of_its_own_for_each_rank_and_batch(dataset: Dataset) -> None:
+def test_dali_draws_different_white_noise_for_each_rank_and_batch(dataset: Dataset) -> None:
     emg = AugmentConfig(noise="emg", rlm=0)
     noise = []
     for rank in (0, 1):

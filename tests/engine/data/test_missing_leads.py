@@ -1,4 +1,4 @@
-"""A lead that a record lacks reaches the model as zeros, whatever noise is added to the others."""
+"""Missing leads reach the model as zeros, whatever noise is added to the others."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ ADDING = {
 }
 
 
-def test_the_table_says_which_leads_a_crop_lacks(dataset: Dataset, small: Dataset) -> None:
+def test_missing_leads_are_read_from_the_table(dataset: Dataset, small: Dataset) -> None:
     named = dataset.table(["missing_leads"])["missing_leads"].to_pylist()
     bits = augmenter.missing_leads(dataset)
     assert [[lead for i, lead in enumerate(LEADS) if bit >> i & 1] for bit in bits.tolist()] == named
@@ -36,7 +36,7 @@ def test_the_table_says_which_leads_a_crop_lacks(dataset: Dataset, small: Datase
     ("backend", "augment"), [*(("torch", one) for one in ADDING.values()), *((b, ADDING["paper"]) for b in BACKENDS[1:])]
 )
 def test_leads_that_were_not_measured_stay_zero(backend: str, augment: AugmentConfig, dataset: Dataset) -> None:
-    """Over an epoch; the crops that lack nothing are as they would be without the others."""
+    """Over an epoch; crops without missing leads are not affected by crops that have some."""
     source = loader(dataset, backend, augment=augment)
     bits, steps = augmenter.missing_leads(dataset), source.steps_per_epoch
     blind = loader(dataset, backend, augment=augment)
@@ -81,5 +81,5 @@ def test_keep_one_keeps_a_measured_lead(small: Dataset, monkeypatch: pytest.Monk
 
 
 def test_without_noise_the_table_is_not_read(dataset: Dataset) -> None:
-    """2 bytes a crop, and the column, for nothing."""
+    """It would cost 2 bytes per crop and reading the column."""
     assert loader(dataset, augment=AugmentConfig()).measured is None

@@ -1,4 +1,4 @@
-"""Damaged and hostile .npy and .npz files: an error of one line, and no memory allocated."""
+"""Damaged and hostile .npy and .npz files give a one-line error and allocate no memory."""
 
 import zipfile
 from pathlib import Path
@@ -40,7 +40,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_header_is_one_line(name: str, tmp_path: Path) -> None:
+def test_a_bad_header_is_a_one_line_error(name: str, tmp_path: Path) -> None:
     (tmp_path / "a.npy").write_bytes(BAD[name])
     with pytest.raises(ArrayError, match=r"\Acannot be read as numbers: [^\n]+\Z"):
         open_npy(tmp_path / "a.npy")

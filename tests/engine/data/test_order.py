@@ -1,4 +1,4 @@
-"""The order of crops: a pure function of the position, the same at every world size, each epoch complete, mixed by weight."""
+"""The order of crops: a function of the position, the same for every world size, with complete epochs and weighted mixtures."""
 
 import pickle
 import tracemalloc
@@ -25,7 +25,7 @@ def sized(crops: int, shard: int = 16, name: str = "fake") -> DatasetRows:
 
 @st.composite
 def any_rows(draw: st.DrawFn) -> DatasetRows:
-    """Some shards, empty ones too, of which all rows or some take part."""
+    """Shards, some of them empty, of which all or some rows are selected."""
     shards = draw(st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any))
     chosen = draw(st.none() | st.sets(st.integers(0, sum(shards) - 1), min_size=1))
     return DatasetRows.among("some", shards, None if chosen is None else np.array(sorted(chosen)))
@@ -57,7 +57,7 @@ def walk(order: Order) -> Iterator[tuple[int, int, int]]:
 
 @fewer
 @given(any_order(datasets=1), st.integers(0, 10**6))
-def test_an_epoch_is_a_permutation_without_its_incomplete_batch(order: Order, epoch: int) -> None:
+def test_an_epoch_is_a_permutation_without_the_incomplete_batch(order: Order, epoch: int) -> None:
     places = order.places(epoch * order.crops_per_epoch, order.crops_per_epoch)
     (rows,) = order.rows
     assert len(set(places.row.tolist())) == len(places) == len(rows) - len(rows) % order.batch_crops
@@ -75,7 +75,7 @@ def test_an_epoch_of_any_size_is_complete(crops: int) -> None:
 
 @fewer
 @given(any_order())
-def test_each_of_several_datasets_has_complete_epochs_of_its_own(order: Order) -> None:
+def test_each_of_several_datasets_has_its_own_complete_epochs(order: Order) -> None:
     order = replace(order, rows=(*order.rows, sized(7)), weights=order.weights and (*order.weights, 1.0))
     places = order.places(0, 400)
     for d, rows in enumerate(order.rows):
@@ -99,7 +99,7 @@ def test_resuming_anywhere_gives_the_uninterrupted_order(order: Order, crops_see
 
 @fewer
 @given(any_order(), st.integers(0, 50), st.integers(1, 5))
-def test_several_steps_at_once_are_those_steps(order: Order, step: int, steps: int) -> None:
+def test_several_steps_at_once_equal_single_steps(order: Order, step: int, steps: int) -> None:
     for world in (w for w in (1, 2, 3) if order.batch_crops % w == 0):
         one_by_one = [place for s in range(step, step + steps) for place in listed(order.slice(s, world - 1, world))]
         assert listed(order.slice(step, world - 1, world, steps)) == one_by_one
@@ -119,7 +119,7 @@ def test_all_world_sizes_share_the_same_global_batches(rows: DatasetRows, block_
 
 @pytest.mark.parametrize("part", [8, 24, 48])
 def test_contrasted_crops_are_the_same_for_all_world_sizes(part: int) -> None:
-    """A part of the global batch at a time, of which each rank has its share."""
+    """For each part of the global batch that all ranks process at the same time."""
     order = Order((sized(1000),), batch_crops=48, seed=3)
     whole = listed(order.batch(7)) + listed(order.batch(8))
     for world in (1, 2, 4, 8):
@@ -133,7 +133,7 @@ def test_contrasted_crops_are_the_same_for_all_world_sizes(part: int) -> None:
 
 @pytest.mark.parametrize("block_shards", [0, 4])
 def test_seeking_to_step_ten_million(block_shards: int) -> None:
-    """Walking is by whole epochs: what is dealt before a position is counted, not computed."""
+    """The result equals counting all earlier positions of each dataset."""
     order = Order((sized(101), sized(50)), batch_crops=2, weights=(2, 1), block_shards=block_shards)
     far = order.batch(10**7)
     before = np.zeros(2, np.int64)
@@ -166,7 +166,7 @@ def test_two_datasets_of_one_size_have_different_orders() -> None:
     assert len(first) == len(second) == 500 and np.mean(first == second) < 0.02
 
 
-def test_a_weight_changes_nothing_for_one_dataset() -> None:
+def test_weights_do_not_matter_for_one_dataset() -> None:
     rows = sized(997)
     plain = Order((rows,), 8, seed=5).places(0, 3000)
     assert listed(Order((rows,), 8, seed=5, weights=(0.3,)).places(0, 3000)) == listed(plain)
@@ -192,7 +192,7 @@ def test_deal_gives_each_dataset_its_quota_in_order(quotas: list[int], cycle: in
         assert (turn[dataset == d] == cycle * quota + np.arange(2 * quota)).all()
 
 
-def test_without_weights_every_crop_comes_once_before_any_repeats() -> None:
+def test_without_weights_every_crop_comes_once_before_any_repeat() -> None:
     order = Order((sized(1000), sized(10), sized(333)), 1)
     places = order.places(0, 2 * 1343)
     assert (np.bincount(places.dataset) == [2000, 20, 666]).all()
@@ -201,7 +201,7 @@ def test_without_weights_every_crop_comes_once_before_any_repeats() -> None:
 
 @fewer
 @given(any_rows(), st.integers(1, 5), st.integers(0, 3))
-def test_in_a_block_only_its_shards_occur(rows: DatasetRows, block_shards: int, epoch: int) -> None:
+def test_a_block_contains_only_its_own_shards(rows: DatasetRows, block_shards: int, epoch: int) -> None:
     order = Order((rows,), 1, block_shards=block_shards)
     shard = rows.shard(order.places(epoch * len(rows), len(rows)).row)
     sizes = np.bincount(shard, minlength=len(rows.first) - 1)
@@ -238,7 +238,7 @@ def test_shards_are_needed_in_the_order_in_which_their_crops_come(order: Order, 
 
 
 @pytest.mark.parametrize("block_shards", [0, 32])
-def test_ten_million_crops_take_the_memory_of_a_batch(block_shards: int) -> None:
+def test_memory_does_not_grow_with_ten_million_crops(block_shards: int) -> None:
     order = Order((sized(10**7, shard=1024),), 512, block_shards=block_shards)
     order.batch(0)
     tracemalloc.start()
@@ -250,7 +250,7 @@ def test_ten_million_crops_take_the_memory_of_a_batch(block_shards: int) -> None
 
 
 def test_orders_never_change() -> None:
-    """Never to be changed: a run is resumed, and a paper's table made again, by them."""
+    """These values must never change: resumed runs and published tables depend on them."""
     one, two = sized(1000), sized(333)
     assert listed(Order((one,), 10, seed=42).places(998, 4)) == [(0, 165, 0), (0, 570, 0), (0, 153, 1), (0, 598, 1)]
     assert listed(Order((one,), 10, seed=42, block_shards=4).places(998, 4)) == [
@@ -277,7 +277,7 @@ def test_orders_never_change() -> None:
     ]
 
 
-def test_of_a_real_dataset(dataset: Dataset) -> None:
+def test_rows_of_a_dataset_follow_its_roles(dataset: Dataset) -> None:
     everything, pretrain = DatasetRows.of(dataset), DatasetRows.of(dataset, pretrain=True)
     assert len(everything) == len(dataset) and numbers(everything) == list(range(len(dataset)))
     assert numbers(pretrain) == dataset.select(pretrain=True).tolist()
@@ -320,7 +320,7 @@ def test_shards_that_do_not_add_up_are_refused(dataset: Dataset) -> None:
         ({"rows": (DatasetRows.among("empty", [3], np.array([], int)),)}, "empty: 0 crops are selected"),
     ],
 )
-def test_an_invalid_order_is_one_line(wrong: dict[str, object], message: str) -> None:
+def test_an_invalid_order_is_a_one_line_error(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(OrderError, match=message) as error:
         Order(**({"rows": (sized(100),), "batch_crops": 10} | wrong))  # type: ignore[arg-type]
     assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""Reading crops: the right bytes in the right places, or an error that names the file and the crop, and never a wrong byte."""
+"""Reading crops: the right bytes in the right places, or an error with the file and the crop; never a wrong byte."""
 
 import errno
 import gc
@@ -29,7 +29,7 @@ from tests.waiting import until
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("source", ["tar", "zarr"])
-def test_reads_what_the_dataset_reads(dataset: Dataset, source: Any, threads: int) -> None:
+def test_reader_equals_dataset_read(dataset: Dataset, source: Any, threads: int) -> None:
     rows = [*np.random.default_rng(3).integers(0, len(dataset), 60).tolist(), 5, 6, 7, 5, 0, len(dataset) - 1]
     reader = CropReader([dataset], threads=threads, source=source)
     for _ in range(2):  # checked, then unchecked
@@ -74,7 +74,7 @@ def test_refuses_a_table_of_another_dataset(small: Dataset, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("source", ["tar", "zarr"])
 def test_check_modes(twin: Dataset, source: Any) -> None:
-    """A byte flipped after the first reading: `always` sees it. zarr's own crc32c sees it in any mode."""
+    """A byte is flipped after the first read: `always` detects it. zarr's own crc32c detects it in any mode."""
     readers = {check: CropReader([twin], check=check, source=source) for check in ("first", "always", "never")}  # type: ignore[arg-type]
     for reader in readers.values():
         read(reader, [9])
@@ -113,7 +113,7 @@ def test_first_checks_each_crop_once_and_bad_ones_again(small: Dataset, monkeypa
 
 
 def damage_tar(dataset: Dataset, kind: str) -> str:
-    """-> what the error must name. Row 9 is the second crop of the third shard."""
+    """Damage a file and return what the error must name. Row 9 is the second crop of the third shard."""
     path, offset = tar_path(dataset, 9)
     if kind == "flipped":
         flip(path, offset + CROP_BYTES - 1)
@@ -134,7 +134,7 @@ def swap(path: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["flipped", "truncated", "emptied", "missing", "swapped", "a folder"])
-def test_damaged_tar_is_named_and_not_handed_out(small: Dataset, kind: str) -> None:
+def test_damaged_tar_is_named_and_never_returned(small: Dataset, kind: str) -> None:
     text = damage_tar(small, kind)
     for threads in (1, 2):
         yielded: list[list[int]] = []
@@ -145,8 +145,8 @@ def test_damaged_tar_is_named_and_not_handed_out(small: Dataset, kind: str) -> N
         assert yielded == [[17, 18]]
 
 
-def test_a_short_read_is_noticed_unchecked(small: Dataset) -> None:
-    """Or the rest of the crop would be what was in the buffer before."""
+def test_a_short_read_is_detected_without_checksums(small: Dataset) -> None:
+    """Otherwise the rest of the crop would be old data from the buffer."""
     damage_tar(small, "truncated")
     with pytest.raises(DatasetError, match=r"crop 9 at byte \d+: the file is 119000 bytes too short"):
         read(CropReader([small], check="never"), [8, 9])
@@ -171,7 +171,7 @@ def damage_zarr(dataset: Dataset, kind: str) -> None:
 
 
 def rewrite(path: Path, index: int, kind: str) -> None:
-    """What no accident does: every crc32c holds, and something is wrong all the same."""
+    """Deliberate damage: every crc32c is right, but the data are wrong."""
     data = bytearray(path.read_bytes())
     start, length = (int.from_bytes(data[index + at : index + at + 8], "little") for at in (16, 24))
     header = {"raw size": 4, "packed size": 12}
@@ -194,8 +194,8 @@ ZARR_DAMAGE += ["raw size", "packed size", "no Blosc", "nowhere", "endless", "ti
 
 
 @pytest.mark.parametrize("kind", ZARR_DAMAGE)
-def test_damaged_zarr_is_named_and_not_handed_out(twin: Dataset, kind: str) -> None:
-    """Unchecked too, by zarr's own checks; absent chunks are zeros for zarr, so `never` would train on silence."""
+def test_damaged_zarr_is_named_and_never_returned(twin: Dataset, kind: str) -> None:
+    """Also without our checksums, by zarr's own; absent chunks read as zeros, so `never` would train on zeros."""
     unchecked = CropReader([twin], source="zarr", check="never")
     read(unchecked, [0])
     damage_zarr(twin, kind)
@@ -235,7 +235,7 @@ ZARR_JSON = [('"little"', '"big"'), ('"int16"', '"uint16"'), ('"blosc"', '"zstd"
 ZARR_JSON += [('"crc32c"', '"crc32"'), ("{", "["), ("20,", "21,")]
 
 
-def test_another_layout_of_zarr_is_refused(twin: Dataset) -> None:
+def test_an_unexpected_zarr_layout_is_refused(twin: Dataset) -> None:
     path = Path(twin.root.url, "store.zarr/zarr.json")
     text = path.read_text()
     for old, new in ZARR_JSON:
@@ -264,7 +264,7 @@ def test_skip_counts_logs_and_takes_the_next(twin: Dataset, source: Any, caplog:
     assert [read(readers[1], [row])[1].row[0] for row in rows] == report.row.tolist()
 
 
-def test_skip_goes_round_and_ends(small: Dataset) -> None:
+def test_skip_wraps_around_and_ends(small: Dataset) -> None:
     damaged = Path(small.root.url, "shards", "00004.tar")
     damaged.unlink()
     out, report = read(CropReader([small], on_corrupt="skip"), [18])
@@ -313,7 +313,7 @@ def test_descriptors_and_memory_are_bounded(tmp_path: Path) -> None:
 
 
 class Noted:
-    """Requests that remember how many were asked for."""
+    """An iterator of requests that counts how many were taken."""
 
     def __init__(self, requests: list[Batch], fail_at: int = -1) -> None:
         self.requests, self.asked, self.fail_at = requests, 0, fail_at
@@ -424,6 +424,6 @@ threading.Thread(target=next, args=(ahead,), daemon=True).start() if stuck else 
 
 @pytest.mark.parametrize("shards", ["stuck", "there"])
 def test_the_interpreter_exits_while_batches_are_prefetched(small: Dataset, shards: str) -> None:
-    """It neither crashes, as a daemon thread in C++ code would make it, nor hangs, as one that imports a module would."""
+    """It must not crash (a daemon thread in C++ code would cause it) nor hang (a thread that imports a module would)."""
     arguments = [sys.executable, "-c", PROGRAM, small.root.url, shards]
     assert subprocess.run(arguments, cwd=Path(module.__file__).parents[2], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""The cache of remote shards: prefetched in time, bounded, shared by processes, and never a wrong byte."""
+"""The cache of remote shards: prefetching, the size limit, sharing between processes; never a wrong byte."""
 
 import errno
 import os
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("small_and_quick")
 # Order and bounds
 
 
-def test_the_first_shard_is_there_before_the_others(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
+def test_the_first_shard_is_available_before_the_others(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
     opened = threading.Event()
 
     def gate(root: Root, name: str, start: int, size: int) -> bytes:
@@ -81,9 +81,7 @@ def test_prefetch_does_not_evict_the_current_block(ten: Dataset, tmp_path: Path,
         assert right(path_of(stagings[0], shard), ten, shard)
 
 
-def test_a_shard_that_was_evicted_is_fetched_before_its_next_turn(
-    ten: Dataset, tmp_path: Path, stagings: list[Staging]
-) -> None:
+def test_an_evicted_shard_is_downloaded_before_its_next_use(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
     stagings.append(stage(ten, tmp_path, room(ten, 2), ahead=1, order=[0, 1, 2, 3, 0, 1]))
     first = Path(path_of(stagings[0], 0))
     for shard in (1, 2):
@@ -94,7 +92,7 @@ def test_a_shard_that_was_evicted_is_fetched_before_its_next_turn(
 
 
 def test_holding_a_shard_again_does_not_advance_the_order(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
-    """Of three shards, all in use: the order comes back to them at once, but the time for that has not come."""
+    """Three shards are all in use; the order needs them again next, but has not advanced yet."""
     order = iter([0, 1, 2] * 10)
     stagings.append(stage(ten, tmp_path, room(ten, 3), ahead=4, order=order, together=3))
     for shard in (0, 0, 0, 1, 2, 1, 0):
@@ -144,7 +142,7 @@ def test_a_cache_full_of_shards_that_another_process_holds(ten: Dataset, tmp_pat
 
 @pytest.fixture
 def over() -> Iterator[threading.Event]:
-    """Set at the test's end: what stalls until then leaves no thread behind."""
+    """Set at the end of the test, so that a stalled call leaves no thread behind."""
     event = threading.Event()
     yield event
     event.set()
@@ -154,7 +152,7 @@ def over() -> Iterator[threading.Event]:
 def test_storage_errors_stop_the_run_and_truncated_shards_may_be_skipped(
     ten: Dataset, tmp_path: Path, stagings: list[Staging], cut: bool
 ) -> None:
-    """The storage has tried again before."""
+    """The storage has already retried."""
 
     def fail(root: Root, name: str, start: int, size: int) -> bytes:
         if cut or "00001" not in name:
@@ -174,7 +172,7 @@ def test_storage_errors_stop_the_run_and_truncated_shards_may_be_skipped(
                 read(reader, [2])
 
 
-def test_bytes_that_are_wrong_once_are_fetched_again(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
+def test_a_download_with_a_wrong_checksum_is_repeated(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
     seen: Counter[int] = Counter()
 
     def flip_once(root: Root, name: str, start: int, size: int) -> bytes:
@@ -199,7 +197,7 @@ def test_a_full_disk(ten: Dataset, tmp_path: Path, stagings: list[Staging], monk
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "deleted"])
-def test_a_file_of_the_cache_that_is_damaged_later_is_fetched_again(
+def test_a_cached_file_that_is_damaged_later_is_downloaded_again(
     ten: Dataset, tmp_path: Path, stagings: list[Staging], damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     dataset, root = through(ten)
@@ -220,8 +218,8 @@ def test_a_file_of_the_cache_that_is_damaged_later_is_fetched_again(
     assert (str(path) in caplog.text) == (damage != "deleted")
 
 
-def test_a_crop_that_is_wrong_in_a_whole_shard_names_both_files(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
-    """The shard is as dataset.json says, and samples.parquet says something else."""
+def test_a_bad_crop_in_an_intact_shard_names_both_files(ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
+    """The shard matches dataset.json, but not samples.parquet."""
     stagings.append(stage(ten, tmp_path, room(ten, 10)))
     path = path_of(stagings[0], 1)
     with closing(CropReader([ten], staging=stagings[0])) as reader:
@@ -254,7 +252,7 @@ def test_files_of_an_earlier_run_count_towards_the_bound(ten: Dataset, tmp_path:
 
 
 def test_close_wakes_waiting_readers(ten: Dataset, tmp_path: Path, over: threading.Event) -> None:
-    """Though no answer ever comes."""
+    """Even if the storage never answers."""
     dataset, root = through(ten, lambda *_: bytes(over.wait()))
     before = set(named("staging"))
     staging = stage(dataset, tmp_path, room(ten, 10), order=[1], timeout_s=1e6)
@@ -300,7 +298,7 @@ def test_two_processes_share_a_cache(ten: Dataset, tmp_path: Path) -> None:
 
 
 def test_two_processes_in_a_tight_cache(ten: Dataset, tmp_path: Path) -> None:
-    """They evict what the other one needs: slow, but the bytes are right and the bound holds."""
+    """They evict each other's shards: slow, but the bytes are right and the limit holds."""
     rng, most = np.random.default_rng(1), 0
     (tmp_path / "cache").mkdir()
     processes = [start(ten, tmp_path, rng.integers(0, 10, 25).tolist(), 3) for _ in range(2)]
@@ -324,10 +322,10 @@ def test_a_killed_download_is_taken_over(ten: Dataset, tmp_path: Path, stagings:
         assert right(path_of(stagings[-1], shard), ten, shard)
 
 
-def test_two_processes_waiting_for_each_others_room_do_not_deadlock(
+def test_two_processes_waiting_for_each_others_space_do_not_deadlock(
     ten: Dataset, tmp_path: Path, stagings: list[Staging], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks, two shards each, room for two: as each has one, neither gets its second."""
+    """Two ranks need two shards each, with space for two in all: if each holds one, neither gets its second."""
     monkeypatch.setattr(module, "TRIES", 20)
     monkeypatch.setattr(module, "WAIT_S", 1.0)
     stagings += [stage(ten, tmp_path, room(ten, 2), timeout_s=0.3) for _ in range(2)]

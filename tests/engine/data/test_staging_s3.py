@@ -46,7 +46,7 @@ def bucket(ten: Dataset, stagings: list[Staging], monkeypatch: pytest.MonkeyPatc
 
 
 def test_training_from_a_bucket(bucket: str, ten: Dataset, tmp_path: Path, stagings: list[Staging]) -> None:
-    """Two epochs in block order, with room for a block and two shards: right bytes, each shard fetched once an epoch."""
+    """Two epochs in block order, with space for a block and two shards: right bytes, one download per shard and epoch."""
     dataset, root = through(Dataset.open(bucket))
     order = Order((DatasetRows.of(dataset),), batch_crops=2, block_shards=2)
     staging = Staging({0: dataset}, tmp_path, room(ten, 4), shards_needed(order, 0), ahead=2, together=2)
@@ -64,7 +64,7 @@ def test_remote_shards_are_not_read_crop_by_crop(bucket: str) -> None:
         CropReader([Dataset.open(bucket)])
 
 
-def test_the_zarr_twin_is_read_from_a_bucket_by_ranges(bucket: str, tmp_path: Path) -> None:
+def test_zarr_is_read_from_a_bucket_by_ranges(bucket: str, tmp_path: Path) -> None:
     twin = make_dataset(tmp_path / "twin", shards=3, crops=4, zarr=True)
     fs, away = fsspec.filesystem("s3", skip_instance_cache=True), bucket.replace("/ten", "/twin")
     fs.put(twin.root.url, away, recursive=True)

@@ -45,7 +45,7 @@ MODEL = {
 
 
 def encoder_state(size: dict[str, int], leads: int = 12) -> dict[str, Tensor]:
-    """Random weights by the authors' names."""
+    """Random weights with the authors' names."""
     d, ffn, conv = size["width"], size["ffn"], size["conv"]
     shapes: dict[str, tuple[int, ...]] = {"post_extract_proj.weight": (d, conv), "post_extract_proj.bias": (d,)}
     shapes |= {f"feature_extractor.conv_layers.{i}.0.weight": (conv, conv if i else leads, 2) for i in range(4)}
@@ -67,7 +67,7 @@ def encoder_state(size: dict[str, int], leads: int = 12) -> dict[str, Tensor]:
 
 
 def saved(path: Path, size: dict[str, int], task: dict[str, Any], classes: int = 3, **changes: Any) -> dict[str, Tensor]:
-    """A classifier, or with 0 classes a pre-trained model; `changes`: of its section model. -> its weights."""
+    """Save a classifier, or with 0 classes a pre-trained model, and return its weights. `changes`: to its section model."""
     state = encoder_state(size, changes.get("in_d", 12))
     model = MODEL | {"_name": "ecg_transformer_classifier", "num_labels": classes, "encoder_embed_dim": size["width"]}
     model |= {"encoder_layers": size["layers"], "encoder_ffn_embed_dim": size["ffn"], **changes}
@@ -92,7 +92,7 @@ def saved(path: Path, size: dict[str, int], task: dict[str, Any], classes: int =
 
 
 def authors_forward(state: dict[str, Tensor], heads: int, x_RLT: Tensor) -> Tensor:
-    """Pooled encodings of a model of theirs, c_RD."""
+    """Pooled encodings c_RD of an authors' model."""
 
     def linear(x: Tensor, name: str) -> Tensor:
         return F.linear(x, state[f"{name}.weight"], state[f"{name}.bias"])
@@ -122,7 +122,7 @@ def authors_forward(state: dict[str, Tensor], heads: int, x_RLT: Tensor) -> Tens
 
 
 def signal_uv() -> np.ndarray:
-    """Whole microvolts, 10 s at 500 Hz, of rather different sizes."""
+    """Integer microvolts, 10 s at 500 Hz, with different amplitudes."""
     rng, t = np.random.default_rng(0), np.arange(5000) / 500
     beats = rng.uniform(0.2, 1.5, (12, 1)) * np.cos(np.pi * (1.1 * t + 0.02 * rng.uniform(0, 1, (12, 1)))) ** 40
     return np.rint(1e3 * (beats + 0.05 * rng.normal(size=(12, 5000)) + rng.uniform(-0.2, 0.2, (12, 1))))
@@ -194,7 +194,7 @@ def test_pretrained_at_250_hz(size: dict[str, int], tmp_path: Path, capsys: Any)
 
 @pytest.mark.parametrize("scale", ["zscore", "layernorm"])
 def test_training_sees_what_inference_sees(scale: str) -> None:
-    """A crop without augmentation; a lead that is masked in a half is zero, and changes nothing else."""
+    """A crop without augmentation; a lead that is masked in a half is zero and does not affect others."""
     of = Input(tuple(range(12)), tuple(range(12)), scale, 250.0)
     uv_BLT = torch.from_numpy(signal_uv().astype(np.int16))[None]
     x_BSLT, whole = views(uv_BLT.numpy(), AugmentConfig()), of.halves(uv_BLT, np.array([2]))
@@ -207,7 +207,7 @@ def test_training_sees_what_inference_sees(scale: str) -> None:
     assert shown.any() and torch.equal(of.halves(uv_BLT, np.array([2])), shown)
 
 
-def test_fine_tuning_and_predicting_go_on_in_its_rate_and_scale(dataset: Dataset, tmp_path: Path) -> None:
+def test_fine_tuning_and_prediction_keep_the_models_rate_and_scale(dataset: Dataset, tmp_path: Path) -> None:
     saved(tmp_path / "a.pt", SMALL, {"sample_rate": 250, "data": "ecg_fm"}, classes=1)
     start, run, found = converted(tmp_path, "--classes", "AF"), tmp_path / "run", tmp_path / "found"
     out = tmp_path / "AF.csv"
@@ -225,7 +225,7 @@ def test_fine_tuning_and_predicting_go_on_in_its_rate_and_scale(dataset: Dataset
     assert finetune.main(how) == 0  # resumes, with the same facts
 
 
-def test_which_leads_and_what_kind(tmp_path: Path, capsys: Any) -> None:
+def test_leads_and_kind_are_inferred_or_refused(tmp_path: Path, capsys: Any) -> None:
     saved(tmp_path / "a.pt", SMALL, {"leads_to_load": "[0, 'v2']"}, 26, in_d=2)
     model = engine.load(converted(tmp_path, "--classes", ",".join(reversed(CLASSES))))
     assert model.input.leads == (0, 7) and model.head_info and model.head_info.task == "diagnosis"
@@ -259,7 +259,7 @@ def test_which_leads_and_what_kind(tmp_path: Path, capsys: Any) -> None:
         ({}, 3, ["--fs", "nan"], "fs_hz=nan"),
     ],
 )
-def test_what_cannot_be_converted_is_one_line(
+def test_what_cannot_be_converted_is_a_one_line_error(
     task: dict[str, Any], classes: int, options: list[str], text: str, tmp_path: Path, capsys: Any
 ) -> None:
     saved(tmp_path / "a.pt", SMALL, task, classes)

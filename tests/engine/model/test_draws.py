@@ -1,4 +1,4 @@
-"""Draws are functions of their keys alone, distributed as the authors', in shapes that no draw changes."""
+"""Draws depend only on their keys, have the authors' distributions, and shapes that do not depend on a draw."""
 
 import dataclasses
 import hashlib
@@ -36,8 +36,8 @@ def runs(mask: Tensor) -> list[int]:
         ({"mask_starts": "bernoulli"}, "c24082b8979b33b8", 396.67395),
     ],
 )
-def test_draws_are_the_same_for_ever(how: dict[str, Any], digest: str, noise: float) -> None:
-    """A run that a later version goes on with sees the masks, negatives and noise that it would have seen."""
+def test_draws_never_change(how: dict[str, Any], digest: str, noise: float) -> None:
+    """A run that a later version resumes gets the same masks, negatives and noise."""
     drawn = draw(dataclasses.replace(CONFIG, **how), keys(8), 156, 100)
     whole = (drawn.mask_RN, drawn.slot_RM, drawn.valid_RM, drawn.times_RMM)
     assert hashlib.sha256(b"".join(part.numpy().astype("<i4").tobytes() for part in whole)).hexdigest()[:16] == digest
@@ -46,8 +46,8 @@ def test_draws_are_the_same_for_ever(how: dict[str, Any], digest: str, noise: fl
     assert float(drawn_noise @ torch.arange(len(drawn_noise)).double().cos()) == pytest.approx(noise, rel=1e-5)
 
 
-def test_hashes_are_those_of_the_counter() -> None:
-    """The finaliser in int64 is numpy's in uint64, bit for bit; the streams are others."""
+def test_hashes_equal_those_of_engine_data_counter() -> None:
+    """The finaliser in int64 equals numpy's in uint64 bit for bit; the streams are different."""
     assert max(RandomStream) < min(ModelStream)
     state = np.arange(2**63 - 8, 2**63 + 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     assert np.array_equal(_mix(torch.from_numpy(state.view(np.int64).copy())).numpy().view(np.uint64), mix(state.copy()))
@@ -56,7 +56,7 @@ def test_hashes_are_those_of_the_counter() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler on a CPU")
 def test_compiled_hashes_are_the_same() -> None:
-    """Whole numbers of 64 bits wrap in the compiler's code too."""
+    """64-bit integers wrap in compiled code, too."""
 
     def draws(keys_R: Tensor) -> Tensor:
         return hashed(keys_R[:, None], ModelStream.NEGATIVES, torch.arange(1000))
@@ -87,7 +87,7 @@ def test_a_row_s_draws_do_not_depend_on_its_batch() -> None:
     assert not np.isin(row_keys(4, 0, np.arange(8)), keys(16).numpy()).any()
 
 
-def test_masks_are_spans_as_many_as_the_authors_draw() -> None:
+def test_masks_have_as_many_spans_as_the_authors() -> None:
     mask = draw_mask(CONFIG, keys(4000), 156)
     counts = mask.sum(1)
     assert not mask[:, -1].any()  # the last start is 145
@@ -98,8 +98,8 @@ def test_masks_are_spans_as_many_as_the_authors_draw() -> None:
     assert share[20:130].std() < 0.012  # no token is preferred
 
 
-def test_masks_to_the_letter_of_the_paper() -> None:
-    """Each token is a start with p = 0.065, whatever the others; it and the nine after it are masked."""
+def test_masks_as_described_in_the_paper() -> None:
+    """Each token is independently a start with p = 0.065; it and the nine after it are masked."""
     config = dataclasses.replace(CONFIG, mask_starts="bernoulli")
     starts = draw_mask(dataclasses.replace(config, mask_share=0.065, mask_span=1), keys(4000), 156)
     mask = draw_mask(config, keys(4000), 156)
@@ -131,7 +131,7 @@ def test_slots_hold_the_masked_tokens_in_order() -> None:
         assert (slot[row][~valid[row]] == 0).all()
 
 
-def test_negatives_are_other_valid_slots_each_as_likely() -> None:
+def test_negatives_are_uniform_among_other_valid_slots() -> None:
     valid = torch.arange(12) < torch.tensor([[12], [5], [2]])
     times = draw_negatives(torch.arange(3), valid, 20_000)
     assert (times.diagonal(dim1=1, dim2=2) == 0).all()

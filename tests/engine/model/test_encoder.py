@@ -1,4 +1,4 @@
-"""Encoder and quantiser against the plain way to write them; the settings, and what the model costs."""
+"""Encoder and quantiser against straightforward implementations; the settings, and the model's cost."""
 
 import dataclasses
 import json
@@ -48,7 +48,7 @@ def test_flops_are_those_counted_by_hand() -> None:
 
 
 def test_activations_kept_for_a_step_are_those_that_autograd_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the paper's encoder, eager, with a fused attention; by tensors that have shapes and no numbers."""
+    """For the paper's encoder, eager, with fused attention; computed with fake tensors."""
     fused = torch.ops.aten._scaled_dot_product_flash_attention
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, dropout_p: fused(q, k, v, dropout_p)[0])
     config, saved = ModelConfig(), []
@@ -130,14 +130,14 @@ def test_kernels_do_not_change_the_encoder() -> None:
 
 
 def one_hot_quantizer(q: Quantizer, z: torch.Tensor, tau: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """As the authors: a straight-through one-hot vector times the codebook."""
+    """As in the authors' code: a straight-through one-hot vector times the codebook."""
     logits = q.logits(z).view(*z.shape[:2], q.books, q.codes)
     soft = ((logits + noise) / tau).softmax(-1)
     hard = F.one_hot(soft.argmax(-1), q.codes).float()
     return torch.einsum("rmgv,gvd->rmgd", hard - soft.detach() + soft, q.codebook).flatten(2)
 
 
-def test_looking_codes_up_is_the_one_hot_product() -> None:
+def test_code_lookup_equals_the_one_hot_product() -> None:
     q = Quantizer(SMALL, 32)
     initialise(q, torch.Generator().manual_seed(1))
     z, valid, tau = torch.randn(3, 9, 32), torch.ones(3, 9, dtype=torch.bool), torch.tensor(1.7)

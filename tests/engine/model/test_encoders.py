@@ -1,4 +1,4 @@
-"""Encoders beside the authors': the ResNet, what is asked of one's own, and what a step of them costs."""
+"""Other encoders: the ResNet, the requirements on custom encoders, and the cost of a step."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -92,7 +92,7 @@ def of(own: Path, name: str, **settings: Any) -> ModelConfig:
     return ModelConfig(encoder=f"{own}:{name}", **settings)
 
 
-def test_one_of_ones_own_trains_with_every_objective(own: Path) -> None:
+def test_a_custom_encoder_trains_with_every_objective(own: Path) -> None:
     config = replace(of(own, "Good", options={"scale": 2.0}), codes=8, code_width=8, projection=8)
     first, second = (build_encoder(config, generator=torch.Generator().manual_seed(3)) for _ in range(2))
     assert first.scale == 2.0 and first.conv.weight.equal(second.conv.weight)  # type: ignore[union-attr]
@@ -126,7 +126,7 @@ def test_one_of_ones_own_trains_with_every_objective(own: Path) -> None:
         ("Absent", {}, "has no attribute 'Absent'"),
     ],
 )
-def test_what_an_encoder_gets_wrong_is_said_at_the_start(name: str, settings: Any, words: str, own: Path) -> None:
+def test_errors_of_a_custom_encoder_are_reported_at_the_start(name: str, settings: Any, words: str, own: Path) -> None:
     config = of(own, name, **settings)
     with pytest.raises(ConfigError) as raised:
         examine(build_encoder(config), config, masked=True)
@@ -134,7 +134,7 @@ def test_what_an_encoder_gets_wrong_is_said_at_the_start(name: str, settings: An
     assert name != "Raising" or "(own.py, line " in str(raised.value)
 
 
-def test_settings_that_name_no_encoder() -> None:
+def test_invalid_encoder_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.encoder=.resnt.: use resnet, your own file.py:Class"):
         ModelConfig(encoder="resnt")
     with pytest.raises(ConfigError, match=r"model\.options=.*: set model.encoder"):
@@ -145,7 +145,7 @@ def test_settings_that_name_no_encoder() -> None:
         build_encoder(ModelConfig(encoder="resnet", options={"widths": [12, 24]}))
 
 
-def test_two_files_of_one_name_are_two_modules_and_a_changed_one_is_read_again(tmp_path: Path) -> None:
+def test_files_with_the_same_name_are_separate_modules_and_changes_are_reloaded(tmp_path: Path) -> None:
     code = "from torch import nn\nclass Net(nn.Linear):\n    def __init__(self, leads):\n        super().__init__(leads, 1)\n"
     widths = []
     for folder, width in (("a", 8), ("b", 16), ("a", 24)):
@@ -175,7 +175,7 @@ def test_the_resnet() -> None:
 
 
 class Grouped(nn.Module):
-    """What torch's counter gets wrong: the backward pass of grouped convolutions, fused attention, recurrent layers."""
+    """Operations that torch's counter gets wrong: backward of grouped convolutions, fused attention, recurrent layers."""
 
     width = 16
 

@@ -1,4 +1,4 @@
-"""A model folder that was damaged or changed is refused by every command that reads one."""
+"""Every command refuses a model folder that was damaged or changed."""
 
 import json
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def edited(folder: Path, name: str, **to: Any) -> None:
     (folder / name).write_text(json.dumps(document | to))
 
 
-def test_what_was_changed_is_refused_and_named(saved_model: Saved) -> None:
+def test_changed_files_are_refused_and_named(saved_model: Saved) -> None:
     folder = saved_model()
     model = json.loads((folder / CONFIG).read_text())["model"]
     for name, changes in (
@@ -47,7 +47,7 @@ def test_what_was_changed_is_refused_and_named(saved_model: Saved) -> None:
         (folder / name).write_bytes(whole)
 
 
-def test_no_bit_of_a_folder_flips_unnoticed(saved_model: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_flipped_bit_of_a_folder_is_detected(saved_model: Saved, capsys: pytest.CaptureFixture[str]) -> None:
     folder = saved_model()
     rng = np.random.default_rng(0)
     for name in (CONFIG, PREPROCESSING, WEIGHTS):

@@ -1,4 +1,4 @@
-"""engine.load: a model folder to embeddings, and what is refused. Oracles: the pre-trainer's encoder, the dataset builder."""
+"""engine.load: embeddings from a model folder, and what is refused. References: pre-training's encoder, the dataset builder."""
 
 import json
 from collections.abc import Callable
@@ -33,7 +33,7 @@ torch.set_num_threads(1)
 
 
 def ecg(seconds: float = 10, fs_hz: float = 500, leads: int = 12, seed: int = 0) -> np.ndarray:
-    """Millivolts: beats of a shape and size of each lead's own, some wander, some noise."""
+    """Millivolts: beats with a different shape and amplitude in each lead, baseline wander and noise."""
     rng = np.random.default_rng(seed)
     t = np.arange(round(seconds * fs_hz)) / fs_hz
     gain, phase = rng.normal(0, 0.7, (leads, 1)), rng.uniform(0, 1, (leads, 1))
@@ -46,14 +46,14 @@ def model(saved_model: Saved) -> TrainedModel:
     return engine.load(saved_model().parent)
 
 
-def test_weights_that_may_not_be_read(saved_model: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_weights_are_refused(saved_model: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, denied = saved_model(), mock.Mock(side_effect=PermissionError)  # root, as which tests may run, may read all files
     monkeypatch.setattr("engine.model.folder.file_sha256", denied)
     with pytest.raises(LoadError, match="permission denied"):
         engine.load(folder)
 
 
-def test_weights_are_those_of_the_file(saved_model: Saved) -> None:
+def test_weights_equal_those_in_the_file(saved_model: Saved) -> None:
     folder = saved_model(head=DIAGNOSIS)
     config = config_of(json.loads((folder / "config.json").read_text()))
     state = load_file(folder / "model.safetensors")
@@ -68,7 +68,7 @@ def test_weights_are_those_of_the_file(saved_model: Saved) -> None:
     assert model.classes == ("AF", "NSR", "SB")
 
 
-def test_a_model_of_a_bucket_and_of_half_precision(saved_model: Saved) -> None:
+def test_a_model_from_a_bucket_and_one_in_half_precision(saved_model: Saved) -> None:
     folder = saved_model()
     weights(folder, **{name: w.half() for name, w in load_file(folder / "model.safetensors").items()})
     bucket = fsspec.filesystem("memory")
@@ -92,7 +92,7 @@ def test_an_encoder_that_was_never_masked_and_a_head_without_classes(saved_model
 
 
 def sealed(folder: Path) -> None:
-    """With the sha256 of the files as they are now."""
+    """Write the current sha256 of the files to config.json."""
     seal(folder, json.loads((folder / "config.json").read_text()))
 
 
@@ -149,7 +149,7 @@ HARMS: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", HARMS)
-def test_what_is_no_model_is_one_line(kind: str, saved_model: Saved) -> None:
+def test_an_invalid_model_is_a_one_line_error(kind: str, saved_model: Saved) -> None:
     folder = saved_model(head=DIAGNOSIS)
     harm, text = HARMS[kind]
     harm(folder)
@@ -158,7 +158,7 @@ def test_what_is_no_model_is_one_line(kind: str, saved_model: Saved) -> None:
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
 
 
-def test_documents_that_say_less(saved_model: Saved) -> None:
+def test_incomplete_documents_are_read(saved_model: Saved) -> None:
     folder = saved_model()
     document = json.loads((folder / "config.json").read_text())
     del document["model"]["leads"]
@@ -168,7 +168,7 @@ def test_documents_that_say_less(saved_model: Saved) -> None:
 
 @pytest.mark.parametrize("fs_hz, unit", [(500, "mV"), (257, "uV"), (1000, "mV"), (400, "uV"), (333.5, "mV")])
 def test_an_array_becomes_what_the_dataset_builder_makes_of_it(fs_hz: float, unit: str) -> None:
-    """Values, missing leads, cuts: 26.2 s in three crops, leads in disorder, some samples not measured."""
+    """Values, missing leads, cuts: 26.2 s in three crops, shuffled leads, some missing samples."""
     names = tuple(np.random.default_rng(1).permutation(LEADS)[:9])
     signal = ecg(26.2, fs_hz, len(names))
     signal[2, int(12 * fs_hz)] = np.nan
@@ -185,7 +185,7 @@ def test_an_array_becomes_what_the_dataset_builder_makes_of_it(fs_hz: float, uni
         assert np.array_equal(crop_uv, expected)
 
 
-def test_whole_numbers_and_tensors_are_the_same_ecg() -> None:
+def test_integers_and_tensors_give_the_same_crops() -> None:
     signal_uv = np.rint(ecg() * 1e3).astype(np.int32)
     expected = crops(signal_uv, 500, LEADS, "uV", Input(ALL, ALL)).uv_BLT
     assert np.array_equal(expected[0], signal_uv)
@@ -193,7 +193,7 @@ def test_whole_numbers_and_tensors_are_the_same_ecg() -> None:
         assert np.array_equal(crops(same, 500, LEADS, "uV", Input(ALL, ALL)).uv_BLT, expected)
 
 
-def test_a_crop_and_its_dataset_have_one_embedding(dataset: Dataset, model: TrainedModel) -> None:
+def test_a_crop_has_the_same_embedding_in_memory_and_in_a_dataset(dataset: Dataset, model: TrainedModel) -> None:
     crop = dataset.read(0)
     x_SLT = torch.from_numpy(crop.astype(np.float32) * np.float32(1e-3)).view(12, 2, 2500).transpose(0, 1)
     expected = model(x_SLT).mean(0)
@@ -201,7 +201,7 @@ def test_a_crop_and_its_dataset_have_one_embedding(dataset: Dataset, model: Trai
     assert torch.allclose(model.embed(crop / 1e6, 500, LEADS, "V"), expected, atol=1e-6)
 
 
-def test_names_decide_and_not_the_order(model: TrainedModel) -> None:
+def test_lead_names_decide_and_not_their_order(model: TrainedModel) -> None:
     signal, rng = ecg(), np.random.default_rng(0)
     expected = model.embed(signal, 500, LEADS)
     order = rng.permutation(12)
@@ -216,7 +216,7 @@ def test_names_decide_and_not_the_order(model: TrainedModel) -> None:
     assert not torch.equal(model.embed(few, 500, LEADS), expected)
 
 
-def test_what_was_not_measured_is_so_in_whole_numbers_and_under_a_mask(model: TrainedModel) -> None:
+def test_missing_samples_in_integers_and_masked_arrays(model: TrainedModel) -> None:
     signal_uv = np.rint(ecg() * 1e3).astype(np.int16)
     holed, mask = signal_uv.copy(), np.zeros(signal_uv.shape, bool)
     holed[6, 100:110], mask[6, 100:110] = -32768, True  # as scipy.io.loadmat gives a record of the Challenge
@@ -271,7 +271,7 @@ def test_ten_seconds_in_which_nothing_was_measured_are_left_out(model: TrainedMo
 
 
 def test_scores_of_each_lead(saved_model: Saved) -> None:
-    """For a model that was trained on z-scores, gain and offset of a lead do not matter, and a missing lead is zero."""
+    """For a model trained on z-scores, the gain and offset of a lead do not matter, and a missing lead is zero."""
     model, signal = engine.load(saved_model(preprocessing={"scale": "zscore"})), ecg()[:8]
     expected = model.embed(signal, 500, LEADS[:8])
     gains = np.linspace(0.5, 3, 8)[:, None]
@@ -317,7 +317,7 @@ def test_models_of_fewer_leads(saved_model: Saved) -> None:
         ({"signal": np.stack([ecg(), ecg() * np.nan])}, r"signal\[1\]: no valid lead"),
     ],
 )
-def test_what_is_no_ecg_is_one_line(change: dict[str, Any], text: str, model: TrainedModel) -> None:
+def test_an_invalid_ecg_is_a_one_line_error(change: dict[str, Any], text: str, model: TrainedModel) -> None:
     given = {"signal": ecg(), "fs_hz": 500, "leads": LEADS, "unit": "mV"} | change
     with pytest.raises(ConfigError, match=text) as caught:
         model.embed(**given)

@@ -1,4 +1,4 @@
-"""Every replacement in engine.model.kernels is the plain operation: values and gradients."""
+"""Every replacement in engine.model.kernels gives the values and gradients of the plain operation."""
 
 import re
 import runpy
@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 
 
 def values_and_gradients(function: Any, inputs: list[Tensor], dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """In float64, for a random gradient that every precision holds."""
+    """In float64, for a random gradient that is exact in every precision."""
     leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
     y = function(*leaves)
     return [t.detach().double() for t in (y, *torch.autograd.grad(y, leaves, randn(*y.shape).bfloat16().to(y.dtype)))]
@@ -28,7 +28,7 @@ def randn(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def test_the_setting_chooses() -> None:
+def test_the_setting_selects_the_kernels() -> None:
     x = torch.ones(3)
     assert kernels.pick("dropout", F.dropout, "plain", x) is F.dropout
     assert kernels.pick("dropout", F.dropout, "auto", x) is cpu.dropout
@@ -38,7 +38,7 @@ def test_the_setting_chooses() -> None:
 
 @pytest.mark.parametrize("dtype, far", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 def test_group_norm_and_gelu_a_few_rows_at_a_time(dtype: torch.dtype, far: float) -> None:
-    """A mean of 10, in which the variance must not be lost; 25 rows of 2,500 are two parts."""
+    """With a mean of 10, in which the variance must not be lost; 25 rows of 2,500 are processed in two parts."""
     inputs = [(10 + randn(25, 2500, 32).cumsum(1) / 50).to(dtype), randn(32).to(dtype), randn(32, 1)[:, 0].to(dtype)]
     assert len(list(cpu.in_cache(inputs[0]))) > 1
     expected = values_and_gradients(
@@ -52,7 +52,7 @@ def test_group_norm_and_gelu_a_few_rows_at_a_time(dtype: torch.dtype, far: float
 
 @pytest.mark.parametrize("tokens, kernel", [(156, 128), (7, 16), (1, 5), (31, 1), (40, 7)])
 def test_convolutions(tokens: int, kernel: int) -> None:
-    """At the paper's length, and where the kernel is longer than the input. The plain one is checked in test_encoder.py."""
+    """At the paper's length, and with a kernel longer than the input. test_encoder.py tests the plain convolution."""
     inputs = [randn(2, tokens, 24), randn(24, 6, kernel), randn(24)]
     functions = [partial(function, groups=4) for function in (plain.convolve, cpu.convolve, cuda.convolve)]
     expected, *others = (values_and_gradients(function, inputs) for function in functions)
@@ -63,7 +63,7 @@ def test_convolutions(tokens: int, kernel: int) -> None:
 
 @pytest.mark.parametrize("function", [cpu.convolve, cuda.convolve])
 def test_convolutions_in_bf16(function: Any) -> None:
-    """Nearly as exact as torch's own, 1.7e-3, and in autocast as in bf16."""
+    """Almost as accurate as torch's, 1.7e-3; the same in autocast as in bf16."""
     inputs = [x.bfloat16() for x in (randn(8, 156, 64), randn(64, 4, 128), randn(64))]
     expected = values_and_gradients(partial(plain.convolve, groups=16), inputs)
     got = values_and_gradients(partial(function, groups=16), inputs, torch.bfloat16)
@@ -75,7 +75,7 @@ def test_convolutions_in_bf16(function: Any) -> None:
 
 
 def test_gradients_of_blocks_are_gathered() -> None:
-    """No number is added to from several places: a GPU would do that in any order."""
+    """No scattered additions, which a GPU would do in any order."""
     with torch.profiler.profile() as profile:
         values_and_gradients(partial(cuda.convolve, groups=4), [randn(2, 40, 24), randn(24, 6, 7), randn(24)])
     names = {event.key for event in profile.key_averages()}
@@ -98,7 +98,7 @@ def test_linear(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_compiled_gelu_is_the_exact_one(dtype: torch.dtype) -> None:
-    """To the last bit of bf16, and float32 is left alone."""
+    """Exact in bf16; float32 is not replaced."""
     x = torch.linspace(-9, 9, 100_001, dtype=dtype)
     grad, results = torch.cos(x), []
     for function, leaf in ((F.gelu, x.double()), (torch.compile(cuda.gelu, backend="aot_eager", fullgraph=True), x.clone())):
@@ -109,7 +109,7 @@ def test_a_compiled_gelu_is_the_exact_one(dtype: torch.dtype) -> None:
 
 
 def test_attention() -> None:
-    """A head of 9 numbers, which no fused kernel takes; the replacements without dropout are torch's."""
+    """Heads of width 9, which no fused kernel supports; the replacements without dropout are torch's."""
     qkv, heads = randn(2, 20, 3 * 36), 4
     q, k, v = qkv.double().view(2, 20, 3, heads, 9).permute(2, 0, 3, 1, 4)
     expected = ((q @ k.transpose(-1, -2) / 3).softmax(-1) @ v).transpose(1, 2).flatten(2)
@@ -145,7 +145,7 @@ def test_dropout(shape: tuple[int, ...], p: float, how: str) -> None:
 
 
 def test_hashed_dropout_has_no_pattern() -> None:
-    """Neighbours, columns and rows, and masks of seeds that differ by one bit: as independent as random numbers."""
+    """Neighbours, columns, rows, and masks of seeds that differ in one bit are as independent as random numbers."""
     count, p, z = 768 * 1000, 0.1, []
     seeds = [(0, 0), (0, 1), (1, 0), (0, -(2**31)), (2**30, 7), (-1, 2**20)]
     kept = (cuda.keep_mask(torch.empty(count), p, torch.tensor(pair, dtype=torch.int32)) for pair in seeds)

@@ -1,4 +1,4 @@
-"""A model as ONNX gives PyTorch's numbers at sizes that the exporter has not seen, or there is no file."""
+"""An ONNX model reproduces PyTorch at sizes that the exporter has not seen; otherwise no file is written."""
 
 import json
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def test_onnx_gives_the_same_numbers(saved_model: Saved, tmp_path: Path, capsys:
     assert convert.main(["to-onnx", str(folder), str(out)]) == 2  # nothing is overwritten
 
 
-def test_other_numbers_leave_no_file(saved_model: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_wrong_numbers_leave_no_file(saved_model: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     folder = saved_model()
     monkeypatch.setattr(onnx_export, "NEEDED", ())
     monkeypatch.setattr(onnx_export, "export", lambda model, path: path.write_text("weights"))

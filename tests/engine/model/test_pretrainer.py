@@ -1,4 +1,4 @@
-"""The composed step: golden numbers, learning, every method, other encoders, low precision, one graph."""
+"""A whole step: golden numbers, learning, every method, other encoders, low precision, one graph."""
 
 import copy
 import dataclasses
@@ -49,7 +49,7 @@ def step(model: Pretrainer, crops: int = 4) -> dict[str, Tensor]:
 
 
 def test_golden_losses_and_gradient() -> None:
-    """Numbers that this code gave when it agreed with the authors' (tests/engine/test_parity.py): a change of meaning shows."""
+    """Numbers from when this code agreed with the authors' (tests/engine/test_parity.py); they reveal changed results."""
     model = by_numpy(seeded())
     out = step(model)
     out["loss"].backward()
@@ -59,7 +59,7 @@ def test_golden_losses_and_gradient() -> None:
 
 
 def test_the_golden_curve() -> None:
-    """No faster way may change what is computed in silence: draws, dropout's zeros, losses, gradients."""
+    """Optimisations must not silently change results: draws, dropout masks, losses, gradients."""
     dropped = dict.fromkeys(STILL, 0.1)
     model = by_numpy(seeded(dataclasses.replace(SMALL, **dropped)))
     sgd, values = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9), []
@@ -83,7 +83,7 @@ def test_only_the_loss_has_a_gradient_and_it_is_the_weighted_sum() -> None:
 
 
 def test_spare_slots_change_nothing() -> None:
-    """M slots with a validity weight give what exactly as many slots as are masked give."""
+    """M slots, some invalid, give the same as exactly one slot per masked token."""
     model = seeded()
     config = dataclasses.replace(SMALL, mask_trim=True)
     padded = draw(config, keys(4).flatten(), 50, 100)
@@ -103,7 +103,7 @@ def test_spare_slots_change_nothing() -> None:
 
 
 class ConvEncoder(nn.Module):
-    """Another encoder: patches, then a depthwise convolution over time with gated mixing of channels."""
+    """A different encoder: patches, then a depthwise convolution over time with gated mixing of channels."""
 
     width = feature_width = 32
 
@@ -123,7 +123,7 @@ class ConvEncoder(nn.Module):
 
 
 class Tokens(nn.Module):
-    """The least that an encoder can be."""
+    """A minimal encoder."""
 
     width = 24
 
@@ -207,7 +207,7 @@ def test_initial_weights_follow_the_generator_alone() -> None:
 
 @pytest.mark.parametrize("how", ["layers", "step"])
 def test_nothing_in_a_step_breaks_the_graph(how: str) -> None:
-    """One graph, or one of each part, whatever the draws: traced, not compiled, which would take minutes here."""
+    """One graph, or one for each part, for any draws: only traced, as compiling would take minutes."""
     model = seeded(dataclasses.replace(SMALL, layers=1))
     compiled = copy.deepcopy(model)
     compile_model(compiled, how, backend="aot_eager", fullgraph=True, dynamic=False)

@@ -1,4 +1,4 @@
-"""The attention for few tokens: by Triton's interpreter where there is no GPU, and compiled for one that is not here.
+"""The attention for few tokens: in Triton's interpreter if there is no GPU, and compiled for a GPU that need not exist.
 
 Triton chooses the interpreter when it is imported: a process of its own runs this file.
 """
@@ -28,7 +28,7 @@ LOW = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter m
 
 @cache
 def kept(rows: int, tokens: int, heads: int, d: int, p: float, seed: int) -> Tensor:
-    """[R, H, N, N], by what it lets through: scores are equal and values one-hot, so a number of y is a share."""
+    """[R, H, N, N], the dropout mask: with equal scores and one-hot values, the output y contains the shares."""
     parts = []
     for first in range(0, tokens, d):
         columns = range(first, min(first + d, tokens))
@@ -47,8 +47,8 @@ CASES = [  # rows, tokens, heads, width of a head, dropout
 
 
 def is_attention(rows: int, tokens: int, heads: int, d: int, p: float, dtype: torch.dtype, far: float = 0.0) -> None:
-    """With the zeros that it drew, forward and backward, against float64. `far`: all scores lie so far below zero that the
-    zeros beyond the last token would be the highest of all."""
+    """Forward and backward with the drawn dropout mask, against float64. `far`: all scores are so far below zero that the zeros
+    beyond the last token would be the highest."""
     generator = torch.Generator().manual_seed(1)
     qkv = torch.randn(rows, tokens, 3, heads * d, generator=generator)
     if far:
@@ -71,7 +71,7 @@ def is_attention(rows: int, tokens: int, heads: int, d: int, p: float, dtype: to
 
 
 def takes_large_scores_and_any_strides() -> None:
-    """A softmax of one score of a thousand is one, a gradient may come as a view, and without dropout nothing is drawn."""
+    """The softmax of a score of a thousand is one, gradients can be views, and without dropout nothing is drawn."""
     qkv = torch.zeros(1, 20, 3, 1, 16, dtype=LOW, device=DEVICE)
     qkv[:, :, :2, :, 0] = 60.0
     qkv[:, 3, 1, :, 0] = 100.0
@@ -87,7 +87,7 @@ def takes_large_scores_and_any_strides() -> None:
 
 
 def drops_at_random() -> None:
-    """As many as asked for, and no two places agree more often than chance: rows, heads, queries, keys, seeds."""
+    """As many as requested, and independent between rows, heads, queries, keys and seeds."""
     one, other = (kept(4, 64, 4, 64, 0.1, seed).float() for seed in (0, 1))
     share = 1 - 26 / 256
     assert abs(float(one.mean()) - share) < 5 * (share * (1 - share) / one.numel()) ** 0.5
@@ -104,14 +104,14 @@ def drops_at_random() -> None:
 
 
 @pytest.mark.parametrize("interpreted", [True, pytest.param(False, marks=pytest.mark.gpu)])
-def test_it_is_attention(interpreted: bool) -> None:
+def test_short_attention_equals_attention(interpreted: bool) -> None:
     environment = os.environ | ({"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if interpreted else {})
     ended = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 
 def test_compiled_for_an_h200_two_programs_fit_a_processor(tmp_path: Path) -> None:
-    """With the paper's shapes: registers, shared memory, next to nothing spilled, and the tensor cores of whole warp groups."""
+    """With the paper's shapes: registers, shared memory, almost no spilling, and tensor cores of whole warp groups."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -138,7 +138,7 @@ def test_compiled_for_an_h200_two_programs_fit_a_processor(tmp_path: Path) -> No
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", ["eager", "layers"])
 def test_an_encoder_with_it(how: str) -> None:
-    """In bf16 as near to float32 as with torch's kernel."""
+    """In bf16, as close to float32 as with torch's kernel."""
     from engine.model.encoder import Encoder
     from engine.model.init_weights import initialise
     from engine.training.train import compile_model

@@ -32,7 +32,7 @@ def seeded(config: ModelConfig = SMALL, objective: ObjectiveConfig | None = None
 
 @torch.no_grad()
 def by_numpy(model: Pretrainer) -> Pretrainer:
-    """Weights from a stream that no release of a library changes."""
+    """Draw the weights from a random stream that library releases do not change."""
     for name, p in model.named_parameters():
         drawn = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(tuple(p.shape)).astype(np.float32)
         scale = 0.1 if p.ndim == 1 else np.prod(p.shape[1:]) ** -0.5
@@ -47,7 +47,7 @@ def keys(crops: int, epoch: int = 0) -> torch.Tensor:
 
 
 def waves(crops: int, samples: int = 800) -> torch.Tensor:
-    """x_BSLT: each crop has its own rhythm and shape, both halves of it the same."""
+    """x_BSLT: each crop has its own rhythm and shape, the same in both halves."""
     rng = np.random.RandomState(0)
     t = np.arange(2 * samples) / 500
     hz, phase, gain = rng.uniform(2, 8, (crops, 1, 1)), rng.uniform(0, 6, (crops, 12, 1)), rng.normal(0, 1, (crops, 12, 1))

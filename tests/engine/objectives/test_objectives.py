@@ -1,4 +1,4 @@
-"""Each objective against the way its source writes it: values and gradients."""
+"""Values and gradients of each objective equal the formula of its source."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def case(rows: int, slots: int, codes: int, counts: list[int]) -> tuple[Tensor, 
 
 @pytest.mark.parametrize("codes", [1, 3, 40, 10_000])
 @pytest.mark.parametrize("counts", [[13, 13, 13], [13, 7, 2]], ids=["equal", "ragged"])
-def test_the_gram_matrix_gives_the_gathered_loss(codes: int, counts: list[int]) -> None:
+def test_the_gram_matrix_gives_the_loss_of_gathered_negatives(codes: int, counts: list[int]) -> None:
     x, y, other, valid, code = case(3, 13, codes, counts)
     x, y = x.requires_grad_(), y.requires_grad_()
     loss, accuracy = local_loss(x, y, count_negatives(other, 13), valid, code)
@@ -53,7 +53,7 @@ def test_without_codes_no_negative_is_excluded() -> None:
     assert local_loss(x, y, times, valid)[0] > local_loss(x, y, times, valid, code)[0]
 
 
-def test_equally_many_tokens_make_it_the_authors_mean_over_tokens() -> None:
+def test_with_equal_token_counts_the_loss_is_the_authors_mean_over_tokens() -> None:
     loss = torch.rand(4, 7)
     torch.testing.assert_close(mean_over_rows(loss, torch.ones(4, 7, dtype=torch.bool)), loss.mean())
     assert mean_over_rows(loss, torch.zeros(4, 7, dtype=torch.bool)) == 0

@@ -1,4 +1,4 @@
-"""Two processes with half of the batch each have the loss and the gradients of one with all of it."""
+"""Two processes with half of the batch each give the loss and gradients of one process with the whole batch."""
 
 from datetime import timedelta
 
@@ -60,7 +60,7 @@ def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_two_ranks_are_one(name: str, of_two: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]) -> None:
+def test_two_ranks_equal_one_process(name: str, of_two: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]) -> None:
     losses, grads = losses_and_gradients(name, slice(None))
     two_losses, two_grads = of_two[name]
     for key in losses.keys() - {"masked"}:
