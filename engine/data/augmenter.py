@@ -32,7 +32,7 @@ from engine.data.order import Places
 
 FS_HZ, CROP, HALF = 500.0, 5000, 2500
 MV_PER_UV = 1e-3
-CHUNK, WAVES_CHUNK = 16, 64  # crops at a time on a CPU: 4 MB and 1 MB of float32; the best of 4 to 32 and of 4 to 64
+CHUNK, WAVES_CHUNK = 16, 64  # crops at a time on a CPU: 4 MB and 1 MB of float32; chosen among 4 to 32 and 4 to 64
 Views = Literal["halves", "window"]
 Tensors = dict[str, torch.Tensor]
 MeasuredLeads = Callable[[Places], np.ndarray]  # bool [B, 12]

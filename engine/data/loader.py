@@ -386,7 +386,7 @@ def resumed_step(state: State, recipe: dict[str, Any], batch_crops: int) -> int:
     if path:
         raise ConfigError(f"cannot resume: {'.'.join(path)} changed from {str(before)[:200]} to {now}: set it back")
     if type(seen) is not int or not 0 <= seen < 2**63 or seen % batch_crops:
-        raise ConfigError(f"cannot resume: crops_seen={str(seen)[:40]} is not a multiple of {batch_crops}: start a new run")
+        raise ConfigError(f"cannot resume: crops_seen={str(seen)[:40]} is not a whole number of batches: start a new run")
     if blob is not None and not (isinstance(blob, str) and blob):
         raise ConfigError(f"cannot resume: dali={str(blob)[:40]!r} is not a state of DALI's generator: start a new run")
     return seen // batch_crops
