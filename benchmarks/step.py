@@ -110,7 +110,7 @@ def describe(run: StepRun) -> dict[str, Any]:
 def prepare(work: Path, options: argparse.Namespace) -> Benchmark:
     base = base_run(options)
     if base.config.encoder:
-        raise ConfigError(f"--model {base.model}: the authors have no step with this encoder: use the benchmark e2e")
+        raise SystemExit(f"benchmarks.step: --model {base.model}: the authors have no step with this encoder: use e2e")
     chosen = runs(base, [options.batch] if options.batch else BATCHES[base.device])
     say("checking that both sides give the same loss")
     difference, limit = call_fresh(disagreement, base), TOLERANCE[base.device]

@@ -173,7 +173,7 @@ def test_ratios_compare_equal_batches_and_the_best_way_counts() -> None:
     table, fastest, note = tables.step(part_of(rates))
     assert fastest == "Fastest in bf16: omnilead: bf16, step compiled, 8 crops."
     assert "| omnilead: bf16, step compiled, 4 crops | 3.2 | 3.2 | 3.2 to 3.2 | 32 % | 3.20x | 1.0 GB |" in table
-    assert "| omnilead: bf16, step compiled, 8 crops | 9 | 9 | 9 to 9 | 90 % | 3.00x |" in table and "as shipped" in note
+    assert "| omnilead: bf16, step compiled, 8 crops | 9 | 9 | 9 to 9 | 90 % | 3.00x |" in table and "as released" in note
     judged = [(case, value) for case, value, _ in report.judged(part_of(rates))]  # the fewest crops are compared
     assert judged == [("omnilead: bf16, step compiled, 4 crops", 3.2), ("omnilead: fp32, 4 crops", 1.05)]
     for device, measured in (("NVIDIA H200", True), ("NVIDIA A100", False)):

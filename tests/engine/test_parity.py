@@ -137,7 +137,10 @@ HARMS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "settings": (lambda d: (d / "small_cfg.json").write_text("[" * 100_000), "RecursionError"),
     "no weights": (lambda d: (d / "small_state_dict.safetensors").unlink(), "NAME_state_dict"),
     "inputs only": (lambda d: keep(d, INPUTS), "has only inputs"),
-    "ragged mask": (lambda d: change(d, mask_indices=lambda x: x & (np.arange(len(x)) > 0)[:, None]), "equally many"),
+    "ragged mask": (
+        lambda d: change(d, mask_indices=lambda x: x & (np.arange(len(x)) > 0)[:, None]),
+        "the same number of tokens",
+    ),
     "segments": (lambda d: change(d, segment=lambda x: x[::-1]), "segment is not"),
     "other shape": (lambda d: change(d, source=lambda x: x[:, :5]), "RuntimeError"),
     "betas": (lambda d: edit(d, optimizer={"adam_betas": "(0.9,)"}), "not enough values"),

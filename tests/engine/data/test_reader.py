@@ -271,7 +271,7 @@ def test_skip_wraps_around_and_ends(small: Dataset) -> None:
     assert report.row.tolist() == [0] and np.array_equal(out[0], small.read(0))
     for path in damaged.parent.iterdir():
         path.unlink()
-    with pytest.raises(DatasetError, match="none of its 20 crops"):
+    with pytest.raises(DatasetError, match="none of its 20 selected crops"):
         read(CropReader([small], on_corrupt="skip"), [18])
 
 

@@ -249,7 +249,7 @@ def test_leads_and_kind_are_inferred_or_refused(tmp_path: Path, capsys: Any) -> 
         ({"normalize": True, "mean_path": "m.txt"}, 3, [], "task.mean_path=m.txt .* its means are in another file"),
         ({"sample_rate": 25}, 3, [], "fs_hz=25: must be 50 to 2000"),
         ({"sample_rate": "fast"}, 3, [], "fs_hz='fast': must be"),
-        ({"leads_to_load": "[0, 12]"}, 3, [], "task.leads_to_load=.* must be .names or numbers"),
+        ({"leads_to_load": "[0, 12]"}, 3, [], "task.leads_to_load=.* must be a list of lead names or numbers"),
         ({"leads_to_load": "__import__('os')"}, 3, [], "task.leads_to_load="),
         ({}, 3, ["--classes", "A,B"], "2 names: must be 3, in the order of the outputs"),
         ({}, 3, ["--classes", "A,B,A"], "2 names: must be 3"),

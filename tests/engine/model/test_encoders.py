@@ -111,12 +111,12 @@ def test_a_custom_encoder_trains_with_every_objective(own: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "words"),
     [
-        ("Wide", {}, "forward gives [4, 100, 8] for [4, 12, 2500], not [4, tokens, 9]"),
-        ("Flat", {}, "forward gives [4, 8]"),
+        ("Wide", {}, "forward returns [4, 100, 8] for [4, 12, 2500], not [4, tokens, 9]"),
+        ("Flat", {}, "forward returns [4, 8]"),
         ("NotANumber", {}, "forward returns NaN or infinity for noise and zeros"),
         ("Mixing", {}, "rows must be independent"),
         ("Seeing", {}, "context sees the masked tokens"),
-        ("Single", {}, "features gives [100, 4]"),
+        ("Single", {}, "features returns [100, 4]"),
         ("Raising", {}, "own.py:Raising: RuntimeError: "),
         ("Twelve", {"leads": 2}, "can it take 2 leads? augment.padded=true gives it 12, others zero"),
         ("Good", {"options": {"depth": 3}}, "unexpected keyword argument 'depth'"),

@@ -121,7 +121,7 @@ def test_fine_tuning_from_it(base: Path, own: Path, dataset: Dataset, tmp_path: 
     fewer = finetune(tmp_path, url, start, "diagnosis", code=True, augment__leads="2", augment__padded=False)
     assert "own.py:Net cannot take fewer leads: use augment.padded=true" in fewer.one_line()
     odd = finetune(tmp_path, url, start, "diagnosis", code=True, task__head=f"{own}:Odd")
-    assert "Odd, 8 wide, 26 outputs: gives [4, 27]" in odd.one_line()
+    assert "Odd, 8 wide, 26 outputs: returns [4, 27]" in odd.one_line()
     top = f"{own}:Top"
     ended = finetune(tmp_path, url, start, "diagnosis", world=2, code=True, task__head=top, train__precision="bf16")
     assert ended.ok, ended.output
