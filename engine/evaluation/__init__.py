@@ -1,1 +1,1 @@
-"""How good a run is, and what it looked like."""
+"""Scores of models, and reports of runs."""

@@ -1,16 +1,16 @@
-"""What pre-training is worth: frozen embeddings of several models, scored by linear probes and by identification.
+"""Compares frozen embeddings of several models by linear probes and by patient identification.
 
     found = bench(["A=RUN", "hf://org/name"], "DATASET", "OUT", ["sex", "identification"], leads=["12", "1"], share=[0.1, 1])
     found["rows"][0]            # model, task, leads, share, noise, metrics, intervals, n, patients, draws, per_class, left_out
     found["differences"][0]     # model, against, task, leads, share, noise, metric, difference, interval
 
-Beside the models: random weights of their architectures, and the mean beat, which needs no training. A probe is fitted on a
-share of the patients of train, chosen on all of valid and scored on test, a row for each record. 1 % of the patients are among
-10 %; small shares are drawn several times, and the mean over the draws is given. Intervals (95 %) and differences come from one
-set of resamples of the test patients, and of the draws, for all models. Noise is added to test records and to the probes of
-identification only. Identification compares the first 5 s, by cosine and after whitening by the covariance within records.
+Baselines are random weights of the same architectures, and the mean beat, which needs no training. A probe is fitted on a
+share of the training patients, chosen on all of valid and scored on test, with one row per record. A smaller share is a subset
+of a larger one; small shares are drawn several times and averaged over the draws. Intervals (95 %) and differences use the same
+bootstrap resamples of test patients, and of draws, for all models. Only test records and probes of identification get noise.
+Identification compares the first 5 s, by cosine and after whitening by the covariance within records.
 
-Axes as in engine.evaluation.probe; B weightings of the test records, of which the first leaves them as they are.
+Axes as in engine.evaluation.probe; B: weightings of the test records, of which the first counts each record once.
 """
 
 import warnings
@@ -39,8 +39,8 @@ from engine.tasks.labels import TaskLabels, read_task
 IDENTIFICATION = "identification"
 TABLES = (".parquet", ".csv")
 RESAMPLES = 1000
-DRAWS = 5  # of shares up to 0.1; of larger ones so many that together they have half of the labels
-WITHIN = 4096  # crops for pre-training that the covariance within records is taken from
+DRAWS = 5  # for shares up to 0.1; for larger ones as many as half of the labels allow
+WITHIN = 4096  # pre-training crops that the covariance within records is estimated from
 LIMITS = {"share": (1e-4, 1.0), "noise": (0.0, 20.0)}
 DEFAULTS = {"test_data": "", "labels": "", "test_labels": "", "seed": 0, "code": False, "anonymous": False}
 DEFAULTS |= {"device": "auto", "precision": "auto", "batch": None}
@@ -50,15 +50,15 @@ Found = dict[tuple[Any, ...], Scored]  # by model, task, leads, share and noise
 
 
 class ProbedRecords(NamedTuple):
-    """Of one split."""
+    """The records of one split."""
 
-    rows: Array  # crops, those of a record side by side
-    begins: Array  # of each record, in `rows`
+    rows: Array  # crops, grouped by record
+    begins: Array  # where each record begins in `rows`
     y_NK: Array
     patient_N: Array
 
     def means(self, vectors: Vectors) -> Array:
-        """Over all halves of a record."""
+        """Mean embedding of each record, over all its halves."""
         _, halves_B, c_BSD = vectors.of(self.rows)
         return np.asarray(np.add.reduceat(c_BSD.sum(1), self.begins) / np.add.reduceat(halves_B, self.begins)[:, None])
 
@@ -66,9 +66,9 @@ class ProbedRecords(NamedTuple):
 class ProbedTask(NamedTuple):
     labels: TaskLabels
     parts: tuple[ProbedRecords, ProbedRecords, ProbedRecords]  # train, valid, test
-    draws: dict[float, list[Array]]  # of each share: records of train
-    used: dict[float, Array]  # of each share: the outputs [K] whose labels differ in test and in each draw
-    weight_NB: Array  # of the records of test
+    draws: dict[float, list[Array]]  # by share: the drawn training records
+    used: dict[float, Array]  # by share, bool [K]: outputs whose labels vary in test and in each draw
+    weight_NB: Array  # of the test records
 
 
 class Identities(NamedTuple):
@@ -83,8 +83,8 @@ def bench(
     models: Sequence[str], data: str, out: str | Path, tasks: Sequence[str], leads: Sequence[str] = ("12",),
     share: Sequence[float] = (1.0,), noise: Sequence[float] = (0.0,), **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """-> what OUT/bench.json holds. `models`: folders, or NAME=FOLDER. `tasks`: names of configs/tasks, label tables, and
-    identification. `options`: DEFAULTS, as in the command."""
+    """Returns the content of OUT/bench.json. `models`: folders, or NAME=FOLDER. `tasks`: names of configs/tasks, label
+    tables, and identification. `options`: DEFAULTS, as in the command."""
     noise, leads = sorted(set(noise)), list(dict.fromkeys(leads))
     how = Namespace(**{**DEFAULTS, **options, "leads": leads})
     for name, values in (("share", share), ("noise", noise)):
@@ -95,14 +95,14 @@ def bench(
     planned = [task_to_probe(word, fitted, tested, sorted(set(share)), how) for word in tasks if word != IDENTIFICATION]
     probed = {task.labels.task.name: task for task in planned}
     if len(probed) < len(planned):
-        raise ConfigError(f"--tasks {' '.join(tasks)}: two have one name: leave one out, or rename its table")
+        raise ConfigError(f"--tasks {' '.join(tasks)}: two tasks have the same name: leave one out, or rename its table")
     persons = identities(fitted, tested, leads) if IDENTIFICATION in tasks else None
     test_rows = np.unique(np.concatenate([*(task.parts[2].rows for task in planned), *([persons.probe] if persons else [])]))
     needed = {fitted: [part.rows for task in planned for part in task.parts[:2]] + ([persons.within] if persons else [])}
     needed.setdefault(tested, []).extend([test_rows, *([persons.gallery] if persons else [])])
     embedders = embedders_of(models, how)
     notes = [f"{name}: {remark}" for name, task in probed.items() for remark in task.labels.remarks]
-    notes += remarks(embedders, leads, tuple(needed))  # what can be refused is refused before the work
+    notes += remarks(embedders, leads, tuple(needed))  # refuses bad input before the work starts
     found: Found = {}
     for one in embedders:
         for lead in leads:
@@ -124,12 +124,12 @@ def bench(
 
 
 def remarks(embedders: Sequence[Embedder], leads: Sequence[str], datasets: Sequence[Dataset]) -> list[str]:
-    """Of leakage, other preprocessing and leads that were not recorded; ConfigError if a model cannot be shown the data."""
+    """Warnings of data leakage, different preprocessing and missing leads; ConfigError if data do not suit a model."""
     notes: dict[str, None] = {}
     for one, lead, dataset in product(embedders, leads, datasets):
         if one.model and one.name != one.random:
-            said = shown_input(one.model, dataset, EvalOptions(leads=lead))[1]
-            notes |= dict.fromkeys(f"{one.name}: {note}" for note in said)
+            warnings = shown_input(one.model, dataset, EvalOptions(leads=lead))[1]
+            notes |= dict.fromkeys(f"{one.name}: {note}" for note in warnings)
     for dataset in datasets:
         if lost := int((~measured(dataset, leads)).sum()):
             notes[f"{dataset.root.url}: {lost:,} crops are left out: none of the shown leads was recorded in them."] = None
@@ -137,12 +137,12 @@ def remarks(embedders: Sequence[Embedder], leads: Sequence[str], datasets: Seque
 
 
 def measured(dataset: Dataset, leads: Sequence[str]) -> Array:
-    """bool [crops]: each set of leads has one that was recorded, so that all rows are of the same ECGs."""
+    """bool [crops]: every set of leads has a recorded lead, so that all rows are of the same ECGs."""
     return np.asarray(~np.any([none_measured(dataset, parse_leads(lead)) for lead in leads], axis=0))
 
 
 def task_to_probe(word: str, fitted: Dataset, tested: Dataset, shares: Sequence[float], how: Namespace) -> ProbedTask:
-    """`tested`: another dataset has the outputs of the same names, and its own test split."""
+    """`tested`: if it is another dataset, it has outputs of the same names, and its own test split."""
     table = word.endswith(TABLES)
     try:
         labels = labels_to_probe(fitted, "" if table else word, word if table else table_of(how.labels, word))
@@ -168,7 +168,7 @@ def task_to_probe(word: str, fitted: Dataset, tested: Dataset, shares: Sequence[
 
 
 def table_of(folder: str, word: str) -> str:
-    """The table of a task in a folder of `omnilead labels`; "" if there is none."""
+    """The label table of a task in a folder written by `omnilead labels`; "" if there is none."""
     paths = [Path(folder, Path(word).stem + suffix) for suffix in TABLES]
     return next((str(path) for path in paths if folder and path.is_file()), "")
 
@@ -186,7 +186,7 @@ def records_of(dataset: Dataset, labels: TaskLabels, split: str, leads: Sequence
 
 
 def drawn(patient_N: Array, share: float) -> Iterator[Array]:
-    """Rows of a share of the patients; those of a smaller share are among those of a larger one."""
+    """For each draw, the rows of a share of the patients. A smaller share is a subset of a larger one."""
     patients = np.unique(patient_N)
     for draw in range(max(1, min(DRAWS, int(0.5 / share)))):
         order = np.argsort(counter.uniform(0, counter.RandomStream.LABELS, draw, patients))
@@ -194,19 +194,19 @@ def drawn(patient_N: Array, share: float) -> Iterator[Array]:
 
 
 def weighted(draws: Sequence[Any]) -> Iterator[tuple[Any, Array]]:
-    """Each with its weights [B] in the mean over the draws and over resamples of them."""
+    """Each draw with its weights [B]: in the mean over the draws, and in resamples of the draws."""
     weight_RB = resampled(np.arange(len(draws))) / len(draws) if len(draws) > 1 else np.ones((1, RESAMPLES + 1))
     return zip(draws, weight_RB, strict=True)
 
 
 def unlike(y_NK: Array) -> Array:
-    """bool [K]: not all known labels are the same."""
+    """bool [K]: the known labels are not all the same."""
     low_K, high_K = np.where(np.isnan(y_NK), np.inf, y_NK).min(0), np.where(np.isnan(y_NK), -np.inf, y_NK).max(0)
     return np.asarray(low_K < high_K)
 
 
 def resampled(group_N: Array) -> Array:
-    """[N, B]: how often each row counts: first once, then groups are drawn with all their rows. One group: NaN."""
+    """[N, B]: how often each row counts: once in the first column, then as in bootstraps of the groups (NaN for one)."""
     groups, group_N = np.unique(group_N, return_inverse=True)
     n, rng = len(groups), np.random.default_rng(0)
     drawn_BG = [np.bincount(rng.integers(n, size=n), minlength=n) if n > 1 else [np.nan] for _ in range(RESAMPLES)]
@@ -225,7 +225,7 @@ def identities(fitted: Dataset, tested: Dataset, leads: Sequence[str]) -> Identi
 
 
 def probe_scores(task: ProbedTask, fit: Vectors, tests: Mapping[float, Vectors]) -> Iterator[tuple[Any, Scored]]:
-    """For each share and level of noise."""
+    """Scores for each share and level of noise."""
     (train, valid, test), kind, names = task.parts, task.labels.task.kind, np.array(task.labels.classes)
     x_ND, valid_ND = train.means(fit), valid.means(fit)
     tests_ND = np.concatenate([test.means(vectors) for vectors in tests.values()])
@@ -248,7 +248,7 @@ def probe_scores(task: ProbedTask, fit: Vectors, tests: Mapping[float, Vectors])
 
 
 def by_class(kind: str, y_NK: Array, scores_NK: Array, weight_NB: Array) -> Samples:
-    """Metrics [K, B]; of values the means over K, [1, B]."""
+    """Metrics [K, B]; for regression their means over K, [1, B]."""
     if kind == "regression":
         statistic = statistic_of(kind, y_NK, scores_NK)
         return dict(zip(statistic.names, np.stack([statistic(w_N) for w_N in weight_NB.T], 1)[:, None], strict=True))
@@ -263,7 +263,7 @@ def over_classes(of: Samples) -> Samples:
 
 
 def identified(of: Identities, fit: Vectors, known: Vectors, test: Vectors, width: int | None) -> Scored:
-    """Accuracy by cosine of the first `width` numbers, and by cosine after whitening."""
+    """Accuracy by cosine of the first `width` dimensions, and by cosine after whitening."""
     gallery, probe = known.of(of.gallery).c_BSD[:, 0], test.of(of.probe).c_BSD[:, 0]
     center_D, white_DD = whitening(fit.of(of.within).c_BSD)
     ids, found = (of.patient_B[of.gallery].tolist(), of.patient_B[of.probe].tolist()), {}
@@ -277,8 +277,8 @@ def identified(of: Identities, fit: Vectors, known: Vectors, test: Vectors, widt
 
 
 def whitening(c_BSD: Array) -> tuple[Array, Array]:
-    """Mean [D], and a matrix [D, D] after which the two halves of a crop differ by as much in every direction. Their covariance
-    is shrunk towards a multiple of the identity (Chen et al. 2010, OAS), the more the fewer crops there are."""
+    """Mean [D], and a matrix [D, D] after which the two halves of a crop differ equally in every direction. Their covariance
+    is shrunk towards a multiple of the identity (Chen et al. 2010, OAS), more so for fewer crops."""
     inside_BD, (n, _, width) = np.diff(c_BSD.astype(np.float64), axis=1)[:, 0] / np.sqrt(2), c_BSD.shape
     covariance_DD = inside_BD.T @ inside_BD / n
     trace, square = np.trace(covariance_DD), np.square(covariance_DD).sum()
@@ -289,7 +289,7 @@ def whitening(c_BSD: Array) -> tuple[Array, Array]:
 
 
 def compared(found: Found, random: Mapping[str, str]) -> dict[str, Any]:
-    """Rows, and the difference of each from random weights of its architecture, which `random` names, and from the first."""
+    """Rows, and their differences from random weights of the same architecture (named in `random`) and from the first."""
     rows, differences, first = [], [], next(iter(random))
     place = {key[1:]: i for i, key in reversed(list(enumerate(found)))}
     for key, (facts, samples) in sorted(found.items(), key=lambda one: place[one[0][1:]]):

@@ -1,6 +1,6 @@
-"""Tables and a picture of a comparison of models: bench.json, bench.md, bench.csv and bench.png.
+"""Writes a comparison of models as tables and a figure: bench.json, bench.md, bench.csv and bench.png.
 
-write(document, Path("OUT"))        # of engine.evaluation.bench; -> the tables, aligned for a terminal
+write(document, Path("OUT"))        # returns the tables, aligned for a terminal
 """
 
 import csv
@@ -20,8 +20,8 @@ MAIN = {"auroc": "AUROC", "mae": "mean absolute error"}
 MAIN |= {"challenge": "Challenge score at 0.5", "challenge_chosen": "Challenge score, chosen thresholds"}
 MAIN |= {"accuracy": "accuracy, cosine", "accuracy_whitened": "accuracy, whitened"}
 KEYS = ("model", "task", "leads", "share", "noise")
-INTERVALS = "In brackets: 95 % intervals over the patients of test. Differences: of the same patients, in the same resamples."
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito: for all eyes
+INTERVALS = "In brackets: 95 % bootstrap intervals over test patients. Differences use the same patients and resamples."
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito: for colour blindness
 MARKS, CROSSES = "os^Dv<>", "x+*dPXp"
 Row = dict[str, Any]
 
@@ -95,7 +95,7 @@ def picture(document: Row) -> Figure:
         grid = figure.subplots(len(found), len(columns), squeeze=False, sharey="row")
         for ((task, metric), rows), line in zip(found.items(), grid, strict=True):
             for (leads, noise), axes in zip(columns, line, strict=True):
-                for name, random in models.items():  # models in colours; what was not trained in grey and black, broken lines
+                for name, random in models.items():  # trained models in colours; the others in grey and black, broken lines
                     i = (trained if name in trained else [*drawn, name]).index(name)
                     style: Row = {"color": "#777777" if random else "#111111", "ls": "--" if random else ":"}
                     if name in trained:
@@ -112,7 +112,7 @@ def picture(document: Row) -> Figure:
 
 
 def _draw(axes: Axes, rows: list[Row], metric: str, position: int, style: Row) -> None:
-    """A curve over the shares of labels with its band; of a single share, or none, a dot with its interval."""
+    """A curve with its band over the shares of labels; for a single share, or none, a dot with its interval."""
     values = np.array([[row["metrics"][metric], *row["intervals"][metric]] for row in rows], float)  # None: NaN, not drawn
     if len(rows) > 1:
         shares = [row["share"] for row in rows]

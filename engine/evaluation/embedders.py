@@ -1,11 +1,11 @@
-"""Frozen vectors of ECGs to compare: of models, of random weights of their architectures, and the mean beat.
+"""Frozen embeddings to compare: of models, of random weights of their architectures, and the mean beat.
 
     first, *others = embedders_of(["A=RUN", "hf://org/name"], args)        # args: code, device, precision, seed
     vectors = embedded(first, dataset, rows, 0.0, "12", Path("OUT/parts"))
 
-Files in `folder` are reused if the model's files, the dataset, the leads and the noise are the same; crops that are missing
-there or damaged are computed. Noise is physio4, a multiple of the paper's amplitude, the same for all models.
-B crops, S halves.
+Files in `folder` are reused if the model's files, the dataset, the leads and the noise are the same; only missing or damaged
+crops are computed. Noise is physio4 at a multiple of the paper's amplitude, the same for all models.
+B: crops, S: halves.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ BLOCK = 4096  # crops in a file
 
 
 class Embedder(NamedTuple):
-    """From segments of 5 s to vectors."""
+    """Maps segments of 5 s to vectors."""
 
     name: str
     digest: str
@@ -51,7 +51,7 @@ class Embedder(NamedTuple):
     model: TrainedModel | None = None  # None: the mean beat
     random: str = ""  # the name of random weights of the same architecture
     batch: int = 64
-    compared: int | None = None  # numbers that a cosine is taken of; None: all
+    compared: int | None = None  # how many dimensions the cosine uses; None: all
 
 
 class Vectors(NamedTuple):
@@ -72,7 +72,7 @@ def embedders_of(models: Sequence[str], args: Namespace) -> list[Embedder]:
         path = Path(place)
         name = name or (path.parent.name if path.name == "model" else path.name)
         if name in found or name in (MEAN_BEAT, RANDOM):
-            raise ConfigError(f"--models {text}: {name!r} is another one's name: write NAME={place}")
+            raise ConfigError(f"--models {text}: the name {name!r} is taken: write NAME={place}")
         own = Namespace(**{**vars(args), "model": place, "leads": None})
         model, _ = prepare_model(own)
         config, batch = config_of(model.config), args.batch or (256 if model.device.type == "cuda" else 16)
@@ -97,7 +97,7 @@ def _mean_beats(x_RLT: Tensor) -> Tensor:
 
 
 def embedded(one: Embedder, dataset: Dataset, rows: Array, noise: float, leads: str, folder: Path) -> Vectors:
-    """Of these crops, in any order; leads that the model is not shown are zeros."""
+    """The vectors of these crops, ascending; leads that the model is not shown are set to zero."""
     shown = one.input.limited_to(leads)
     job = json.dumps([one.digest, dataset.fingerprint, shown.seen, noise])
     folder = folder / hashlib.sha256(job.encode()).hexdigest()[:24]

@@ -1,15 +1,15 @@
-"""A model's outputs for a dataset or for single records as a table, in parts: killed and started again, it goes on.
+"""Writes a model's outputs for a dataset or single records as a table, in parts, so that it can resume after a kill.
 
     output = embeddings(model)                                        # or predictions(model)
-    with ParquetParts(Path("F.parquet"), job, rank, world) as parts:  # job: all that decides the content, as plain JSON
+    with ParquetParts(Path("F.parquet"), job, rank, world) as parts:  # job: all that determines the content, as plain JSON
         for number, table in tables(source, output, model.input, parts.missing(source.parts), "crop"):
             parts.write(number, table)
         parts.join(source.parts, output.schema)
 
 `per`: one row for each half of 5 s, each crop of 10 s (the mean of its halves) or each record (the mean of all its halves).
-Parts (engine.evaluation.inputs) are kept in F.parquet.parts/ until the table is complete; a damaged part is made again, those
-of another job are refused. Under torchrun or deepspeed, rank r of W makes the parts r, r + W, ..., and the rank that finishes
-last joins all of them. Ranks share the folder and nothing else: none waits for another.
+Parts (engine.evaluation.inputs) are kept in F.parquet.parts/ until the table is complete; a damaged part is computed again, one
+of another job is refused. Under torchrun or deepspeed, rank r of W computes parts r, r + W, ..., and the rank that finishes
+last joins all of them. Ranks share nothing but the folder: none waits for another.
 """
 
 import argparse
@@ -48,19 +48,19 @@ from engine.model.kernels import chosen_device
 
 CSV = ".csv"
 SHOWN = 8  # numbers in a message
-KEY = b"omnilead"  # of a parquet file's metadata: the job
-RESUMABLE = ": run the same command again to go on"
+KEY = b"omnilead"  # in a parquet file's metadata: the job
+RESUMABLE = ": run the same command again to resume"
 PERMANENT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)  # the same command would fail again
 
 
 class Output(NamedTuple):
-    """What a model gives for each half of 5 s, and the columns that become of the means."""
+    """A model's outputs for each half of 5 s, and the columns made from their means."""
 
     model: TrainedModel
     forward: Callable[[Tensor], Tensor]
     schema: pa.Schema  # COLUMNS, and those that `columns` makes
     columns: Callable[[np.ndarray], list[pa.Array]]
-    what: str  # for people
+    what: str  # for messages
     job: dict[str, Any]  # what distinguishes it from embeddings
 
 
@@ -113,7 +113,7 @@ def tables(
     per: Per,
     progress: Callable[[int], Any] = lambda units: None,
 ) -> Iterator[tuple[int, pa.Table]]:
-    """The table of each part."""
+    """Yields the table of each part."""
     empty = set(parts)
     with closing(source.batches(parts, progress)) as batches:
         given = predict(batches, model_input.halves, output.forward, output.model.device)
@@ -161,7 +161,7 @@ class ParquetParts:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"--out {out}: another process is writing it") from None
-        except OSError:  # no locks here: if two processes do the same work, they write the same bytes
+        except OSError:  # a file system without locks: two processes would write the same bytes
             pass
         for path in self.folder.glob("*.parquet"):
             if (before := _job_of(path)) is not None:
@@ -184,9 +184,9 @@ class ParquetParts:
         return self.folder / f"{number:06d}.parquet"
 
     def missing(self, count: int) -> list[int]:
-        """Those of this rank's parts that are still to be made, damaged ones included."""
+        """This rank's parts that are still missing or damaged."""
         numbers = [number for number in range(self.rank, count, self.world) if self._read(number) is None]
-        self.finished = self.out.exists()  # looked at last: another rank removes the parts only after that
+        self.finished = self.out.exists()  # checked last: another rank removes the parts only after this file exists
         return [] if self.finished else numbers
 
     def write(self, number: int, table: pa.Table) -> None:
@@ -195,8 +195,8 @@ class ParquetParts:
         write_whole(self._path(number), buffer.getvalue())
 
     def join(self, count: int, described: pa.Schema) -> list[int]:
-        """All parts in one file, which appears when it is complete. -> those that are missing, which are other ranks'. Ranks
-        that finish together may all join: they write the same bytes."""
+        """Joins all parts into one file, atomically. Returns the missing parts, which are other ranks'. Ranks that finish
+        together may all join: they write the same bytes."""
         try:
             missing = [] if self.out.exists() else self._join(count, described.with_metadata({KEY: json.dumps(self.job)}))
         except FileNotFoundError:  # another rank has joined the parts and removed them
@@ -216,7 +216,7 @@ class ParquetParts:
                 if table is None:
                     missing.append(number)
                 elif len(table):
-                    writer.write_table(table.replace_schema_metadata(described.metadata))  # in parquet a row group
+                    writer.write_table(table.replace_schema_metadata(described.metadata))  # one row group in parquet
                     rows += len(table)
         if missing:
             return missing
@@ -233,12 +233,12 @@ class ParquetParts:
     def __exit__(self, *error: object) -> None:
         if self._lock:
             self._lock.close()
-        if self.out.exists():  # the parts are not needed any more, whichever rank joined them
+        if self.out.exists():  # the parts are no longer needed, whichever rank joined them
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _job_of(path: Path) -> Any:
-    """None: the file is damaged, or has none."""
+    """The job in a file's metadata; None if it has none or is damaged."""
     try:
         return json.loads((pq.read_schema(path).metadata or {}).get(KEY, b"null"))
     except (pa.ArrowException, OSError, ValueError):
@@ -246,7 +246,7 @@ def _job_of(path: Path) -> Any:
 
 
 def command(name: str, args: argparse.Namespace, work: Callable[[argparse.Namespace], int]) -> int:
-    """engine.embed, engine.predict and engine.bench, when their arguments are read. -> the exit code."""
+    """Runs engine.embed, engine.predict or engine.bench after their arguments are read; returns the exit code."""
     resumable = RESUMABLE if args.out else ""
     try:
         return work(args)
@@ -262,7 +262,7 @@ def command(name: str, args: argparse.Namespace, work: Callable[[argparse.Namesp
     except KeyboardInterrupt:
         message, code = f"interrupted{resumable}", 130
     rank = os.environ.get("RANK", "0")
-    if rank == "0" or args.began:  # before that, all ranks meet the same error
+    if rank == "0" or args.began:  # before that, every rank has the same error
         of_rank = f"rank {rank}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
         print(f"{name}: {of_rank}{' '.join(message.split())}", file=sys.stderr, flush=True)
     return code
@@ -286,15 +286,15 @@ def run(args: argparse.Namespace, output_of: Callable[[TrainedModel], Output]) -
     with ParquetParts(args.out, job | output.job | identity, rank, world) as parts:
         left = [] if parts.finished else make(args, opened(), output, model_input, parts)
     if left and world == 1:
-        raise OutputError(f"{args.out}: part {left[0]} cannot be read again{RESUMABLE}")
+        raise OutputError(f"{args.out}: part {left[0]} cannot be read back{RESUMABLE}")
     if left:
         numbers = ", ".join(map(str, left[:SHOWN])) + ", ..." * (len(left) > SHOWN)
-        return show(f"rank {rank} of {world}: done; others make parts {numbers} (none runs? start the same command again)\n")
+        return show(f"rank {rank} of {world}: done; others compute parts {numbers} (none runs? start the same command again)\n")
     return 0 if parts.rows is None else show(f"{args.out}: {parts.rows:,} {output.what}, computed in {args.precision}\n")
 
 
 def make(args: argparse.Namespace, source: CropSource, output: Output, model_input: Input, parts: ParquetParts) -> list[int]:
-    """This rank's parts, and the whole file if no other part is missing. -> the parts that are."""
+    """Computes this rank's parts, and joins the file if no part is missing. Returns the missing parts."""
     mine = range(parts.rank, source.parts, parts.world)
     missing, total = parts.missing(source.parts), source.count(mine)
     args.began = True
@@ -324,7 +324,7 @@ def score(args: argparse.Namespace, output: Output, model_input: Input) -> int:
 
 
 def prepare_model(args: argparse.Namespace) -> tuple[TrainedModel, Input]:
-    """The model on its device, and what it is shown."""
+    """The model on its device, and its input."""
     device = chosen_device(args.device)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores_per_rank())

@@ -1,9 +1,9 @@
-"""The HTML report of an evaluation: how good the model is, and where it errs.
+"""The HTML report of an evaluation: how good the model is, and where it is wrong.
 
     html = build(TaskResult(labels_NK, scores_NK, records, patients, facts), dataset)      # of any kind but identity
     html = build(IdentificationResult(gallery_PD, gallery_ids, probe_QD, probe_ids, facts))
 
-`facts`: the model, the data, the role and the leads. `dataset`: draws the ECGs that were read most wrongly.
+`facts`: the model, the data, the role and the leads. `dataset`: used to draw the ECGs with the largest errors.
 """
 
 import math
@@ -20,7 +20,7 @@ from engine.evaluation.plots import Line, LineStyle
 from engine.evaluation.results import IdentificationResult, TaskResult, calibration
 from engine.evaluation.run_report import ReportSection, flat, render
 
-CLASSES_SHOWN = 11  # with curves of their own, the most frequent
+CLASSES_SHOWN = 11  # the most frequent classes, which have curves of their own
 CONFUSED = 30  # classes in the confusion chart, the most frequent
 WORST = 12  # ECGs drawn
 OTHER_PAIRS = 200_000  # pairs of different patients in the histogram
@@ -54,9 +54,9 @@ def interval(ends: list[float], percent: bool = False) -> str:
 
 def scored(result: TaskResult, dataset: Dataset | None) -> tuple[str, str, list[ReportSection]]:
     half, head = result.half, result.head
-    means = "AUROC, AUPRC and F are means over the classes for which they are defined; unknown labels count nowhere."
+    means = "AUROC, AUPRC and F are means over the classes for which they are defined; unknown labels are ignored."
     how = {"multiclass": f"The most probable class is predicted. {means}", "regression": f"In {head.unit or 'its own unit'}."}
-    note = "One sample is a half of 5 s, as in the paper. Small: 95 % intervals by bootstrap over patients. " + how.get(
+    note = "Each sample is a half of 5 s, as in the paper. Small: 95 % bootstrap intervals over patients. " + how.get(
         head.kind, f"A class is predicted where its probability is above its threshold. {means}"
     )
     sections = [
@@ -70,7 +70,7 @@ def scored(result: TaskResult, dataset: Dataset | None) -> tuple[str, str, list[
         sections.append(ReportSection(f"Records by {name}", grid=grid))
     if dataset is not None and result.crops_N is not None:
         charts = [ecg(result, dataset, row) for row in result.worst(WORST)]
-        sections.append(ReportSection(f"The {len(charts)} most wrongly read records", charts=charts, columns=2))
+        sections.append(ReportSection(f"The {len(charts)} records with the largest errors", charts=charts, columns=2))
     return f"{head.task}, {head.kind}", f"{half['n']:,} halves of 5 s of {result.record['n']:,} records", sections
 
 
@@ -142,11 +142,11 @@ def ecg(result: TaskResult, dataset: Dataset, row: int) -> str:
 
 
 def reading(head: Any, y_K: Array, score_K: Array) -> str:
-    """What was read wrongly, in words."""
+    """The largest error, in words."""
     names = head.classes
     if head.kind == "multiclass":
-        true, said = int(np.nanargmax(y_K)), int(score_K.argmax())
-        return f"labelled {names[true]} ({score_K[true]:.3f}), read as {names[said]} ({score_K[said]:.3f})"
+        true, best = int(np.nanargmax(y_K)), int(score_K.argmax())
+        return f"labelled {names[true]} ({score_K[true]:.3f}), predicted {names[best]} ({score_K[best]:.3f})"
     k = int(np.nanargmax(np.abs(score_K - y_K)))
     if head.kind == "regression":
         return f"{names[k]} {y_K[k]:.4g}, predicted {score_K[k]:.4g} {head.unit}"
@@ -160,11 +160,11 @@ def identification(result: IdentificationResult) -> tuple[str, str, list[ReportS
         ("Among the first five", shown(found["top5"], True), "of probes"),
         ("Chance", f"{found['chance']:.2%}", "a random draw from the gallery"),
         ("Ties", shown(found["ties"], True), "of probes have several best matches"),
-        ("Not in the gallery", f"{found['one_sided']:,}", "probes, always misses"),
+        ("Not in the gallery", f"{found['one_sided']:,}", "probes, counted as misses"),
     ]
     note = (
-        "A probe is a hit if the gallery entry most similar to it (cosine) is of the same patient; ties count by what a random "
-        "draw among them would give. Small: 95 % interval by bootstrap over patients."
+        "A probe is a hit if the gallery entry most similar to it (cosine) is of the same patient; a tie counts as the "
+        "expected result of a random draw among its entries. Small: 95 % bootstrap interval over patients."
     )
     ranks = np.arange(1, len(found["cmc"]) + 1)
     lines = [

@@ -1,11 +1,11 @@
-"""ECGs for a trained model: crops of a dataset, or records of archives, WFDB files and arrays, in parts of equal batches.
+"""Reads ECGs for a trained model: crops of a dataset, or records of archives, files and arrays, in parts of equal batches.
 
     identity, open_it = open_data(args, model.input)        # args: of engine.embed or engine.predict
     for batch in open_it().batches([0, 2], progress):       # CropBatch for engine.evaluation.predict, of these parts
         ...
 
-A part is always the same PART_BATCHES batches, so what is computed does not depend on where a run was stopped. Records from
-files are prepared by the dataset builder's own code.
+A part is always the same PART_BATCHES batches, so results do not depend on where a run was interrupted. Records from files are
+prepared by the dataset builder's own code.
 """
 
 import argparse
@@ -42,16 +42,16 @@ COLUMNS = {"source": pa.string(), "record": pa.string(), "patient": pa.string(),
 
 
 class EmbeddedCrops(NamedTuple):
-    """What a CropBatch of a source consists of."""
+    """Which crops are in a CropBatch of a source."""
 
     part: int
     table: pa.Table  # COLUMNS, one row for each crop
-    record_B: np.ndarray  # numbers the records, ascending
+    record_B: np.ndarray  # number of each crop's record, ascending
 
 
 class DatasetSource:
     """Crops of a dataset. A source has `parts`, `count` (units in some of them) and `batches`, which calls `progress` with the
-    units that were read."""
+    number of units read."""
 
     unit = " crops"
 
@@ -66,7 +66,7 @@ class DatasetSource:
             rows = chosen["row"].to_numpy()
             names = pc.binary_join_element_wise(chosen["source"], chosen["record"], "\t").combine_chunks()
             self.record = np.cumsum(np.diff(names.dictionary_encode().indices.to_numpy(), prepend=0) != 0)
-        first = np.flatnonzero(np.diff(self.record, prepend=-1))  # a part begins with a record
+        first = np.flatnonzero(np.diff(self.record, prepend=-1))  # a part begins where a record begins
         begins = first[np.searchsorted(first, np.arange(0, len(rows), batch * PART_BATCHES), side="right") - 1]
         self.rows, self.begins = rows, np.append(np.unique(begins), len(rows))
         self.parts = len(self.begins) - 1
@@ -131,7 +131,7 @@ CropSource = DatasetSource | RecordSource
 def results_in_order(
     pool: ThreadPoolExecutor, call: Callable[[int], Any], numbers: Iterator[int], limit: int
 ) -> Generator[Any, None, None]:
-    """call(number) of all numbers, at most `limit` of them ahead of what was asked for."""
+    """Yields call(number) for all numbers in order, prefetching at most `limit` results."""
     pending: deque[Future[Any]] = deque(pool.submit(call, number) for number in islice(numbers, limit))
     try:
         while pending:
@@ -144,7 +144,7 @@ def results_in_order(
 
 
 def open_data(args: argparse.Namespace, model_input: Input) -> tuple[dict[str, Any], Callable[[], CropSource]]:
-    """What identifies the ECGs of --data, and a function that opens them."""
+    """Facts that identify the ECGs of --data, and a function that opens them."""
     if (dataset := dataset_of(args)) is not None:
         rows = np.arange(len(dataset))
         return {"data": dataset.fingerprint}, partial(dataset_source, args, dataset, model_input, rows)
@@ -157,7 +157,7 @@ def open_data(args: argparse.Namespace, model_input: Input) -> tuple[dict[str, A
 
 
 def dataset_of(args: argparse.Namespace) -> Dataset | None:
-    """What --data names, if that is not files."""
+    """The dataset that --data names; None if it names files."""
     for url in args.data:
         remote = "://" in url
         if remote or Path(url, META).is_file():
@@ -176,11 +176,11 @@ def skip(args: argparse.Namespace, name: str, reason: object) -> None:
 
 
 def no_leads(model_input: Input) -> str:
-    return f"no valid lead: nothing was measured of {describe_leads(model_input.seen)}, at which the model looks"
+    return f"no valid lead: the model uses {describe_leads(model_input.seen)}, of which none was recorded"
 
 
 def dataset_source(args: argparse.Namespace, dataset: Dataset, model_input: Input, rows: np.ndarray) -> DatasetSource:
-    """Without crops in which none of the model's leads was measured; a record that has no others cannot be read."""
+    """Leaves out crops without any of the model's leads. A record that has no other crops counts as unreadable."""
     if dataset.root.remote and args.per == "record":
         raise ConfigError(f"--per record of {dataset.root.url}: remote crops are read shard by shard: use crop or half")
     blank = none_measured(dataset, model_input.seen)[rows]
@@ -199,7 +199,7 @@ class RecordToRead(NamedTuple):
     name: str
     stamp: bytes  # changes with the content
     read: Callable[[], Prepared | ReadError]
-    label: str  # its name without folders and odd characters, in the table if no other has it; else `name`
+    label: str  # its name without folders and odd characters, for the table; if not unique, `name`
 
 
 def records_of(args: argparse.Namespace, model_input: Input) -> Iterator[RecordToRead]:
@@ -279,7 +279,7 @@ def record_source(args: argparse.Namespace, model_input: Input, records: Sequenc
 
 
 def with_leads(ecg: Prepared, model_input: Input) -> Prepared | ReadError:
-    """Without crops in which all leads that the model uses are zero, as they are where nothing was measured."""
+    """Leaves out crops in which all leads that the model uses are zero, that is, not recorded."""
     there = np.flatnonzero(ecg.crops_uv[:, list(model_input.seen)].any(axis=(1, 2))).tolist()
     if len(there) == len(ecg.halves):
         return ecg

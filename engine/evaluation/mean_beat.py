@@ -1,12 +1,12 @@
-"""What an ECG says without any training: the median beat of its leads, and the intervals between beats.
+"""Describes an ECG without any training: the median beat of its leads, and the intervals between beats.
 
 A baseline for frozen embeddings. R peaks are found where the leads together change fastest, so a blank lead does no harm.
 
     x_RLT [R, 12, T] at 500 Hz, uV or mV  ->  mean_beats(x_RLT) [R, 12 * BEAT + 8] float32
 
-The beat runs from 0.25 s before R to 0.45 s after it, 0.5 to 40 Hz, at 100 Hz, as shape (unit length over all leads): two ECGs
-are compared by the cosine of their first 12 * BEAT numbers. The rest: log size of the beat, log mean and variation of the RR
-intervals, and what is left of each group of leads (I to III, aV, V1 to V3, V4 to V6) when the median beat is taken away.
+The beat runs from 0.25 s before R to 0.45 s after it, filtered to 0.5 to 40 Hz, at 100 Hz, with unit length over all leads: two
+ECGs are compared by cosine of their first 12 * BEAT numbers. The others are logarithms: size of the beat, mean and variation
+of the RR intervals, and residual of each group of leads (I to III, aV, V1 to V3, V4 to V6) after subtracting the median beat.
 """
 
 import numpy as np
@@ -29,7 +29,7 @@ def mean_beats(x_RLT: Array) -> Array:
 
 
 def r_peaks(x_LT: Array) -> Array:
-    """Samples, at least 0.3 s apart."""
+    """R peaks as sample indices, at least 0.3 s apart."""
     return _peaks(*_filtered(x_LT, QRS_HZ))
 
 

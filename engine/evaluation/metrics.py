@@ -2,12 +2,12 @@
 
     measure("multiclass", y_NK, scores_NK)["auroc"]   MEASURES of binary, multilabel, multiclass and regression
     challenge_score(labels, outputs)                  the PhysioNet/CinC Challenge 2021's score, of [n, 26] zeros and ones
-    statistic_of("binary", y_N1, scores_N1).summary() the measures, and a row of figures for each class
+    statistic_of("binary", y_N1, scores_N1).summary() the measures, and figures for each class
     identification(gallery_PD, gallery_ids, probe_QD, probe_ids)["accuracy"]
     mean, half = over_seeds([0.701, 0.695, 0.704])    a 95 % t interval
     low, high = bootstrap(statistic_of("binary", y_N1, scores_N1), patients)    95 %, by resampling patients
 
-A cell of y that is NaN is unknown and counts nowhere. Means are over the classes (columns) for which a metric is defined.
+NaN in y is an unknown label, which is ignored. Means are over the classes (columns) for which a metric is defined.
 
 The Challenge's classes are in the order of challenge_weights.csv, which is its weights.csv (BSD 2-clause, from GitHub:
 physionetchallenges/evaluation-2021). Its weights are multiples of 1/80, so the score's sums are exact integers.
@@ -47,18 +47,18 @@ BLOCK = 2**23  # similarities at a time, 64 MB
 
 
 class MetricError(OutputError):
-    """Numbers that cannot be scored: one line that says what they are."""
+    """Numbers that cannot be scored. The message is one line."""
 
 
 @cache
 def weights() -> Array:
-    """int64 [26, 26], in eightieths: what a class is worth when another was meant."""
+    """int64 [26, 26], in eightieths: the credit for predicting one class when another is true."""
     lines = (files("engine.evaluation") / WEIGHTS).read_text().splitlines()
     return np.asarray(np.rint(np.genfromtxt(lines, delimiter=",", skip_header=1)[:, 1:] * UNIT), np.int64)
 
 
 def predicted(kind: str, scores: Array, thresholds: Floats = None) -> Array:
-    """bool [N, K]: classes above their threshold, not at it (fairseq-signals binary_cross_entropy.py:28); of multiclass the
+    """bool [N, K]: classes strictly above their threshold (fairseq-signals binary_cross_entropy.py:28); for multiclass the
     most probable one."""
     if kind == "multiclass":
         return np.asarray(scores.argmax(1)[:, None] == np.arange(scores.shape[1]))
@@ -80,18 +80,18 @@ def statistic_of(kind: str, y_NK: Any, scores_NK: Any, thresholds: Floats = None
 
 
 def challenge_score(labels: Array, outputs: Array) -> float:
-    """1: all correct; 0: as good as predicting "normal" for all, and by definition where every label is normal. It has no
+    """1: all correct; 0: as good as predicting "normal" for all, or by definition if every label is normal. It has no
     lower bound."""
     return challenge_statistic(labels, outputs)(np.ones(len(labels), np.int64))
 
 
 def challenge_statistic(labels: Array, outputs: Array) -> Callable[[Array], float]:
-    """challenge_score of these rows for any weights."""
+    """A function of row weights that returns the challenge_score of these rows."""
     return partial(_challenge, *credits(*checked(labels, outputs)))
 
 
 def credits(labels: Array, outputs: Array) -> tuple[Array, Array]:
-    """For outputs, labels and "normal", of each row: credit in eightieths, and the number of classes labelled or predicted."""
+    """Of each row, if outputs, labels or "normal" are predicted: credit in eightieths, and classes labelled or predicted."""
     normal = np.zeros_like(labels)
     normal[:, NORMAL] = True
     y = labels.astype(np.float32)  # exact: sums of up to 676 numbers of up to 80
@@ -103,7 +103,7 @@ def credits(labels: Array, outputs: Array) -> tuple[Array, Array]:
 
 
 def _challenge(credit_3N: Array, norm_3N: Array, weight_N: Array) -> float:
-    """Credits are summed by their norm first, as integers: the order of the rows does not matter."""
+    """Sums credits by their norm first, as integers, so that the order of the rows does not matter."""
     sums = np.array([np.bincount(n, c * weight_N, 27) for c, n in zip(credit_3N, norm_3N, strict=True)])
     if (sums[1] == sums[2]).all():  # every row is normal or empty: nothing else makes the two equal
         return 0.0
@@ -112,7 +112,7 @@ def _challenge(credit_3N: Array, norm_3N: Array, weight_N: Array) -> float:
 
 
 def summary(labels: Array, outputs: Array, scores: Array) -> dict[str, Any]:
-    """Of the Challenge's 26 classes: METRICS; `classes`: figures of each; `without_positives`, `without_negatives`."""
+    """For the Challenge's 26 classes: METRICS; `classes`: figures of each; `without_positives`, `without_negatives`."""
     return Classification(*checked(labels, outputs), scores).summary()
 
 
@@ -132,7 +132,7 @@ def checked(labels: Array, outputs: Array, classes: int = len(CLASSES)) -> tuple
 
 
 def ranked(score_N: Array, known_N: Array | None = None) -> tuple[Array, Array]:
-    """Rows (those that are known) by descending score, and the position of the last of each run of equal scores."""
+    """Known rows by descending score, and the position of the last of each run of equal scores."""
     order = np.argsort(-score_N)
     order = order if known_N is None else order[known_N[order]]
     score = score_N[order]
@@ -167,7 +167,7 @@ def weighted_areas(y_N: Array, score_N: Array, weight_NB: Array) -> Array:
 
 
 class Classification:
-    """MEASURES of these rows for any weights: sorted once, so that each resample costs a bootstrap a few cumulative sums."""
+    """Computes MEASURES for any row weights. Rows are sorted once: a bootstrap resample costs a few cumulative sums."""
 
     def __init__(
         self, labels: Array, outputs: Array, scores: Array, classes: Names = CLASSES, kind: str = "multilabel"
@@ -191,7 +191,7 @@ class Classification:
         self.ranked = [ranked(score_N, known_N) for score_N, known_N in zip(scores.T, self.known.T, strict=True)]
 
     def __call__(self, weight_N: Array | None = None) -> Array:
-        """The metrics `names` in which row i counts weight_N[i] times."""
+        """The metrics `names`, where row i counts weight_N[i] times."""
         weight_N = np.ones(len(self.labels), np.int64) if weight_N is None else weight_N
         means = {name: _mean(values_K) for name, values_K in self.by_class(weight_N).items()}
         with np.errstate(invalid="ignore"):  # no row is known: NaN
@@ -202,7 +202,7 @@ class Classification:
         return np.array([means[name] for name in self.names])
 
     def by_class(self, weight_N: Array) -> dict[str, Array]:
-        """auroc, auprc, f_measure, sensitivity, specificity. NaN where a class has nothing to divide by."""
+        """auroc, auprc, f_measure, sensitivity, specificity. NaN where the denominator is zero."""
         true_K, predicted_K, positives_K, known_K = (weight_N @ self.cells_NX).reshape(4, -1)
         negatives_K = known_K - positives_K
         with np.errstate(invalid="ignore"):
@@ -239,7 +239,7 @@ class Classification:
 
 
 class Regression:
-    """MEASURES of these rows for any weights."""
+    """Computes MEASURES for any row weights."""
 
     names = MEASURES["regression"]
 
@@ -256,7 +256,7 @@ class Regression:
         return np.array([_mean(columns[name]) for name in self.names])
 
     def by_class(self, weight_N: Array) -> dict[str, Array]:
-        """MEASURES; mean_error and sd_error. NaN where there is nothing to divide by."""
+        """MEASURES, mean_error and sd_error. NaN where the denominator is zero."""
         w, e = weight_N[:, None] * self.known, self.errors
         with np.errstate(invalid="ignore", divide="ignore"):
             n = w.sum(0)
@@ -289,10 +289,10 @@ def _mean(values_K: Array) -> float:
 def identification(gallery_PD: Array, gallery_ids: Sequence[Any], probe_QD: Array, probe_ids: Sequence[Any]) -> dict[str, Any]:
     """Whether the gallery entry most similar to a probe (cosine) is of the same patient (paper, "Patient identification").
 
-    Ties count by what a random draw among them would give; a zero vector ties with all. `ties`: the share of probes with
-    several best entries; `chance`: what a draw from the whole gallery gives; `one_sided`: probes whose patient is not in the
-    gallery, always misses; `cmc`: the share of probes whose patient is among the first 1, 2, ... entries; `hits`, `same`,
-    `other`: of each probe the expected hit, and the highest similarity to the same and to other patients.
+    A tie counts as the expected result of a random draw among its entries; a zero vector ties with all. `ties`: the share of
+    probes with several best entries; `chance`: the accuracy of a random draw from the gallery; `one_sided`: probes whose
+    patient is not in the gallery, always misses; `cmc`: the share of probes whose patient is among the first 1, 2, ... entries;
+    `hits`, `same`, `other`: for each probe the expected hit, and the highest similarity to the same and to other patients.
     """
     gallery, probes = _units(gallery_PD, gallery_ids, "gallery"), _units(probe_QD, probe_ids, "probe")
     ids = np.unique(np.concatenate([np.asarray(gallery_ids), np.asarray(probe_ids)]), return_inverse=True)[1]
@@ -320,16 +320,16 @@ def identification(gallery_PD: Array, gallery_ids: Sequence[Any], probe_QD: Arra
 def _units(vectors: Array, ids: Sequence[Any], name: str) -> Array:
     array = np.asarray(vectors, np.float64)
     if array.ndim != 2 or not len(array) or len(array) != len(ids):
-        raise MetricError(f"{name} of shape {list(array.shape)} for {len(ids):,} patients: it is [n, width], n at least 1")
+        raise MetricError(f"{name} of shape {list(array.shape)} for {len(ids):,} patients: must be [n, width], n at least 1")
     if lost := int((~np.isfinite(array).all(1)).sum()):
         raise MetricError(f"{lost:,} of {len(array):,} {name} embeddings are not finite")
     return unit_vectors(array)
 
 
 def unit_vectors(x_ND: Array) -> Array:
-    """Rows of length 1; rows of zeros stay so."""
+    """Scales rows to length 1; rows of zeros stay zero."""
     largest = np.abs(x_ND).max(1, keepdims=True, initial=0)
-    x_ND = x_ND / np.where(largest > 0, largest, 1)  # or the squares of small numbers would vanish
+    x_ND = x_ND / np.where(largest > 0, largest, 1)  # otherwise the squares of small numbers underflow
     length = np.linalg.norm(x_ND, axis=1, keepdims=True)
     return np.asarray(x_ND / np.where(length > 0, length, 1))
 
@@ -359,7 +359,7 @@ def _found_within(better: Array, tied: Array, right: Array, ranks: int) -> Array
     """[Q, ranks]: the probability that the patient is among the first r, with ties in random order."""
     missed, found = np.ones(len(better)), np.empty((len(better), ranks))
     for rank in range(ranks):
-        drawn = rank - better  # of the tied, before this one
+        drawn = rank - better  # tied entries drawn before this rank
         left = np.where((drawn >= 0) & (drawn < tied), tied - drawn, 0)
         missed = missed * np.where(left > 0, np.maximum(left - right, 0) / np.maximum(left, 1), 1.0)
         found[:, rank] = 1 - missed
@@ -377,8 +377,8 @@ def over_seeds(values: Sequence[float]) -> tuple[float, float]:
 
 
 def bootstrap(statistic: Callable[[Array], Any], groups: Sequence[Any], n: int = 1000, seed: int = 0) -> Array:
-    """95 % percentile interval [2, ...] of a statistic of weights: how often each row was drawn. Patients
-    are drawn with all their rows. A resample on which the statistic is undefined (NaN) is left out; one patient: NaN."""
+    """95 % percentile interval [2, ...] of a statistic, a function of how often each row was drawn. Patients are drawn with
+    all their rows. A resample on which the statistic is undefined (NaN) is left out. NaN if there is only one patient."""
     patient_N = np.unique(np.asarray(groups), return_inverse=True)[1]
     patients, rng = int(patient_N.max()) + 1, np.random.default_rng(seed)
     draws = (np.bincount(rng.integers(patients, size=patients), minlength=patients) for _ in range(n))

@@ -1,11 +1,11 @@
 """Charts as inline SVG for the reports: numbers in, a string out. The same numbers give the same bytes.
 
-    line_chart("Loss", [Line("loss", "training", steps, values)])    curves over steps; what is not finite is a gap and a mark
+    line_chart("Loss", [Line("loss", "training", steps, values)])    curves over steps; non-finite values are marked gaps
     histogram("Similarity", [("positive pairs", values), ...])       the distribution of each group
     rank_chart("Code usage", counts_GV)                              how often each code was used, most used first
     ecg_chart("Crop 1", mv_SLT, names, fs_hz)                        leads under each other, on one scale
 
-Written by hand because the report needs colours for light and dark pages and the reading at the pointer (report.html).
+No plotting library: the report needs colours for light and dark pages and values at the pointer (report.html).
 """
 
 import math
@@ -34,7 +34,7 @@ class Line:
     y: Array  # NaN or infinite where there is no number
     colour: int = 0
     dashed: bool = False
-    chance: float | None = None  # what guessing gives
+    chance: float | None = None  # the value of guessing
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class LineStyle:
 
 @dataclass(frozen=True)
 class PlotArea:
-    """Where numbers lie in a picture, in pixels."""
+    """Maps numbers to pixels of a chart."""
 
     x0: float
     x1: float
@@ -72,7 +72,7 @@ class PlotArea:
         return float(self.top + self.height - at / (self.y1 - self.y0) * self.height)
 
     def path(self, x: Array, y: Array) -> str:
-        """With a gap where y is not finite."""
+        """An SVG path, with a gap where y is not finite."""
         parts, pen = [], "M"
         for a, b in zip(x.tolist(), y.tolist(), strict=True):
             if not math.isfinite(b):
@@ -83,7 +83,7 @@ class PlotArea:
         return "".join(parts)
 
     def vertical(self, kind: str, value: float, title: str = "", dotted: bool = False, length: float | None = None) -> str:
-        """A line at this x; `length`: upwards from the axis."""
+        """A line at this x; `length`: in pixels, upwards from the axis."""
         top = self.top if length is None else self.top + self.height - length
         return rule(kind, self.x(value), top, self.x(value), self.top + self.height, title, dotted)
 
@@ -138,7 +138,7 @@ def svg(kind: str, title: str, width: float, height: float, parts: Sequence[str]
 
 
 def legend(lines: Sequence[Line]) -> str:
-    """Under the title."""
+    """The legend below the title."""
     parts, x = "", 0.0
     for line in lines:
         parts += rule(f"curve s{line.colour}{' dashed' * line.dashed}", x, 26, x + 16, 26)
@@ -154,7 +154,7 @@ def line_chart(
     span: Array | None = None,
     marks: Sequence[tuple[float, str, str]] = (),
 ) -> str:
-    """`span`: x that the axis covers in any case; `marks`: x, what to show at the pointer, and a label."""
+    """`span`: x values that the axis must cover; `marks`: x, what to show at the pointer, and a label."""
     lines, right, bottom = [line for line in lines if len(line.x)], style.width - RIGHT, HEIGHT - BOTTOM
     chance = {line.chance: line.colour for line in reversed(lines) if line.chance is not None}
     numbers = np.concatenate([*(line.y[np.isfinite(line.y)] for line in lines), list(chance), []])
@@ -178,7 +178,7 @@ def line_chart(
         parts += [area.horizontal(kind, value, reading), text(right, area.y(value) - 4, style.level * (i == 0), "end")]
     for line in lines:
         parts += _curve(line, area, style)
-    parts.append(rule("cross", 0, TOP, 0, bottom) + '<g class="read"></g>')  # the reading at the pointer
+    parts.append(rule("cross", 0, TOP, 0, bottom) + '<g class="read"></g>')  # the values at the pointer
     facts = {name: getattr(area, name) for name in ("x0", "x1", "y0", "y1", "left", "top", "width", "height")}
     facts |= {"log": int(log), "scale": 100 if style.percent else 1}
     data = {name: f"{value:.10g}" for name, value in facts.items()} | {"across": style.x_label}
@@ -289,7 +289,7 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 
 
 def tick_labels(values: Sequence[float]) -> Callable[[float], str]:
-    """How to write numbers that stand under each other."""
+    """A format for numbers that are written below each other."""
     largest = max((abs(v) for v in values), default=0.0)
     if largest and (largest < 1e-3 or largest >= 1e6):
         return lambda v: f"{v:.1e}".replace(".0e", "e").replace("e-0", "e-").replace("e+0", "e") if v else "0"

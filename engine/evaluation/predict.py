@@ -1,10 +1,10 @@
-"""Held-out crops through a model: the one way from stored crops to outputs, for evaluation, embeddings and validation.
+"""Runs a model on stored crops: the only code path for it, used by evaluation, embeddings and validation.
 
     batches = dataset_batches(dataset, np.array_split(rows, 10))
     for batch, y_RD in predict(batches, model.input.halves, model.logits, model.device):
         ...                              # y_RD: one row for each half of 5 s, crop by crop; batch.crops: which crops
 
-Reading, copying and computing overlap: a batch is launched before the outputs of the one before it are waited for.
+Reading, copying and computing overlap: a batch is launched before waiting for the outputs of the previous one.
 """
 
 import logging
@@ -25,15 +25,15 @@ from engine.data.order import Places
 from engine.data.reader import CropReader, read_ahead
 from engine.data.staging import Staging
 
-CACHE_SHARDS = 8  # of a remote dataset on this disk
-SPARSE = 0.5  # share of the shards' bytes below which single crops are read
-REQUESTS = 16  # at once, for single crops
+CACHE_SHARDS = 8  # shards of a remote dataset cached on the local disk
+SPARSE = 0.5  # below this share of the shards' bytes, crops are read one by one
+REQUESTS = 16  # in parallel, for single crops
 
 log = logging.getLogger(__name__)
 
 
 class CropBatch(NamedTuple):
-    uv_BLT: np.ndarray  # int16 [B, 12, 5000] in microvolts, valid until the next batch is asked for
+    uv_BLT: np.ndarray  # int16 [B, 12, 5000] in microvolts, valid until the next batch is requested
     halves_B: np.ndarray  # how many halves of 5 s each crop has: 1 or 2
     crops: Any = None  # which crops these are, in the caller's terms
 
@@ -44,8 +44,8 @@ def predict(
     forward: Callable[[Tensor], Tensor],
     device: torch.device,
 ) -> Iterator[tuple[CropBatch, np.ndarray]]:
-    """Each batch, without its signal, and forward(prepare(uv_BLT, halves_B)) in float32. `prepare`: halves as the model takes
-    them, as engine.data.preprocess.Input.halves."""
+    """Yields each batch, without its signal, and forward(prepare(uv_BLT, halves_B)) in float32. `prepare`: returns the halves
+    as the model's input, like engine.data.preprocess.Input.halves."""
     upload = Upload(device) if device.type == "cuda" else None
 
     @torch.no_grad()  # not inference_mode: ZeRO stage 3 may gather weights here that training uses afterwards
@@ -72,8 +72,8 @@ def dataset_batches(
     threads: int = 2,
     pin: bool = False,
 ) -> Iterator[CropBatch]:
-    """Crops by their rows, which are `crops` of each batch. `on_corrupt`: "skip" leaves out crops that cannot be read. Of a
-    remote dataset, shards pass through a temporary cache; where few of their crops are needed, those are read one by one."""
+    """Reads crops by their rows, which become `crops` of each batch. `on_corrupt`: "skip" leaves out unreadable crops. Shards
+    of a remote dataset pass through a temporary cache; if few of their crops are needed, these are read one by one."""
     if not batches:
         return
     halves, staging = dataset.column("halves"), None

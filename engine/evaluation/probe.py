@@ -1,14 +1,14 @@
-"""What frozen embeddings are worth: linear probe and k nearest neighbours for any task, patient identification.
+"""Scores frozen embeddings: linear probe and k nearest neighbours for any task, and patient identification.
 
     scores = probe(dataset, halves)      # halves: embeddings of the crops of probe_rows(dataset), one row for each half
-    scores = probe(dataset, halves, labels_to_probe(dataset, "", "my.csv"))       # of a label table, or --task age
+    scores = probe(dataset, halves, labels_to_probe(dataset, "", "my.csv"))       # for a label table
     print(report(scores))
 
-One row for each record, the mean over its halves; fitted on train, chosen on valid, scored on test. Linear: a logistic
-regression for each class, softmax for exclusive classes, ridge regression for values. Features and values are standardised by
-the training rows; penalty and number of neighbours are chosen by the mean squared error of probabilities or values on the valid
-rows, which is defined even where a class has no positive. Without a task: diagnosis by the dataset's roles, and identification
-by the first 5 s of each gallery and probe crop, by cosine (paper, section "Patient identification").
+Each record is one row, the mean over its halves. Probes are fitted on train, chosen on valid and scored on test. Linear: a
+logistic regression for each class, softmax for exclusive classes, ridge regression for values. Features and values are
+standardised by the training rows. Penalty and number of neighbours minimise the mean squared error of probabilities or values
+on the valid rows, which is defined even for a class without positives. Without a task: diagnosis by the dataset's roles, and
+identification by cosine of the first 5 s of gallery and probe crops (paper, section "Patient identification").
 
 Axes: N rows, D width of an embedding, K classes, H halves. Labels that are NaN are unknown.
 """
@@ -55,13 +55,13 @@ class ProbeFit(NamedTuple):
 
 
 def labels_to_probe(dataset: Dataset, name: str, url: str) -> TaskLabels | None:
-    """Of a task of this name, or the kind that a label table suggests; None where neither is given."""
+    """The labels of the task `name`, or of the table `url`, whose kind is guessed; None if neither is given."""
     if not (name or url):
         return None
     task = load_task(name) if name else guess(TaskConfig(Path(url).stem[:64], labels=url))
     task = replace(task, labels=url or task.labels)
     if task.kind == "identity":
-        raise ConfigError(f"--task {name}: leave it out: patient identification is probed then")
+        raise ConfigError(f"--task {name}: leave it out: identification is then probed")
     labels = read_task(task, [dataset])
     if empty := [split for split in SPLITS if not len(labels.rows(0, split))]:
         raise ConfigError(f"{url or dataset.root.url}: no record is in the split {empty[0]}: a probe needs {', '.join(SPLITS)}")
@@ -93,7 +93,7 @@ def probe(dataset: Dataset, halves: pa.Table, labels: TaskLabels | None = None) 
 
 
 def fitted(parts: Sequence[tuple[Array, Array]], of: TaskLabels) -> dict[str, dict[str, float]]:
-    """Metrics on test of each probe, and what was chosen on valid."""
+    """Test metrics of each probe, and the parameter chosen on valid."""
     (train, y), (valid, valid_y), (test, test_y) = parts
     data, found = ProbeData(train, y, valid, valid_y, test, of.task.kind), {}
     for name, fit in PROBES.items():
@@ -103,7 +103,7 @@ def fitted(parts: Sequence[tuple[Array, Array]], of: TaskLabels) -> dict[str, di
 
 
 def fit_scaled(fit: "Callable[[ProbeData], ProbeFit]", data: ProbeData) -> ProbeFit:
-    """Values are standardised by the training rows for the probe, and its scores are in their unit again."""
+    """Standardises values by the training rows before the fit, and scales the scores back to their unit."""
     if data.kind != "regression":
         return fit(data)
     center, scale = np.nanmean(data.labels_NK, 0), np.nanstd(data.labels_NK, 0)
@@ -149,7 +149,7 @@ def report(scores: dict[str, Any]) -> str:
 
 
 def linear(data: ProbeData) -> ProbeFit:
-    """The classes are solved together, by L-BFGS, in the basis of the principal components, which changes no solution."""
+    """Solves all classes together, by L-BFGS, in the basis of the principal components, which changes no solution."""
     parts = standardised(data.train_ND, data.valid_ND, data.test_ND)
     variance_D, basis_DD = np.linalg.eigh(parts[0].T @ parts[0])
     train, valid, test = (x_ND @ basis_DD[:, variance_D > 1e-12 * variance_D[-1]] for x_ND in parts)
@@ -178,7 +178,7 @@ def ridge(x_ND: Array, y_NK: Array, strength: float) -> Array:
 def logistic(x_ND: Array, y_NK: Array, strength: float, start: Array | None = None, exclusive: bool = False) -> Array:
     """[1 + D, K], intercepts first: least mean log loss + strength / 2 * squared weights (not intercepts).
 
-    Each weight is scaled by the curvature of the loss along it, which makes few steps suffice where features are uncorrelated.
+    Each weight is scaled by the curvature of the loss along it, so that few steps suffice if features are uncorrelated.
     """
     y = torch.from_numpy(y_NK.astype(np.float64))
     known_NK, y, x = (~y.isnan()).double(), y.nan_to_num(), torch.from_numpy(np.insert(x_ND, 0, 1.0, axis=1))
@@ -205,7 +205,7 @@ def logistic(x_ND: Array, y_NK: Array, strength: float, start: Array | None = No
 
 
 def nearest(data: ProbeData) -> ProbeFit:
-    """The share of positives, or the mean value, among the k training rows of greatest cosine."""
+    """The share of positives, or the mean value, among the k training rows with the highest cosine."""
     train, valid, test = (unit_vectors(x) for x in standardised(data.train_ND, data.valid_ND, data.test_ND))
     shares = votes(train, data.labels_NK, valid, [k for k in NEIGHBOURS if k <= len(train)])
     error, k = min((_error(share_NK, data.valid_labels_NK), k) for k, share_NK in shares.items())
@@ -213,8 +213,8 @@ def nearest(data: ProbeData) -> ProbeFit:
 
 
 def votes(train_ND: Array, labels_NK: Array, query_ND: Array, neighbours: Sequence[int]) -> dict[int, Array]:
-    """For each k the means of the known labels [N, K], of all rows where none is known; of equally similar rows the first
-    counts."""
+    """For each k the means of the neighbours' known labels [N, K], or of all rows' if none is known. Of equally similar rows
+    the first counts."""
     known = ~np.isnan(labels_NK.astype(np.float64))
     labels, usual_K = np.where(known, labels_NK, 0).astype(np.float64), np.nanmean(labels_NK.astype(np.float64), 0)
     shares: dict[int, list[Array]] = {k: [] for k in neighbours}
@@ -227,7 +227,7 @@ def votes(train_ND: Array, labels_NK: Array, query_ND: Array, neighbours: Sequen
 
 
 def standardised(train_ND: Array, *others: Array) -> tuple[Array, ...]:
-    """By mean and standard deviation of the first; features that are constant there become zero."""
+    """Standardises by mean and standard deviation of the first; features that are constant there become zero."""
     mean, deviation = train_ND.mean(0, dtype=np.float64), train_ND.std(0, dtype=np.float64)
     scale = np.where(deviation > 0, 1 / np.maximum(deviation, 1e-12), 0.0)
     return tuple((x.astype(np.float64) - mean) * scale for x in (train_ND, *others))

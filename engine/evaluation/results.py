@@ -1,12 +1,12 @@
-"""A trained model scored on held-out ECGs: metrics with 95 % intervals, and the JSON of them.
+"""Scores a trained model on held-out ECGs: metrics with 95 % intervals, also as JSON.
 
     score_task(model, dataset, task, EvalOptions(role="test", leads="I,II,V2")).document()["score"]     # of a TaskConfig
     identify(model, dataset, EvalOptions()).document()["score"]                                          # accuracy
     TaskResult(labels_NK, scores_NK, records, patients).document()                                       # from arrays alone
 
 A sample is a half of 5 s (paper, section "Datasets"). Identification compares the first 5 s of each patient's
-gallery crop and probe crop; with role "valid", the two halves of each crop that was held out of fine-tuning. Intervals are
-bootstraps over patients, with all halves of a patient together.
+gallery crop and probe crop; with role "valid", the two halves of each crop that was held out of fine-tuning. Intervals are from
+a bootstrap over patients, which draws all halves of a patient together.
 """
 
 import math
@@ -37,7 +37,7 @@ from engine.tasks.config import TaskConfig
 from engine.tasks.labels import TaskLabels, read_task
 
 RESAMPLES, GROUP_RESAMPLES = 1000, 200
-BINS = 10  # of probabilities, equally wide
+BINS = 10  # bins of probabilities, equally wide
 AGES, AGE_BANDS = (18, 40, 60, 80), np.array(["0-17", "18-39", "40-59", "60-79", "80+", "unknown"])  # years
 CHOSEN = "challenge_chosen"
 DIAGNOSIS = HeadInfo("diagnosis", "multilabel", CLASSES, (THRESHOLD,) * len(CLASSES))
@@ -46,17 +46,17 @@ DIAGNOSIS = HeadInfo("diagnosis", "multilabel", CLASSES, (THRESHOLD,) * len(CLAS
 @dataclass(frozen=True)
 class EvalOptions:
     role: str = "test"  # or valid
-    leads: str = ""  # as engine.common.parse_leads reads them; "": all that the model was trained on
+    leads: str = ""  # as for engine.common.parse_leads; "": all that the model was trained on
     batch: int = 32  # crops encoded at a time
     name: str = "model"  # in the results
 
 
 @dataclass(frozen=True, eq=False)
 class TaskResult:
-    """One row for each half of 5 s. `record`: the same for the mean scores over the halves of a record."""
+    """Has one row for each half of 5 s. `record`: the metrics of records, whose scores are means over their halves."""
 
-    labels_NK: Array  # 0, 1 or NaN (unknown); of regression values
-    scores_NK: Array  # probabilities; of regression values
+    labels_NK: Array  # 0, 1 or NaN (unknown); for regression, values
+    scores_NK: Array  # probabilities; for regression, values
     records_N: Sequence[Any]
     patients_N: Sequence[Any]
     facts: dict[str, Any] = field(default_factory=dict)  # model, data, role, leads
@@ -90,7 +90,7 @@ class TaskResult:
         return scored(*means, resamples, self.head)
 
     def worst(self, count: int) -> list[int]:
-        """Rows: the worst half of each of the most wrongly read records."""
+        """Rows of the records with the largest errors: the worst half of each."""
         spread_K = np.nanstd(self.labels_NK, 0) if self.head.kind == "regression" else np.ones(1)
         error_NK = np.abs(self.scores_NK - self.labels_NK) / np.where(spread_K > 0, spread_K, 1)
         order = np.argsort(-np.where(np.isnan(error_NK), 0, error_NK).max(1), kind="stable")
@@ -107,7 +107,7 @@ class TaskResult:
         if always := half.get("without_negatives"):
             remarks.append(f"All samples are positive for {', '.join(always)}: AUROC is not defined there.")
         if labels.dtype.kind == "f" and (unknown := int(np.isnan(labels).sum())):
-            remarks.append(f"{unknown:,} of {labels.size:,} labels are unknown and count nowhere.")
+            remarks.append(f"{unknown:,} of {labels.size:,} labels are unknown and ignored.")
         if half["patients"] == 1:
             remarks.append("All samples are from one patient: there are no intervals.")
         return remarks
@@ -149,8 +149,8 @@ def by_record(labels: Array, scores: Array, records: Sequence[Any], patients: Se
 
 
 def calibration(labels: Array, scores: Array) -> tuple[Array, Array, Array, float]:
-    """For each bin of probabilities, over all classes: their mean, the share that are true, how many there are; and the
-    expected calibration error."""
+    """For each bin of probabilities, over all classes: mean, share of positives, and count; then the expected calibration
+    error."""
     known = ~np.isnan(labels.astype(float))
     p, y = scores[known].astype(float), labels[known]
     bin_of = np.minimum((p * BINS).astype(int), BINS - 1)
@@ -203,7 +203,7 @@ class IdentificationResult:
 
 
 def nullable(value: Any) -> Any:
-    """None for NaN, which JSON does not have."""
+    """Replaces NaN, which JSON does not have, by None."""
     if isinstance(value, dict):
         return {key: nullable(inside) for key, inside in value.items()}
     if isinstance(value, list):
@@ -235,14 +235,14 @@ def score_task(model: TrainedModel, dataset: Dataset, task: TaskConfig, options:
     chosen = tuple(head.thresholds[k] for k in columns) if challenge and set(head.thresholds) != {THRESHOLD} else ()
     if chosen:
         notes.append(
-            f"A class counts as predicted above {THRESHOLD}, as in the Challenge; only for the Challenge score with chosen "
-            "thresholds it is above its own threshold, the one with the highest F1 in validation."
+            f"A class counts as predicted above {THRESHOLD}, as in the Challenge. Only the Challenge score with chosen "
+            "thresholds uses the threshold of each class that had the highest F1 in validation."
         )
     trained = validated(TaskConfig, head.definition, "task") if head.definition else labels.task
     if (trained.split, trained.folds) != (labels.task.split, labels.task.folds):
-        notes.append("Possible leakage: the model was fine-tuned with other folds or another split than are scored here.")
+        notes.append("Possible leakage: the model was fine-tuned with other folds or another split than the ones scored here.")
     elif model.history.get("datasets") == [dataset.fingerprint] and head.definition and labels.facts["sha256"] != head.sha256:
-        notes.append("Possible leakage: the model was fine-tuned on this dataset with other labels, or split otherwise.")
+        notes.append("Possible leakage: the model was fine-tuned on this dataset with other labels or another split.")
     head = replace(head, task=task.name, classes=labels.classes, thresholds=tuple(thresholds), chosen=chosen)
     facts = _facts(dataset, options, model_input) | ({"labels": task.labels} if task.labels else {})
     table = dataset.table(["source", "record", "age", "sex"]).take(rows)
@@ -256,7 +256,7 @@ def score_task(model: TrainedModel, dataset: Dataset, task: TaskConfig, options:
 
 
 def labels_of(labels: TaskLabels, dataset: Dataset, role: str) -> tuple[Array, Array]:
-    """Crops of a split, and their labels."""
+    """The crops of a split, and their labels."""
     url, rows = labels.task.labels or dataset.root.url, labels.rows(0, role)
     if labels.role:
         require(rows, dataset, f"dx={role}", "crops of cpsc_2018 or georgia: shard --dx-sources names others")
@@ -294,20 +294,20 @@ def identify(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> Ide
 
 
 def load_task(name: str) -> TaskConfig:
-    """The task of configs/tasks with this name, or of a YAML file."""
+    """The task with this name in configs/tasks, or in a YAML file."""
     section = read_yaml(find_config(name, "tasks", "--task"), "tasks").get("task")
     return validated(TaskConfig, section if isinstance(section, dict) else {}, "task")
 
 
 def chosen_task(model: TrainedModel, name: str = "auto", labels: str = "") -> TaskConfig:
-    """The task of this name, with these labels. auto: what the model was fine-tuned for, without a head identification."""
+    """The task of this name, with these labels. auto: the task the model was fine-tuned for, else identification."""
     head = model.head_info
     own = head.task if head else "identification"
     name = own if name == "auto" else name
     known = head.definition if head and name == own else {}
     task = validated(TaskConfig, known, "task") if known else load_task(name)
     if task.labels and not labels and not Path(task.labels).exists():
-        raise ConfigError(f"the labels of the task {task.name} were in {task.labels}: say where they are with --labels")
+        raise ConfigError(f"the labels of the task {task.name} are not in {task.labels}: give their path with --labels")
     if task.kind == "identity" and labels:
         raise ConfigError(
             f"--labels {labels}: the model was not fine-tuned for labels: use omnilead finetune, or omnilead probe"
@@ -322,19 +322,19 @@ def require(rows: Array, dataset: Dataset, what: str, source: str) -> None:
 
 
 def shown_input(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> tuple[Input, list[str]]:
-    """What the model is shown of a crop, and warnings about the data; data of another rate or unit are refused."""
+    """The model's input, and warnings about the data; data of another rate or unit are refused."""
     for key, value in (("fs_hz", FS_HZ), ("uv_per_lsb", 1.0)):
         if (has := dataset.meta.get(key)) != value:
-            raise ConfigError(f"{dataset.root.url}: {key}={has}, the model takes {value:g}: make the dataset again with shard")
+            raise ConfigError(f"{dataset.root.url}: {key}={has}, the model takes {value:g}: build the dataset again with shard")
     try:
         model_input = model.input.limited_to(options.leads) if options.leads else model.input
     except ConfigError as error:
         raise ConfigError(f"--leads {options.leads}: {error}") from None
     notes, sha256 = [], model.preprocessing.get("sha256")
     if sha256 and sha256 != dataset.meta["preprocessing_sha256"]:
-        notes.append("The data were not preprocessed like those that the model was trained on: compare dataset.json.")
+        notes.append("The data were preprocessed differently from the model's training data: compare dataset.json.")
     if dataset.meta.get("plan") == "paper-split":
-        notes.append("The split is the authors' leaking one (--plan paper-split): for comparison only.")
+        notes.append("The split is the authors', which leaks (--plan paper-split): for comparison only.")
     if others := conflicting_splits(model.history.get("splits"), dataset):
         differ = ", ".join(f"{name} {before}, here {now}" for name, before, now in others[0])
         notes.append(f"Possible leakage: the model was trained on these sources with another split ({differ}).")
@@ -342,7 +342,7 @@ def shown_input(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> 
 
 
 def _measured(dataset: Dataset, model_input: Input, *sides: Array) -> tuple[list[Array], list[str]]:
-    """Of these crops those in which a lead that the model is shown was recorded, and a note on the others."""
+    """The crops in which at least one of the model's leads was recorded, and a note on the others."""
     blank = none_measured(dataset, model_input.seen)
     if any(blank[rows].all() for rows in sides):
         raise ConfigError(f"{dataset.root.url}: {no_leads(model_input)}: choose other --leads")

@@ -1,4 +1,4 @@
-"""The files of a run's directory, read for its report: what is damaged or missing is a remark, not an error.
+"""Reads the files of a run for its report. Damaged or missing files are remarks, not errors.
 
 files = RunFiles(Path("RUN"))
 files.metrics.curve("loss")                                          # steps and values, from metrics.jsonl
@@ -17,24 +17,24 @@ from engine.common import write_whole
 from engine.data.npz import ArrayError, load_npz
 
 METRICS, VALIDATION, DIAGNOSTICS = "metrics.jsonl", "validation.jsonl", "diagnostics.npz"
-VALID = "valid/"  # prefix of validation figures where they stand beside those of training
+VALID = "valid/"  # prefix of validation metrics where they appear beside training metrics
 DIAGNOSTIC_AXES = {
     **{"positive_similarity": 1, "negative_similarity": 1},  # cosines of contexts with their own and with other targets
     **{"same_similarity": 1, "other_similarity": 1},  # of pooled encodings: of one crop or patient, of different ones
     "code_usage": 2,  # [G, V]: how often each code of each codebook was chosen
     "samples_mv": 4,  # [n, S, L, T]: augmented crops as the model saw them, in millivolts
 }
-LOWER_IS_BETTER = ("loss", "mae", "rmse")  # of the metrics of validation
-LARGEST = 1e12  # larger numbers are no steps, losses or rates
+LOWER_IS_BETTER = ("loss", "mae", "rmse")  # among validation metrics
+LARGEST = 1e12  # larger numbers cannot be steps, losses or rates
 RECENT = 10  # logged steps
 
 
 class ReportError(Exception):
-    """One line: why there is no report."""
+    """There is no report. The message is one line."""
 
 
 class StepLog:
-    """A file with one JSON object for each step, as columns; what is no number is NaN. No file: no rows."""
+    """Columns of a file with one JSON object for each step; what is not a number is NaN. Without a file, no rows."""
 
     def __init__(self, path: Path) -> None:
         by_step: dict[float, dict[str, Any]] = {}
@@ -106,7 +106,7 @@ class RunFiles:
         self.remarks += remarks
 
     def fact(self, *keys: str) -> Any:
-        """From run.json; None if it is not there."""
+        """A value from run.json; None if it is missing."""
         value = self.facts
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None

@@ -1,9 +1,9 @@
-"""A run's directory to RUN/report.html: one self-contained page with curves of the training.
+"""Writes RUN/report.html, one self-contained page with the training curves of a run.
 
     python -m engine.evaluation.run_report RUN
 
-Curves come from metrics.jsonl; validation.jsonl, run.json, config.yaml and diagnostics.npz (run_files.py) add to them if they
-are there. An unfinished run has a report too: what was not logged is left out, what is not finite is marked.
+Curves come from metrics.jsonl; validation.jsonl, run.json, config.yaml and diagnostics.npz (run_files.py) are added if they
+exist. An unfinished run has a report too: what was not logged is left out, what is not finite is marked.
 """
 
 import argparse
@@ -29,19 +29,19 @@ from engine.evaluation.plots import Line, LineStyle
 from engine.evaluation.run_files import LOWER_IS_BETTER, METRICS, VALID, ReportError, RunFiles, StepLog, number
 
 REPORT, RESULT = "report.html", "result.json"
-PATIENCE = 10  # validations without a better one that show convergence, if train.patience is 0
+PATIENCE = 10  # validations without improvement that count as convergence if train.patience is 0
 SAMPLES_SHOWN, FS_HZ = 4, 500.0
 
 
 @dataclass(frozen=True)
 class ReportSection:
-    """Of a page; report.html draws what there is, in this order."""
+    """A section of a page. report.html draws the fields that are set, in this order."""
 
     title: str = ""
     tiles: Sequence[tuple[str, str, str]] = ()  # label, value, detail
     charts: Sequence[str] = ()
     columns: int = 3
-    grid: Sequence[Sequence[str]] = ()  # rows of numbers, the first are names; a second cell of "0" greys the row
+    grid: Sequence[Sequence[str]] = ()  # rows of numbers under a row of names; a row whose second cell is "0" is grey
     table: Sequence[tuple[str, str]] = ()
     config: str = ""
     note: str = ""
@@ -198,11 +198,11 @@ def validation_note(files: RunFiles) -> str:
     if not isinstance(differs, list) or not differs or not files.held_out.rows:
         return ""
     how = "; ".join(map(str, differs))
-    return f"Held-out loss can lie below training loss: it is not measured in the same way. In validation {how}."
+    return f"Held-out loss can be lower than training loss, because it is measured differently. In validation {how}."
 
 
 def summary(files: RunFiles, best: float | None) -> Iterator[tuple[str, str, str]]:
-    """The most wanted figures, held-out rather than training ones, of the step that is exported."""
+    """The main figures of the exported step, held-out ones rather than training ones."""
     metrics, held_out = files.metrics, files.held_out
     step = best if kind_of(files) != "Pre-training" else float(held_out.steps[-1]) if held_out.rows else None
     if math.isfinite(loss := metrics.recent("loss")):
@@ -230,13 +230,13 @@ def summary(files: RunFiles, best: float | None) -> Iterator[tuple[str, str, str
 
 
 def chosen_by(files: RunFiles) -> tuple[str, int]:
-    """The figure that chooses the best step, and 1 if higher is better; older runs do not name it."""
+    """The metric that chooses the best step, and 1 if higher is better, else -1; older runs do not name it."""
     name = str(files.fact("best") or ("score" if len(files.held_out.curve("score")[0]) else "loss"))
     return name, -1 if name in LOWER_IS_BETTER else 1
 
 
 def best_step(files: RunFiles) -> float | None:
-    """The first of the best, as the run chooses it: without the untrained model."""
+    """The first best step, chosen as in training: never the untrained model."""
     name, sign = chosen_by(files)
     steps, values = files.held_out.curve(name)
     good = np.isfinite(values) & (steps > 0)
@@ -245,7 +245,7 @@ def best_step(files: RunFiles) -> float | None:
 
 def result(files: RunFiles) -> dict[str, Any]:
     """How a fine-tuning ended: its best validation, whether validation has stopped improving, and the curve. Empty before the
-    end, and where nothing was validated."""
+    end, or if nothing was validated."""
     (name, sign), best = chosen_by(files), best_step(files)
     if best is None or kind_of(files) == "Pre-training":
         return {}
@@ -254,7 +254,7 @@ def result(files: RunFiles) -> dict[str, Any]:
     converged = since >= (patience if patience > 0 else PATIENCE)
     if not converged and files.metrics.steps[-1] < number(files.fact("steps")):
         return {}
-    after = f"and {since} validations since without a better one" if since else "the last validation"
+    after = f"and {since} validations since without improvement" if since else "the last validation"
     text = f"{'' if converged else 'not '}converged: best {name} {value:.4f} at step {best:,.0f}, {after}"
     curve = [[int(step), value] for step, value in zip(*files.held_out.curve(name), strict=True) if math.isfinite(value)]
     found = {"metric": name, "higher_is_better": sign > 0, "best": value, "step": int(best), "validations_since": since}
@@ -262,7 +262,7 @@ def result(files: RunFiles) -> dict[str, Any]:
 
 
 def draw(chart: Chart, files: RunFiles, best: float | None, absent: list[str]) -> str:
-    """ "" if none of its curves was logged; keys that were logged as null go to `absent`."""
+    """The chart, or "" if none of its curves was logged; keys that were logged as null are added to `absent`."""
     lines: list[Line] = []
     for curve in chart.curves:
         log: StepLog = files.held_out if curve.held_out else files.metrics
@@ -306,7 +306,7 @@ def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def write_report(run: Path) -> Path:
-    """And RUN/result.json, which is also told."""
+    """Writes the report and RUN/result.json, and prints the result."""
     if ended := result(RunFiles(run)):
         write_whole(run / RESULT, json.dumps(ended, indent=1) + "\n")
         say(ended["text"])

@@ -1,10 +1,10 @@
-"""Charts of an evaluation, as those of plots.py: numbers in, SVG out.
+"""Charts of an evaluation, like those of plots.py: numbers in, SVG out.
 
 roc_and_pr("AF", label_N, score_N)                               both curves side by side
 calibration_chart(mean, true, count, error)                      predicted probability against observed frequency
 confusion_chart(labels_NK, outputs_NK, names)                    predicted classes of the samples of each class
 agreement_charts("age", value_N, prediction_N, "years")          predicted against true values, and Bland-Altman
-clinical_chart("A0001", "M, 63", mv_LT)                          an ECG as it is printed: 3 x 4 leads and a rhythm strip
+clinical_chart("A0001", "M, 63", mv_LT)                          an ECG in print layout: 3 x 4 leads and a rhythm strip
 """
 
 import math
@@ -87,8 +87,8 @@ def calibration_chart(mean: Array, true: Array, count: Array, error: float) -> s
 
 
 def confusion_chart(labels_NK: Array, outputs_NK: Array, names: Sequence[str]) -> str:
-    """Of the samples of each class, the share for which it was predicted (the diagonal: sensitivity), and for which another
-    class was predicted that they do not have."""
+    """For the samples of each class, the share for which it was predicted (the diagonal: sensitivity), and the shares for
+    which other classes were predicted wrongly."""
     share_KK, positives = confusion_shares(labels_NK, outputs_NK), labels_NK.sum(0)
     names = [name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}\u2026" for name in names]
     columns = [*names, "nothing"] if np.nan_to_num(share_KK[:, -1]).any() else names
@@ -116,7 +116,7 @@ def confusion_chart(labels_NK: Array, outputs_NK: Array, names: Sequence[str]) -
 
 
 def confusion_shares(labels_NK: Array, outputs_NK: Array) -> Array:
-    """[K, K + 1], the last column: nothing was predicted. NaN where no sample has the class."""
+    """[K, K + 1]; last column: nothing was predicted. NaN where no sample has the class."""
     labels, outputs = labels_NK.astype(np.float64), outputs_NK.astype(bool)
     wrong = labels.T @ (outputs & ~labels_NK.astype(bool))
     np.fill_diagonal(wrong, (labels * outputs).sum(0))
@@ -156,8 +156,8 @@ def _dots(
 
 
 def clinical_chart(title: str, note: str, mv_LT: Array) -> str:
-    """Twelve leads at 500 Hz on ECG paper, each centred on its median; one of zeros is grey. Columns after the end of a short
-    ECG show it from its start again."""
+    """Twelve leads at 500 Hz on ECG paper, each centred on its median; a lead of zeros is grey. Columns past the end of a short
+    ECG start from its beginning again."""
     length_s, x0, top = mv_LT.shape[1] / FS_HZ, 10.0, 42.0
     area = PlotArea(0, SHOWN_S, -3.5 * ROW_MV, 0.5 * ROW_MV, PX_PER_S * SHOWN_S, PX_PER_MV * 4 * ROW_MV, x0, top)
     right, bottom = area.left + area.width, area.top + area.height

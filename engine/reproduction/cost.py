@@ -1,8 +1,8 @@
-"""Estimate how long a plan takes: from the speed of a training step, then from the jobs that are done.
+"""Estimate how long a plan takes: at first from the speed of a training step, then from the finished jobs.
 
-    seconds = expected_seconds(plan, folder, flops_per_s(config))       # of each job that is not done
+    seconds = expected_seconds(plan, folder, flops_per_s(config))       # of each unfinished job
 
-A job's work is crops x FLOPs per crop. Once a job of a kind is done, the others of its kind are expected to run at its rate.
+A job's work is crops x FLOPs per crop. Once jobs of a kind are done, the others of that kind are expected to run at their rate.
 """
 
 import time
@@ -19,7 +19,7 @@ from engine.model.pretrainer import Pretrainer
 from engine.reproduction.plan import PROGRAMS, JobPlan
 from engine.reproduction.workdir import WorkDir
 
-STARTUP_S = 10.0  # of a process: imports, the dataset, the first step
+STARTUP_S = 10.0  # start-up of a process: imports, the dataset, the first step
 MEASURE_S = 3.0
 
 
@@ -32,16 +32,16 @@ def expected_seconds(plan: JobPlan, folder: WorkDir, flops_per_s: float) -> dict
 
 
 def _rate(plan: JobPlan, folder: WorkDir, kind: str) -> float:
-    """FLOP/s of the jobs of a kind that are done, start-up included. 0: none is."""
+    """FLOP/s of the finished jobs of a kind, start-up included; 0 if there are none."""
     done = [job for job in plan.ordered if job.kind == kind and folder.done(job) and folder.seconds(job)]
     return sum(job.flops for job in done) / (sum(map(folder.seconds, done)) or 1.0)
 
 
 def flops_per_s(config: Config) -> float:
-    """Of forward, backward and Adam on one device of this machine."""
+    """FLOP/s of forward, backward and Adam on one device of this machine."""
     try:
         return _measure(config)
-    except RuntimeError as error:  # the GPU's memory is in use, say
+    except RuntimeError as error:  # for example, the GPU's memory is in use
         raise ConfigError(f"measuring the speed of a training step failed: {str(error).splitlines()[0]}") from None
     finally:
         if torch.cuda.is_available():

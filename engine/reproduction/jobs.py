@@ -3,9 +3,9 @@
     with on_this_machine(4) as executor:                          # or distributed's client.get_executor()
         failed = run_jobs(plan, folder, executor, lambda: 4, on_done=print)
 
-A job is done when its result is there. If a worker dies, so does the process of its job; Dask then runs the job on another
-worker, where it continues from its last checkpoint. The process of a job holds jobs/NAME.lock: two commands on one folder, or a
-worker that has lost its cluster, never run the same job at the same time.
+A job is done when its result exists. If a worker dies, so does the process of its job; Dask then runs the job on another
+worker, where it resumes from its last checkpoint. A job's process holds jobs/NAME.lock, so that two commands on one folder, or
+a worker that has lost its cluster, never run the same job at the same time.
 """
 
 import fcntl
@@ -31,10 +31,10 @@ from engine.reproduction.workdir import WorkDir, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.2
-# `python -ISc CHILD ...` is `python ...` that the kernel kills together with the thread that started it
+# `python -ISc CHILD ...` is `python ...`, but the kernel kills it when the thread that started it ends
 CHILD = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 STOPPED = "stopped"
-THREAD = threading.local()  # .environment: of the jobs that this thread starts
+THREAD = threading.local()  # .environment: for the jobs that this thread starts
 
 
 def on_this_machine(jobs: int) -> ThreadPoolExecutor:
@@ -55,7 +55,7 @@ def run_jobs(
     plan: JobPlan, folder: WorkDir, executor: Executor, slots: Callable[[], int], on_done: Callable[[Job], None]
 ) -> dict[str, str]:
     """Runs up to slots() jobs at a time until none is left that can run, or SIGTERM or Ctrl-C stops them. Returns why jobs
-    failed, by name; a job that needs a failed one does not run."""
+    failed, by name. A job that needs a failed one does not run."""
     waiting, running = folder.missing(plan), dict[Future[str], Job]()
     failed, total = dict[str, str](), len(plan.jobs)
     done = set(plan.jobs) - {job.name for job in waiting}
@@ -69,7 +69,7 @@ def run_jobs(
                 return failed
             for future in wait(running, POLL_S * 5, FIRST_COMPLETED).done:
                 job = running.pop(future)
-                error = future.exception()  # of the worker, not the job: it died again and again, say
+                error = future.exception()  # of the worker, not of the job: it died repeatedly, for example
                 why = f"{type(error).__name__}: {error}" if error else future.result()
                 if not why:
                     done.add(job.name)
@@ -85,7 +85,7 @@ def run_jobs(
 
 @contextmanager
 def _stop_file(folder: WorkDir) -> Iterator[Path]:
-    """A path that exists once SIGTERM or Ctrl-C has come. It reaches workers on other machines, as signals do not."""
+    """A path that exists after SIGTERM or Ctrl-C. Unlike signals, it reaches workers on other machines."""
     stop = folder.path / "jobs" / f"stop-{socket.gethostname()}-{os.getpid()}"
 
     def ask(*_: object) -> None:
@@ -116,11 +116,11 @@ def run_job(folder: WorkDir, job: Job, stop: Path) -> str:
             )  # fmt: skip
         while child.poll() is None and not stop.exists():
             time.sleep(POLL_S)
-        child.terminate()  # if it runs still: it writes a checkpoint and ends
+        child.terminate()  # if it still runs, it writes a checkpoint and exits
         code = child.wait()
     if folder.done(job):
         write_json(folder.file(job, "json"), {"seconds": round(time.monotonic() - started, 3)})
-        if job.kind == "finetune":  # its checkpoints are of no further use, and hundreds of them would fill a disk
+        if job.kind == "finetune":  # its checkpoints are no longer needed, and hundreds of them would fill a disk
             shutil.rmtree((folder.path / job.result).parent / "checkpoints", ignore_errors=True)
         return ""
     if stop.exists() and code <= 0:

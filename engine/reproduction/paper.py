@@ -23,7 +23,7 @@ STAGES = ("pretrain", *TASKS.values())
 class Row:
     name: str
     pretrain: str  # the method: configs/pretrain/NAME.yaml
-    printed: Mapping[str, Mapping[int, list[float] | None]]  # by task and leads: mean, half of the interval; None: no such cell
+    printed: Mapping[str, Mapping[int, list[float] | None]]  # by task and leads: mean, half of the interval; None: no cell
     random: bool = False  # random weights instead of pre-trained ones
     against: str = ""  # the row it is compared with, where the table shows gains
     finetune: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by task: settings of this row alone
@@ -72,7 +72,7 @@ class ReproductionScale:
             if "base" in section:
                 kind = "pretrain" if stage == "pretrain" else "finetune"
                 base = read_yaml(find_config(str(section.pop("base")), kind, f"{path}: base", path.parent), kind)
-            both = flat(base) | flat(section)  # where a run is written and on which data is up to its job
+            both = flat(base) | flat(section)  # each job sets its own run folder and data
             settings[stage] = {key: value for key, value in both.items() if key not in ("run", "data.datasets")}
         return cls(path.stem if path.parent == HERE / "scales" else str(path), settings)
 
@@ -86,5 +86,5 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def as_arguments(settings: Mapping[str, Any]) -> list[str]:
-    """For --set; JSON is also YAML."""
+    """Arguments of --set; JSON is also YAML."""
     return [f"{key}={json.dumps(value)}" for key, value in settings.items()]

@@ -2,7 +2,7 @@
 
     plan = make_plan([tables()[1]], ReproductionScale.read("small"), data, out, seeds=3)
     plan.ordered                               # every job, after the jobs it needs
-    plan.cells[1, "W2V", "Dx", 3]              # names of the evaluations behind a cell, one a seed
+    plan.cells[1, "W2V", "Dx", 3]              # names of the evaluations behind a cell, one per seed
 
 A method is pre-trained once for each set of leads, with its config's seed; the seeds of a cell are those of fine-tuning.
 Tables 1, 3 and 4 fine-tune the 12-lead model in every column; table 2 has a model for each set of leads.
@@ -32,7 +32,7 @@ ADAM = 3  # numbers per parameter in a checkpoint: the weight and Adam's two mom
 class DatasetInfo:
     path: str
     fingerprint: str
-    split: str  # how roles were given: paper, paper-split, all
+    split: str  # how roles were assigned: paper, paper-split, all
     roles: Mapping[str, Any]  # number of crops of each role, as in dataset.json
 
     def count(self, group: str, role: str = "") -> int:
@@ -67,7 +67,7 @@ class JobPlan:
     cells: dict[tuple[int, str, str, int], list[str]] = field(default_factory=dict)  # by table, row, task, leads
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # by method or task, scale included
     models: dict[str, Config] = field(default_factory=dict)  # by the path below DIR that fine-tuning starts from
-    starts: dict[str, dict[str, Any]] = field(default_factory=dict)  # of these, the YAML files: models with random weights
+    starts: dict[str, dict[str, Any]] = field(default_factory=dict)  # the YAML files among these: models with random weights
 
     @property
     def ordered(self) -> list[Job]:
@@ -135,7 +135,7 @@ def make_plan(
     chosen: Sequence[Table], scale: ReproductionScale, data: DatasetInfo, out: Path, seeds: int,
     rows: Sequence[str] = (), leads: Sequence[int] = (), tasks: Sequence[str] = (),
 ) -> JobPlan:  # fmt: skip
-    """Of the chosen tables; `rows`, `leads` and `tasks` choose cells, all if empty."""
+    """The plan for the chosen tables. `rows`, `leads` and `tasks` select cells; if empty, all."""
     names = list(dict.fromkeys(name for table in chosen for name in table.rows))
     if unknown := [name for name in rows if name not in names]:
         numbers = ", ".join(str(table.number) for table in chosen)

@@ -1,4 +1,4 @@
-"""Scores measured so far -> DIR/table-N.md, .csv, .json, beside the paper's.
+"""Writes the scores measured so far, beside the paper's, to DIR/table-N.md, .csv and .json.
 
     write_table(folder, table, plan, seeds)
 
@@ -22,7 +22,7 @@ LEGEND = {
     "part": "[1/3]: 1 of 3 seeds is done.",
     "failed": "failed: run the same command again to retry.",
 }
-# Settings without an influence on scores, or mentioned elsewhere.
+# Settings that do not influence scores or are mentioned elsewhere.
 UNMENTIONED = {f"train.{name}" for name in ("log_every", "save_every_minutes", "keep", "zero_stage", "deepspeed", "best")}
 
 
@@ -63,7 +63,7 @@ def _with_needs(plan: JobPlan, job: Job) -> list[Job]:
 
 
 def _is_bold(cell: Cell, table: Table, cells: list[Cell]) -> bool:
-    """As in the table's caption, by the scores as printed."""
+    """By the rule in the table's caption, with the scores as printed."""
     column = [other for other in cells if (other["task"], other["leads"]) == (cell["task"], cell["leads"])]
     scores = {other["row"]: round(other["mean"], 3) for other in column if other["mean"] is not None}
     mine = scores.pop(cell["row"], None)
@@ -83,7 +83,7 @@ def write_table(folder: WorkDir, table: Table, plan: JobPlan, seeds: int) -> Non
 
 
 def markdown(table: Table, cells: list[Cell], text: str) -> str:
-    """The rows and columns that were asked for."""
+    """The requested rows and columns."""
     asked = [cell for cell in cells if cell["state"] not in ("not asked", "none in the paper")] or cells
     tasks = [task for task in TASKS if any(cell["task"] == task for cell in asked)]
     columns = [leads for leads in LEADS if any(cell["leads"] == leads for cell in asked)]

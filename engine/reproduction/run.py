@@ -1,4 +1,4 @@
-"""Reproduces tables: plans the jobs, runs those that are missing, writes the tables. See engine/reproduce.py.
+"""Reproduces tables: plans the jobs, runs the missing ones, writes the tables. See engine/reproduce.py.
 
 run(parse(["--table", "1", "--data", "DATASET", "--out", "DIR"]))      # -> exit code
 """
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _executor(options: argparse.Namespace) -> Iterator[tuple[Executor, Callable[[], int]]]:
-    """What runs the jobs, and a function that tells how many at a time."""
+    """The executor of the jobs, and a function that returns how many it runs at a time."""
     if options.cluster:
         with connected(options.cluster) as client:
             yield client.get_executor(pure=False), lambda: sum(client.nthreads().values())

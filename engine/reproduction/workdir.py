@@ -1,9 +1,9 @@
-"""DIR: what has been done of a plan, and the settings it was started with.
+"""DIR: the progress of a plan, and the settings it was started with.
 
 DIR/pretrain/MODEL/  finetune/MODEL/CELL/     runs, as `omnilead pretrain` and `finetune` write them
     scores/MODEL/CELL.json                    what `omnilead evaluate` wrote
-    jobs/JOB.out .err .json                   what a job printed; how many seconds it took, or why it failed
-    settings/*.json  starts/*.yaml            the data and all settings: other ones are refused; models with random weights
+    jobs/JOB.out .err .json                   output of a job; the seconds it took, or why it failed
+    settings/*.json  starts/*.yaml            data and settings, which must not change; models with random weights
     table-N.md .csv .json
 """
 
@@ -34,13 +34,13 @@ class WorkDir:
         return [job for job in plan.ordered if not self.done(job)]
 
     def score(self, job: Job, metric: str = "") -> float | None:
-        """The evaluation's main score, or another of its metrics. None: it has not been measured, or is no number."""
+        """The evaluation's main score, or another of its metrics. None if it has not been measured or is not a number."""
         tree = read_json(self.path / job.result)
         value = tree.get("metrics", {}).get(metric) if metric else tree.get("score")
         return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
     def seconds(self, job: Job) -> float:
-        """0: unknown."""
+        """How long the job took; 0 if unknown."""
         return float(read_json(self.file(job, "json")).get("seconds", 0))
 
     def failure(self, job: Job) -> str:
@@ -65,14 +65,14 @@ class WorkDir:
 
 
 def _current(settings: dict[str, Any]) -> dict[str, Any]:
-    """An earlier version's section `head` is `task` now."""
+    """Converts an earlier version's section `head` into `task`."""
     head = {key.removeprefix("head."): value for key, value in settings.items() if key.startswith("head.")}
     rest = {key: value for key, value in settings.items() if not key.startswith("head.")}
     return rest | {f"task.{key}": value for key, value in current_task(head).items()}
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Empty if it is not there, or is no JSON object."""
+    """The JSON object in a file; empty if it is missing or holds something else."""
     try:
         tree = json.loads(path.read_text())
     except (OSError, ValueError):

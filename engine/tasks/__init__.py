@@ -1,1 +1,1 @@
-"""What is asked of an encoder: labels, their splits, losses."""
+"""Tasks: their labels, splits and losses."""

@@ -3,7 +3,7 @@
     labels = read_task(TaskConfig("rhythm", "multiclass", labels="rhythm.csv"), [Dataset.open("DATASET")])
     labels.y[0], labels.classes         # float32 [crops, K], NaN where unknown; names of the K columns
     labels.rows(0, "train")             # crops of the first dataset in the training split that have a known label
-    guess(TaskConfig(labels="my.csv"))  # with the kind that the columns suggest
+    guess(TaskConfig(labels="my.csv"))  # sets the kind that the columns suggest
 
 A table is CSV (commas, semicolons or tabs) or parquet: `record`, `source` where databases share names, the labels, and `fold`
 or `split`. An empty cell is unknown. A record is named as in the dataset, or by its path in the archive.
@@ -33,15 +33,15 @@ from engine.tasks.config import TaskConfig, TaskKind
 SPLITS = ("", "train", "valid", "test")  # by their numbers in TaskLabels.split
 SPLIT_OF = {"train": 1, "valid": 2, "val": 2, "validation": 2, "dev": 2, "test": 3, "gallery": 3, "probe": 3}
 RESERVED = ("record", "source", "patient", "fold", "split")
-OWN_COLUMNS = ("age", "sex")  # of a dataset
+OWN_COLUMNS = ("age", "sex")  # a dataset's own columns
 BOOLEANS = {"0": 0, "0.0": 0, "false": 0, "no": 0, "1": 1, "1.0": 1, "true": 1, "yes": 1}
 INDEX = re.compile(r"|Unnamed: \d+")  # pandas' row numbers
-FEW = 10  # numbers with at most so many values are classes
+FEW = 10  # a column of numbers with at most this many values holds classes
 SHOWN = 3  # names in a message
 MAX_VALUES = 100  # classes of multiclass, and folds
 ENDING, FOLDERS = (r"\.[A-Za-z]\w{1,3}$", ""), ("^.*/", "")
-PTBXL = (r"^(\d{5})_[hl]r$", r"HR\1")  # its files and the Challenge's records
-# How a table may name a record: by its path in the archive, of a WFDB folder's folders joined
+PTBXL = (r"^(\d{5})_[hl]r$", r"HR\1")  # file names of PTB-XL to record names of the Challenge
+# Ways a table may name a record: as in the dataset, or by its path in the archive, perhaps with folders joined by _
 FORMS = ((), (ENDING,), (ENDING, ("/", "_")), (ENDING, FOLDERS), (ENDING, FOLDERS, PTBXL))
 
 
@@ -68,7 +68,7 @@ class TaskLabels:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What must not change when a training is resumed, as JSON."""
+        """Facts that must not change when a training is resumed, as JSON."""
         definition = json.loads(json.dumps(asdict(replace(self.task, labels=self.task.labels.rpartition("/")[2]))))
         arrays = [] if self.role else [*self.y, *self.split]
         digest = sha256(b"".join(sha256(np.ascontiguousarray(array).data).digest() for array in arrays)).hexdigest()
@@ -83,7 +83,7 @@ class LabelTable(NamedTuple):
 
 
 def read_task(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
-    """ConfigError if the table does not fit the task or the datasets."""
+    """Reads labels and splits; ConfigError if the table does not fit the task or the datasets."""
     if task.kind == "identity" or not (task.labels or task.columns):
         return _of_roles(task, datasets)
     table = _joined(task, datasets) if task.labels else _own_columns(task, datasets)
@@ -100,7 +100,7 @@ def read_task(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
 
 
 def _of_roles(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
-    """The tasks of the paper: everything is in the dataset."""
+    """The paper's tasks: labels and splits are in the dataset."""
     identity = task.kind == "identity"
     if identity and (task.labels or task.columns):
         raise ConfigError(f"task.kind=identity: its labels are the dataset's patients, not {task.labels or task.columns}")
@@ -123,7 +123,7 @@ def _own_columns(task: TaskConfig, datasets: Sequence[Dataset]) -> LabelTable:
 
 
 def guess(task: TaskConfig) -> TaskConfig:
-    """The kind that the label columns suggest."""
+    """Sets the kind that the label columns suggest."""
     cells = read_table(task.labels)
     columns = _columns(task, task.labels, cells)
     values = {name: pc.drop_null(cells[name]).unique().to_pylist() for name in columns}
@@ -139,7 +139,7 @@ def guess(task: TaskConfig) -> TaskConfig:
 
 
 def read_table(url: str) -> pa.Table:
-    """All columns as text, the reserved ones in lower case."""
+    """Reads all columns as text; names of reserved columns become lower case."""
     try:
         with fsspec.open(url, "rb").open() as file:
             data = file.read()
@@ -149,7 +149,7 @@ def read_table(url: str) -> pa.Table:
         raise
     except FileNotFoundError:
         raise ConfigError(f"{url}: no such file: name a CSV or parquet file of labels") from None
-    except Exception as error:  # of many kinds: of stores, pyarrow, a missing package
+    except Exception as error:  # many kinds: from object stores, pyarrow, a missing package
         raise ConfigError(f"{url}: cannot be read as CSV or parquet: {' '.join(str(error).split())[:200]}") from None
     names = cells.column_names
     if twice := [name for name in names if names.count(name) > 1]:
@@ -160,7 +160,7 @@ def read_table(url: str) -> pa.Table:
 
 
 def _csv(data: bytes) -> pa.Table:
-    """Separated by what leaves a column `record` in the first line."""
+    """The separator is the one that yields a column `record` in the first line."""
     line = data[: 2**20].decode("utf-8-sig", "replace").partition("\n")[0].rstrip("\r")
     names = {mark: [_name(cell) for cell in next(csv.reader([line], delimiter=mark), [])] for mark in ",;\t"}
     mark = next((mark for mark, of in names.items() if "record" in of and len(of) > 1), ",")
@@ -188,7 +188,7 @@ def _columns(task: TaskConfig, name: str, cells: pa.Table) -> tuple[str, ...]:
 
 
 def _joined(task: TaskConfig, datasets: Sequence[Dataset]) -> LabelTable:
-    """The table's row for each crop, by the record's name."""
+    """Finds the table's row for each crop by the name of its record."""
     url, cells = task.labels, read_table(task.labels)
     crops = pa.concat_tables([dataset.table(["source", "record"]) for dataset in datasets])
     key = pc.binary_join_element_wise(crops["source"], crops["record"], "/").combine_chunks().dictionary_encode()
@@ -205,12 +205,12 @@ def _joined(task: TaskConfig, datasets: Sequence[Dataset]) -> LabelTable:
             names = pc.replace_substring_regex(names, pattern, new)
         names = pc.binary_join_element_wise(cells["source"].take(left), names, "/") if by_source else names
         found[left] = pc.fill_null(pc.index_in(names, targets), -1).to_numpy(zero_copy_only=False)
-    target = targets.dictionary_encode().indices.to_numpy()  # equal for two databases' records of one name
+    target = targets.dictionary_encode().indices.to_numpy()  # equal for records of two databases that share a name
     rows = np.flatnonzero(found >= 0)
     named = np.bincount(target[found[rows]], minlength=len(keys))
     if len(shared := np.flatnonzero((named > 0) & (np.bincount(target, minlength=len(keys)) > 1))):
         twice = keys.take(pa.array(np.flatnonzero(target == shared[0]))).to_pylist()
-        raise ConfigError(f"{url}: {' and '.join(twice[:2])} have one name: add a column `source` to the table")
+        raise ConfigError(f"{url}: {' and '.join(twice[:2])} have the same name: add a column `source` to the table")
     if len(again := np.flatnonzero(named > 1)):
         lines = rows[target[found[rows]] == again[0]] + 1
         raise ConfigError(f"{url}: record {record[lines[0] - 1]} is in rows {lines[0]} and {lines[1]}: keep one of them")
@@ -221,7 +221,7 @@ def _joined(task: TaskConfig, datasets: Sequence[Dataset]) -> LabelTable:
     row_of_key[found[rows]] = rows
     missing, bare = np.flatnonzero(found < 0), np.flatnonzero(row_of_key < 0)
     remarks = [f"{url}: {_some(missing, record)} of {len(record):,} records are not in the data"] if len(missing) else []
-    remarks += [f"{url}: says nothing of {_some(bare, keys)} of {len(keys):,} records of the data"] if len(bare) else []
+    remarks += [f"{url}: has no row for {_some(bare, keys)} of {len(keys):,} records of the data"] if len(bare) else []
     ends = np.cumsum([len(dataset) for dataset in datasets])[:-1]
     return LabelTable(url, cells, np.split(row_of_key[key_of_crop], ends), remarks)
 
@@ -292,7 +292,7 @@ def _cell(table: LabelTable, column: str, row: int) -> str:
 
 
 def _coded(split: pa.ChunkedArray) -> np.ndarray:
-    """Names of splits as numbers, 0 where there is none; -1: unknown."""
+    """Split names as numbers: 0 where there is none, -1 if the name is unknown."""
     names, numbers = pa.array(SPLIT_OF), np.array([*SPLIT_OF.values(), -1, 0], np.int8)
     text = pc.utf8_lower(split)
     at = pc.if_else(pc.is_in(text, pa.array(["", None])), len(names) + 1, pc.fill_null(pc.index_in(text, names), len(names)))
@@ -315,9 +315,9 @@ def _splits(
     if how == "column":
         task, split = _by_column(task, table, columns[0], known, names, owner_N)
     else:
-        split = 3 - np.digitize(uniforms(names), (0.1, 0.2))[owner_N]  # whom data.hold_out spares is tested
+        split = 3 - np.digitize(uniforms(names), (0.1, 0.2))[owner_N]  # first come those whom data.hold_out holds out: test
     waveform, before = np.concatenate([dataset.column("waveform") for dataset in datasets]), split.copy()
-    for side in (3, 2):  # a copy of a tested ECG is neither trained nor validated on
+    for side in (3, 2):  # copies of test ECGs are not used for training or validation
         split[(split > 0) & (split < side) & known & np.isin(waveform, waveform[known & (split == side)])] = 0
     remarks = []
     if left_out := int((split != before).sum()):
@@ -327,7 +327,7 @@ def _splits(
     if "patient" in table.cells.column_names and any(
         part.null_count for d in datasets for part in d.table(["patient"]).columns
     ):
-        remarks.append(f"{table.name}: its column `patient` is not read: ECGs without a patient in the dataset are apart")
+        remarks.append(f"{table.name}: column `patient` is not read: ECGs without a patient in the dataset count as one each")
     return task, split, remarks
 
 
@@ -352,7 +352,7 @@ def _by_column(
     else:
         ordered = _in_order(values)
         if not task.folds and len(ordered) < 3:
-            raise ConfigError(f"{table.name}: folds {', '.join(ordered)}: at least 3 are needed: for train, valid and test")
+            raise ConfigError(f"{table.name}: folds {', '.join(ordered)}: at least 3 are needed, for train, valid and test")
         last: Any = dict(zip(SPLITS[1:], map(tuple, (ordered[:-2], ordered[-2:-1], ordered[-1:])), strict=True))
         task = replace(task, folds=task.folds or last)
         of = {value: SPLIT_OF[split] for split, some in task.folds.items() for value in some}
@@ -364,5 +364,5 @@ def _by_column(
     seen[:, -1] = False
     if len(twice := np.flatnonzero(seen.sum(1) > 1)):
         folds = " and ".join(values[fold] for fold in np.flatnonzero(seen[twice[0]])[:2])
-        raise ConfigError(f"{table.name}: patient {names[int(twice[0])]} is in {column}s {folds}: give all of a patient's one")
+        raise ConfigError(f"{table.name}: patient {names[int(twice[0])]} is in {column}s {folds}: put each patient in one")
     return task, np.append(number, 0)[fold_N]

@@ -273,7 +273,7 @@ def test_unknown_labels_thresholds_and_a_class_without_positives(
     assert "1 of 2 classes have no positives: never." in remarks and unknown in remarks
     page = tmp_path / "page.html"
     assert main(["--model", str(folder), "--data", data.root.url, "--labels", str(table), "--report", str(page)]) == 0
-    assert "SB" in capsys.readouterr().out and "most wrongly read" in page.read_text()
+    assert "SB" in capsys.readouterr().out and "records with the largest errors" in page.read_text()
 
 
 def test_ages_of_the_dataset(data: Dataset, saved_model: Saved, evaluated: Evaluated) -> None:
@@ -352,7 +352,7 @@ def test_another_split_of_the_training_data_is_a_warning(
         folder = saved_model(f"{digest[:7]}/model", head=RHYTHM | {"definition": FOLDS, "sha256": digest})
         config = json.loads((folder / "config.json").read_text())
         seal(folder, config | {"trained": {"datasets": [data.fingerprint]}})
-        assert any("split otherwise" in of for of in evaluated(folder, "--labels", table)["remarks"]) == leaks
+        assert any("other labels or another split" in of for of in evaluated(folder, "--labels", table)["remarks"]) == leaks
 
 
 # Warnings -----------------------------------------------------------------------------------------------------------------
@@ -385,7 +385,7 @@ def test_crops_without_a_lead_that_the_model_looks_at_are_left_out(
     counted = [document["n"] + document.get("gallery", 0) for document in (whole, few)]
     assert counted[0] - counted[1] == (data.column("halves")[lost].sum() if task == "diagnosis" else 2)
     blank[:] = True
-    refused("no valid lead: nothing was measured of V2", diagnostic, "--task", task, "--leads", "V2")
+    refused("no valid lead: the model uses V2, of which none was recorded", diagnostic, "--task", task, "--leads", "V2")
 
 
 def test_training_on_another_split_is_a_warning(data: Dataset, saved_model: Saved, evaluated: Evaluated) -> None:

@@ -379,7 +379,7 @@ def test_labels_of_ones_own(
 def test_training_ends_when_validation_no_longer_improves(
     base: Path, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where it was stopped in between: the checkpoint knows how many validations there were without a better one."""
+    """Also where it was stopped in between: the checkpoint knows the number of validations without improvement."""
     figures = iter([0.9, 0.5, 0.4, 0.3, float("nan")])  # at steps 0, 2, 4, 5, 6
     monkeypatch.setattr(FinetuneTask, "validate", lambda *_: {"auroc": next(figures)})
     how: dict[str, Any] = {"train__patience": 3}
@@ -388,7 +388,7 @@ def test_training_ends_when_validation_no_longer_improves(
         assert ended.ok and "done:" in ended.output, ended.output
     run = tmp_path / "run"
     assert [row["step"] for row in rows(run)] == list(range(1, 7))
-    assert "converged: best auroc 0.5000 at step 2, and 3 validations since without a better one\n" in ended.output
+    assert "converged: best auroc 0.5000 at step 2, and 3 validations since without improvement\n" in ended.output
     result = json.loads((run / "result.json").read_text())
     assert result["converged"] and result["curve"] == [[0, 0.9], [2, 0.5], [4, 0.4], [5, 0.3]]
     assert (run / "checkpoints" / "best").read_text() == "step-2" and engine.load(run).history["step"] == 2

@@ -204,7 +204,7 @@ def test_whitened_halves_differ_alike_in_every_direction() -> None:
         (["--tasks", "sex", "--leads", "13"], "leads='13': no lead is called"),
         (["--tasks", "same.csv"], "same.csv: --share 1 of"),
         (["--tasks", "folds.csv"], "folds 1, 2: at least 3 are needed"),
-        (["--tasks", "sex", "sex"], "two have one name"),
+        (["--tasks", "sex", "sex"], "two tasks have the same name"),
         (["--tasks", "sex", "--models", "A=nowhere"], "nowhere: no such folder"),
         (["--tasks", "sex", "--models", "nowhere/x", "nowhere/x"], "nowhere/x: no such folder"),
     ],
@@ -227,7 +227,7 @@ def test_what_is_refused_is_one_line(
 
 def test_two_models_of_one_name(models: list[str], dataset: Dataset, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *models, models[2], "--data", dataset.root.url, "--tasks", "sex", "--out", "OUT"]) == 2
-    assert "'B' is another one's name: write NAME=" in capsys.readouterr().err
+    assert "the name 'B' is taken: write NAME=" in capsys.readouterr().err
 
 
 def test_the_commands_of_the_page_are_understood() -> None:

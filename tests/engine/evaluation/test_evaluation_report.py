@@ -111,7 +111,7 @@ def test_values_are_drawn_against_each_other() -> None:
 def test_the_most_wrongly_read_ecgs_are_drawn(dataset: Dataset) -> None:
     for kind, classes, words in (
         ("binary", ["AF"], "AF: labelled (yes|no), probability"),
-        ("multiclass", ["AF", "AFL", "SB"], r"labelled (AF|AFL|SB) \(0.\d+\), read as"),
+        ("multiclass", ["AF", "AFL", "SB"], r"labelled (AF|AFL|SB) \(0.\d+\), predicted"),
         ("regression", ["QRS"], r"QRS [\d.]+, predicted [\d.]+ ms"),
     ):
         result = replace(of_kind(kind, classes), crops_N=np.repeat(np.arange(60), 2))

@@ -100,7 +100,7 @@ def test_scores_are_drawn_and_the_first_of_the_best_is_marked(tmp_path: Path) ->
     assert "No step is better than step 0, before training: auroc 0.900, and 0.750 at step 20." in html
     assert levels(html) == ["chance 0.1", "chance 0.5"]
     assert cards(html)["Converged"] == ("no", "2 validations since the best")
-    assert "Not converged: best auroc 0.7500 at step 20, and 2 validations since without a better one: raise" in html
+    assert "Not converged: best auroc 0.7500 at step 20, and 2 validations since without improvement: raise" in html
     facts["config"] |= {"train": {"patience": 2}}
     html = run_report.build(make(tmp_path / "dx", *steps, validation=validation, facts=facts | {"steps": 999}))
     assert cards(html)["Converged"][0] == "yes" and "onverged: " not in html
