@@ -1,7 +1,7 @@
-"""Training steps on a GPU that is not there: torch's fake tensors know shapes and devices, and no numbers.
+"""Training steps on a fake GPU: torch's fake tensors have shapes and devices, but no values.
 
-A tensor left behind on the CPU is an error there, and so is whatever waits for the device, since it would need a number. The
-device is called `gpu`: a build of torch without CUDA has no other. Its name holds for the whole process, so test_fake_gpu.py
+A tensor left on the CPU is an error, and so is anything that waits for the device, since it would need a value. The device is
+called `gpu`, because a build of torch without CUDA has no other. The name holds for the whole process, so test_fake_gpu.py
 calls `errors` in a process of its own.
 """
 
@@ -83,7 +83,7 @@ def train(model: nn.Module, dtype: torch.dtype, *arguments: torch.Tensor) -> Non
 
 
 def wait() -> None:
-    """An error that must be found, as in `leave_behind`."""
+    """Waits for the device: an error that must be found, like `leave_behind`."""
     with GPU:
         torch.ones(()).item()
 
@@ -95,7 +95,7 @@ def leave_behind() -> None:
 
 
 def errors(out: Path) -> None:
-    """Writes the error of each step, or nothing."""
+    """Writes the error of each step; empty if there is none."""
     cases: dict[str, Callable[[], None]] = {"wait": wait, "leave behind": leave_behind}
     for path in (CONFIGS / "pretrain").glob("*.yaml"):
         cases[f"pretrain {path.stem}"] = partial(pretrain, path, torch.bfloat16)

@@ -14,7 +14,7 @@ TOKEN, COMMIT = "hf_secret", "c0ffee" + "0" * 34
 
 
 class Hub(ThreadingHTTPServer):
-    """Repositories by name: their files. Private ones are not there for whoever has no token."""
+    """The files of each repository. Without a token, private repositories do not exist."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Api)

@@ -1,4 +1,4 @@
-"""Settings: what is shipped is valid; what is wrong is an error of one line that names the key and the value."""
+"""Settings: shipped configs are valid; an error is one line that names the key and the value."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ DATA = "data.datasets=[D]"
 
 
 @pytest.mark.parametrize("path", [*PRETRAIN, *FINETUNE], ids=lambda path: path.stem)
-def test_a_shipped_file_is_valid_and_says_what_to_expect(path: Path) -> None:
+def test_shipped_files_are_valid_and_say_what_to_expect(path: Path) -> None:
     config: Any = load(path, [DATA]) if path in PRETRAIN else load(path, [DATA, "start=RUN"], FinetuneConfig)
     assert build(config.tree(), type(config)) == config
     for world in (1, 2, 4, 8):
@@ -95,7 +95,7 @@ def test_a_wrong_setting_is_one_line(override: str, says: str) -> None:
         (True, True, "avx512_bf16", "fp32"),
     ],
 )
-def test_precision_auto_is_what_the_hardware_has(
+def test_precision_auto_follows_the_hardware(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cuda: bool, emulated: bool, flags: str, resolved: str
 ) -> None:
     (tmp_path / "cpuinfo").write_text(f"flags\t\t: fpu {flags} sse\n")
@@ -132,20 +132,20 @@ def test_precision_auto_is_what_the_hardware_has(
         (["run=s3://bucket/run"], 1, "run='s3://bucket/run': must be a local folder"),
     ],
 )
-def test_settings_that_contradict_each_other_are_one_line(overrides: list[str], world: int, says: str) -> None:
+def test_contradictory_settings_are_one_line(overrides: list[str], world: int, says: str) -> None:
     config = load(PAPER, [DATA, *overrides])
     with pytest.raises(ConfigError) as error:
         check(config, world)
     assert says in str(error.value) and "\n" not in str(error.value)
 
 
-def test_fewer_leads_padded_or_gone() -> None:
+def test_fewer_leads_padded_or_dropped() -> None:
     """Table 2 of the paper: a model for each set of leads."""
     check(load(CONFIGS / "pretrain" / "w2v.yaml", [DATA, "augment.leads=2"]), 1)
     check(load(CONFIGS / "pretrain" / "w2v.yaml", [DATA, "augment.leads=2", "augment.padded=false", "model.leads=2"]), 1)
 
 
-def test_fine_tuning_masks_no_leads_unless_asked_to() -> None:
+def test_fine_tuning_masks_no_leads_by_default() -> None:
     for augment in ({}, {"leads": "3"}, {"leads": "2", "padded": False}):
         assert build({"augment": augment}, FinetuneConfig).augment.rlm == 0
     assert build({"augment": {"rlm": 0.5}}, FinetuneConfig).augment.rlm == 0.5
@@ -153,7 +153,7 @@ def test_fine_tuning_masks_no_leads_unless_asked_to() -> None:
     assert {(c.train.weight_decay, c.train.eps, c.encoder.feature_grad, c.augment.rlm) for c in shipped} == {(0, 1e-8, 0, 0)}
 
 
-def test_the_global_batch_is_the_same_for_every_world() -> None:
+def test_the_global_batch_does_not_depend_on_the_world_size() -> None:
     config = load(CONFIGS / "pretrain" / "authors.yaml")
     assert [micro_batch(config, world) for world in (1, 2, 4, 8)] == [(64, 8), (64, 4), (64, 2), (64, 1)]
     for world in (1, 8):
@@ -181,7 +181,7 @@ def test_a_deepspeed_file_holds_communication_only(tmp_path: Path) -> None:
         assert zero_stage(build({"train": {"deepspeed": str(path)}})) == int(path.stem[-1])
 
 
-def test_a_base_that_refers_back_a_circle_of_links_and_a_missing_file(tmp_path: Path) -> None:
+def test_circular_bases_circular_links_and_missing_files(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("base: b.yaml")
     (tmp_path / "b.yaml").write_text("base: a.yaml")
     (tmp_path / "link.yaml").symlink_to(tmp_path / "link.yaml")

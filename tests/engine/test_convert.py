@@ -55,7 +55,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
 
 
 def back(path: Path, folder: Path) -> dict[str, Any]:
-    """A checkpoint converted to `folder`, and that to a checkpoint again."""
+    """Converts a checkpoint to `folder`, and that back to a checkpoint."""
     assert convert.main(["from-fairseq", str(path), str(folder)]) == 0
     assert convert.main(["to-fairseq", str(folder), str(folder.with_suffix(".back.pt"))]) == 0
     return dict(torch.load(folder.with_suffix(".back.pt"), weights_only=True))
@@ -78,15 +78,15 @@ def test_round_trip_is_exact(spelled: str, tmp_path: Path) -> None:
     assert {stat.S_IMODE(path.stat().st_mode) for path in out.values()} == {0o666 & ~umask}
 
 
-def test_the_authors_own_checkpoint(tmp_path: Path) -> None:
+def test_a_checkpoint_from_the_authors(tmp_path: Path) -> None:
     if not REAL.is_file():
         pytest.skip("the authors' checkpoint is not here (../shared/parity)")
     one, other = torch.load(REAL, weights_only=True), back(REAL, tmp_path / "out")
     assert same(one["model"], other["model"]) and one["cfg"] == other["cfg"]
 
 
-def test_a_run_of_ours_becomes_a_checkpoint_of_theirs(tmp_path: Path) -> None:
-    """RUN/model without anything of theirs in its config.json, to a folder that is made."""
+def test_our_run_becomes_their_checkpoint(tmp_path: Path) -> None:
+    """RUN/model has nothing of theirs in its config.json; the output folder is created."""
     conversion.from_fairseq(saved(tmp_path / "a.pt"), tmp_path / "run" / "model")
     edited(tmp_path / "run" / "model", fairseq=None)
     assert convert.main(["to-fairseq", str(tmp_path / "run"), str(tmp_path / "no" / "such" / "b.pt")]) == 0
@@ -112,7 +112,7 @@ def test_the_scale_of_the_input_is_recorded(section: dict[str, Any], given: str,
 
 
 class Content:
-    """As OmegaConf keeps settings: a class of another package, with nodes that hold values."""
+    """Settings as OmegaConf stores them: a class of another package, with nodes that hold values."""
 
     def __init__(self, content: Any) -> None:
         self._content = {k: Content(v) if isinstance(v, dict) else Value(v) for k, v in content.items()}
@@ -123,7 +123,7 @@ class Value:
         self._val = value
 
 
-def test_settings_in_objects_are_read_without_their_classes(tmp_path: Path) -> None:
+def test_pickled_settings_are_read_without_their_classes(tmp_path: Path) -> None:
     for name, changes in (
         ("namespace", {"cfg": None, "args": argparse.Namespace(**their_settings(CONFIG)["model"])}),
         ("nodes", {"cfg": Content(their_settings(CONFIG))}),
@@ -141,7 +141,7 @@ class Malice:
         return self.given
 
 
-def test_a_pickle_s_code_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_in_a_pickle_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "executed"
     path = saved(tmp_path / "a.pt", task_state=Malice(exec, f"open({str(trace)!r}, 'w')"))
     assert convert.main(["from-fairseq", str(path), str(tmp_path / "out")]) == 0  # its weights are sound

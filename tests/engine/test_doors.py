@@ -75,7 +75,7 @@ def test_output_that_cannot_be_written_and_names_that_are_not_text(command: str,
 
 
 @pytest.mark.parametrize("door", ["pretrain", "evaluate --model m --data d", "embed --model m --data d --out f.parquet"])
-def test_stopped_while_all_is_imported_is_one_line(door: str) -> None:
+def test_ctrl_c_during_imports_is_one_line(door: str) -> None:
     name, *arguments = door.split()
     command = [sys.executable, "-c", STOPPED, f"engine/{name}.py", *arguments]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -93,8 +93,8 @@ def as_script(path: str) -> int:
 
 
 @pytest.mark.parametrize("script", ["pretrain", "finetune"])
-def test_training_exits_without_tearing_down_the_interpreter(script: str, tmp_path: Path) -> None:
-    """Gloo's threads outlive their group, and an interpreter that goes down under one of them ends with SIGABRT."""
+def test_training_exits_without_shutting_down_the_interpreter(script: str, tmp_path: Path) -> None:
+    """Gloo's threads outlive their group; shutting down the interpreter while one runs ends with SIGABRT."""
     process = started(as_script, str(ROOT / "engine" / f"{script}.py"), out=tmp_path / "out.txt")
     process.join()
     assert process.exitcode == 0 and '"train"' in (tmp_path / "out.txt").read_text()
@@ -108,7 +108,7 @@ def into_closed_pipe() -> None:
     pretrain.main(["--schema"])
 
 
-def test_a_reader_that_has_seen_enough_is_not_an_error(tmp_path: Path) -> None:
+def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
     process = started(into_closed_pipe, out=tmp_path / "out.txt")
     process.join()
     assert process.exitcode == -signal.SIGPIPE and (tmp_path / "out.txt").read_text() == ""

@@ -1,4 +1,4 @@
-"""engine.embed: tables of embeddings from datasets, files and arrays, however often it is stopped; the probes."""
+"""engine.embed: tables of embeddings from datasets, files and arrays, also after interruptions; the probes."""
 
 import errno
 import json
@@ -33,7 +33,7 @@ Patch = pytest.MonkeyPatch
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: Any) -> Path:
-    """Of a model."""
+    """A model folder."""
     return save_model(tmp_path_factory.mktemp("embed") / "model")
 
 
@@ -93,7 +93,7 @@ def test_rows_of_a_dataset(dataset: Dataset, crops: Path, embedded: Embedded, mo
     assert record.schema.field("embedding").type == pa.list_(pa.float32(), 32)
 
 
-def test_files_give_what_their_dataset_gives(archive: Path, dataset: Dataset, embedded: Embedded) -> None:
+def test_files_give_the_same_embeddings_as_their_dataset(archive: Path, dataset: Dataset, embedded: Embedded) -> None:
     whole = embedded(dataset.root.url, to="a", per="record")
     files = embedded(archive, to="b", per="record", batch=5, workers=3)
     keys = ["source", "record", "patient"]
@@ -114,7 +114,7 @@ def test_arrays(embedded: Embedded, model: Any, tmp_path: Path) -> None:
     np.testing.assert_allclose(vectors(table), model.embed(many, 250, "V1,II", "uV").numpy()[[0, 1, 2, 0, 1]], atol=2e-6)
 
 
-def test_arrays_of_one_name_are_told_apart(embedded: Embedded, tmp_path: Path) -> None:
+def test_arrays_with_the_same_name_are_told_apart(embedded: Embedded, tmp_path: Path) -> None:
     good = np.random.default_rng(0).normal(0, 0.3, (12, 5000))
     files = [tmp_path / name for name in ("x/a.npy", "y/a.npy", "x/z.npz", "y/z.npz", "b.npy")]
     for file in files:
@@ -125,8 +125,8 @@ def test_arrays_of_one_name_are_told_apart(embedded: Embedded, tmp_path: Path) -
     assert records == [str(files[0]), str(files[1]), f"{files[2]}[m]", "own", f"{files[3]}[m]", "b"]
 
 
-def test_files_of_one_name_are_told_apart(archive: Path, embedded: Embedded, tmp_path: Path) -> None:
-    """Also names of which nothing is left but the characters that a record's name may have."""
+def test_files_with_the_same_name_are_told_apart(archive: Path, embedded: Embedded, tmp_path: Path) -> None:
+    """Also names that are equal once characters that a record's name may not have are removed."""
     header = next(archive.rglob("*.hea"))
     for place in ("\u5fc3", "\u96fb", "a b"):
         (tmp_path / "src" / place).mkdir(parents=True)
@@ -160,7 +160,7 @@ def test_a_gpu_embeds_in_the_precision_of_the_training(folder: Path, crops: Path
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision, within", [("fp32", 1e-4), ("bf16", 0.1)])
-def test_a_gpu_s_embeddings_are_a_cpu_s(precision: str, within: float, dataset: Dataset, embedded: Embedded) -> None:
+def test_gpu_and_cpu_embeddings_are_equal(precision: str, within: float, dataset: Dataset, embedded: Embedded) -> None:
     """Several parts, a batch that is not full, crops of one half."""
     there, here = (
         embedded(dataset.root.url, to=device, device=device, precision=precision, batch=5) for device in ("cuda", "cpu")
@@ -169,7 +169,7 @@ def test_a_gpu_s_embeddings_are_a_cpu_s(precision: str, within: float, dataset: 
     np.testing.assert_allclose(vectors(there), vectors(here), atol=within)
 
 
-def test_killed_at_any_part_it_ends_with_the_same_bytes(
+def test_a_kill_at_any_part_does_not_change_the_result(
     folder: Path, dataset: Dataset, embedded: Embedded, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     write_whole, left = embedding.write_whole, [0]
@@ -196,7 +196,7 @@ def test_killed_at_any_part_it_ends_with_the_same_bytes(
     assert embed.main([*arguments, "--leads", "I"]) == 2 and (tmp_path / "cut").read_bytes() == before
 
 
-def test_killed_for_real(folder: Path, dataset: Dataset, crops: Path, tmp_path: Path) -> None:
+def test_a_process_killed_by_a_signal_resumes(folder: Path, dataset: Dataset, crops: Path, tmp_path: Path) -> None:
     out = tmp_path / "cut"
     arguments = command(folder, [dataset.root.url], out, batch=2)
     running = started(embed.main, arguments, out=tmp_path / "output.txt")
@@ -210,7 +210,7 @@ def test_killed_for_real(folder: Path, dataset: Dataset, crops: Path, tmp_path: 
 def test_ranks_share_the_parts(
     folder: Path, dataset: Dataset, crops: Path, tmp_path: Path, monkeypatch: Patch, capsys: Any
 ) -> None:
-    """Of three ranks the first ends well and the third is killed; two start again, as deepspeed would start them."""
+    """Of three ranks, the first finishes and the third is killed; then two ranks start, as deepspeed would start them."""
     out = tmp_path / "cut"
     arguments = [*command(folder, [dataset.root.url], out, batch=2), "--local_rank=0"]
     parts = out.with_name("cut.parts")
@@ -264,7 +264,7 @@ def test_a_record_that_cannot_be_read_stops_or_is_skipped(
     assert embedded(tmp_path / "a.npz", to="b", fs=500, on_corrupt="skip")["record"].to_pylist() == ["a", "c"]
 
 
-def test_crops_without_a_lead_that_the_model_looks_at(
+def test_crops_without_any_of_the_models_leads(
     archive: Path, dataset: Dataset, folder: Path, embedded: Embedded, tmp_path: Path, capsys: Any, monkeypatch: Patch
 ) -> None:
     """From a dataset, WFDB or an array: the record stops the run or is skipped; single crops of it are left out."""
@@ -349,7 +349,7 @@ def test_errors_are_one_line(
     assert err.count("\n") == 1 and re.search(named, err) and not (tmp_path / "out").exists(), err
 
 
-def test_what_cannot_be_written_is_named_before_the_work(
+def test_unwritable_files_are_named_before_the_work(
     dataset: Dataset, folder: Path, tmp_path: Path, monkeypatch: Patch, capsys: Any
 ) -> None:
     arguments = command(folder, [dataset.root.url], tmp_path / "out")
@@ -372,7 +372,7 @@ def test_what_cannot_be_written_is_named_before_the_work(
         assert ("same command" in err) == (code == 1)
 
 
-def test_the_probes_in_one_command(archive: Path, dataset: Dataset, folder: Path, tmp_path: Path, capsys: Any) -> None:
+def test_all_probes_in_one_command(archive: Path, dataset: Dataset, folder: Path, tmp_path: Path, capsys: Any) -> None:
     arguments = ["--model", str(folder), "--data", dataset.root.url, "--probe", "--json", str(tmp_path / "scores.json")]
     assert embed.main(arguments) == 0
     scores, shown = json.loads((tmp_path / "scores.json").read_text()), capsys.readouterr().out

@@ -40,7 +40,7 @@ IDENTIFICATION = {"task": "identification"}
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """Of the crops for validation, one has a single half."""
+    """One of the validation crops has only one half."""
     place = tmp_path_factory.mktemp("evaluate")
     synthesise(place / "archive", patients=100, two_sessions=1, seed=5, progress=False)
     options = ShardOptions(str(place / "dataset"), role_sources=RoleSources(id_share=1.0), quiet=True)
@@ -56,7 +56,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def diagnostic(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose head has the classes in an order of its own."""
+    """A model whose head has the classes in another order."""
     return save_model(tmp_path_factory.mktemp("diagnostic") / "model", head=DIAGNOSIS | {"classes": list(reversed(CLASSES))})
 
 
@@ -134,7 +134,7 @@ def accuracy(gallery: torch.Tensor, probes: torch.Tensor, own: np.ndarray, asked
 
 
 @pytest.mark.parametrize("leads", [None, "V2,ii"])
-def test_diagnosis_is_that_of_every_half_by_hand(
+def test_diagnosis_scores_equal_a_loop_over_halves(
     leads: str | None, data: Dataset, diagnostic: Path, evaluated: Evaluated
 ) -> None:
     document = evaluated(diagnostic, "--role", "valid", "--batch", 3, *(("--leads", leads) if leads else ()))
@@ -155,7 +155,7 @@ def test_diagnosis_is_that_of_every_half_by_hand(
     assert document["intervals"]["challenge"][0] <= document["score"] <= document["intervals"]["challenge"][1]
 
 
-def test_identification_is_the_nearest_gallery_crop_by_hand(data: Dataset, pretrained: Path, evaluated: Evaluated) -> None:
+def test_identification_equals_a_loop_over_gallery_crops(data: Dataset, pretrained: Path, evaluated: Evaluated) -> None:
     """A model without a head, on the first 5 s of each crop."""
     document, model, patient = evaluated(pretrained), engine.load(pretrained), data.column("patient")
     gallery, probe = data.select(identity="gallery"), data.select(identity="probe")
@@ -189,8 +189,8 @@ def test_a_model_of_three_leads(data: Dataset, saved_model: Saved, evaluated: Ev
         refused(f"--leads {leads}: .*{named}", folder, "--leads", leads)
 
 
-def test_scale_is_that_of_what_was_recorded(data: Dataset, saved_model: Saved, evaluated: Evaluated) -> None:
-    """A model of normalised signals: statistics are over all of a record, zeros after its end count for nothing."""
+def test_normalisation_uses_only_what_was_recorded(data: Dataset, saved_model: Saved, evaluated: Evaluated) -> None:
+    """A model of normalised signals: statistics are over the whole record, without the zeros after its end."""
     folder = saved_model(head=DIAGNOSIS, preprocessing={"scale": "zscore"})
     model = engine.load(folder)
 
@@ -243,7 +243,7 @@ def tables(data: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_exclusive_classes_of_a_table_by_hand(data: Dataset, tables: Path, saved_model: Saved, evaluated: Evaluated) -> None:
+def test_exclusive_classes_equal_a_loop(data: Dataset, tables: Path, saved_model: Saved, evaluated: Evaluated) -> None:
     folder = saved_model(head=RHYTHM)
     document = evaluated(folder, "--labels", tables / "rhythm.csv")
     labels = read_task(TaskConfig("rhythm", "multiclass", labels=str(tables / "rhythm.csv")), [data])
@@ -287,7 +287,7 @@ def test_ages_of_the_dataset(data: Dataset, saved_model: Saved, evaluated: Evalu
     assert document["classes"]["age"]["mean_error"] == pytest.approx(error.mean(), rel=1e-3)
 
 
-def test_a_diagnosis_has_the_challenge_s_score_at_half_and_at_chosen_thresholds(
+def test_a_diagnosis_has_the_challenge_score_at_0_5_and_at_chosen_thresholds(
     data: Dataset, saved_model: Saved, evaluated: Evaluated
 ) -> None:
     before = evaluated(saved_model("a", head=DIAGNOSIS), "--role", "valid")
@@ -306,7 +306,7 @@ def test_a_diagnosis_has_the_challenge_s_score_at_half_and_at_chosen_thresholds(
     assert text.index("challenge, chosen") == text.index("challenge at 0.5") + 1
 
 
-def test_labels_and_models_that_do_not_fit(tables: Path, saved_model: Saved, refused: Refused, tmp_path: Path) -> None:
+def test_labels_must_fit_the_model(tables: Path, saved_model: Saved, refused: Refused, tmp_path: Path) -> None:
     rhythm, beats, folds = saved_model("a", head=RHYTHM), saved_model("b", head=BEATS), tables / "rhythm.csv"
     refused("labels of the task rhythm were in rhythm.csv: .*--labels", rhythm)
     run = tmp_path / "run"  # of a run the table is found where it was in training
@@ -334,7 +334,7 @@ def test_labels_and_models_that_do_not_fit(tables: Path, saved_model: Saved, ref
     refused("none of its .* crops of the split test has a positive label", beats, "--labels", other)
 
 
-def test_other_folds_than_those_of_training_are_a_warning(tables: Path, saved_model: Saved, evaluated: Evaluated) -> None:
+def test_folds_that_differ_from_training_are_a_warning(tables: Path, saved_model: Saved, evaluated: Evaluated) -> None:
     folds = {"train": ["2"], "valid": ["1"], "test": ["3"]}
     folder = saved_model(head=RHYTHM | {"definition": FOLDS | {"folds": {}, "split": "8:1:1"}})
     assert not any("leakage" in of for of in evaluated(folder, "--labels", tables / "rhythm.csv")["remarks"])
@@ -345,7 +345,7 @@ def test_other_folds_than_those_of_training_are_a_warning(tables: Path, saved_mo
 def test_another_split_of_the_training_data_is_a_warning(
     data: Dataset, tables: Path, saved_model: Saved, evaluated: Evaluated
 ) -> None:
-    """As where another table of labels has no column for the split."""
+    """For example, because another label table has no column for the split."""
     table = tables / "rhythm.csv"
     trained = read_task(TaskConfig("rhythm", "multiclass", labels=str(table)), [data]).facts["sha256"]
     for digest, leaks in ((trained, False), ("another", True)):
@@ -370,7 +370,7 @@ def test_the_report_and_the_remarks(copy: Any, diagnostic: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize("roles", [{"test"}, {"gallery", "probe"}])
-def test_crops_without_a_lead_that_the_model_looks_at_are_left_out(
+def test_crops_without_any_of_the_models_leads_are_left_out(
     roles: set[str], data: Dataset, diagnostic: Path, evaluated: Evaluated, refused: Refused, monkeypatch: Patch
 ) -> None:
     role = data.column("dx_role" if roles == {"test"} else "id_role")
@@ -415,7 +415,7 @@ def test_training_on_another_split_is_a_warning(data: Dataset, saved_model: Save
         ({"task": "diagnosis", "classes": ["AF", "NSR"]}, "auto", "2 classes, not AFL, BBB"),
     ],
 )
-def test_a_model_that_makes_no_diagnosis(head: Any, task: str, pattern: str, saved_model: Saved, refused: Refused) -> None:
+def test_a_model_without_the_tasks_head(head: Any, task: str, pattern: str, saved_model: Saved, refused: Refused) -> None:
     refused(pattern, saved_model(head=head), "--task", task)
 
 
@@ -453,7 +453,7 @@ def test_a_full_disk_names_the_output(data: Dataset, pretrained: Path, tmp_path:
     assert err.count("\n") == 1 and not (tmp_path / "f").exists()
 
 
-def test_a_reader_who_leaves_ends_it_silently(data: Dataset, pretrained: Path, capsys: Any, monkeypatch: Patch) -> None:
+def test_a_closed_pipe_ends_it_silently(data: Dataset, pretrained: Path, capsys: Any, monkeypatch: Patch) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as closed:
@@ -472,12 +472,12 @@ def test_interrupted_is_one_line(monkeypatch: Patch, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(("key", "value"), [("fs_hz", 250), ("uv_per_lsb", 4.88)])
-def test_data_of_another_rate_or_unit(key: str, value: float, copy: Any, pretrained: Path, refused: Refused) -> None:
+def test_another_rate_or_unit_is_refused(key: str, value: float, copy: Any, pretrained: Path, refused: Refused) -> None:
     refused(f"{key}={value}, the model takes", pretrained, "--data", copy(**{key: value}))
 
 
 @pytest.mark.parametrize("head", [DIAGNOSIS, IDENTIFICATION], ids=["diagnosis", "identification"])
-def test_a_model_that_gives_nan(head: Any, saved_model: Saved, tmp_path: Path, refused: Refused) -> None:
+def test_nan_outputs_of_a_model_are_refused(head: Any, saved_model: Saved, tmp_path: Path, refused: Refused) -> None:
     folder = saved_model(head=head)
     weights = load_file(folder / "model.safetensors")
     weights[next(name for name in weights if name.startswith("encoder.layers"))][:] = np.nan

@@ -1,4 +1,4 @@
-"""Every configuration's step on a GPU that is not there (fake_gpu.py): all of it on the device, and nothing waits for it."""
+"""Every configuration's training step on a fake GPU (fake_gpu.py) stays on the device and does not wait for it."""
 
 import json
 from pathlib import Path

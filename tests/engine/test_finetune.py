@@ -1,4 +1,4 @@
-"""From a pre-trained model to one that diagnoses or knows patients again: what is trained, validated, exported, refused."""
+"""Fine-tuning for diagnosis and identification: what is trained, validated, exported, refused."""
 
 import json
 import math
@@ -46,7 +46,7 @@ EXACT = ("step", "crops_seen", "loss", "accuracy", "lr", "grad_norm")
 
 @pytest.fixture(scope="module")
 def base(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pre-trained tiny model, and beside it the settings that it was made with."""
+    """A tiny pre-trained model, with its settings beside it."""
     tmp = tmp_path_factory.mktemp("base")
     assert pretrain(tmp, dataset.root.url, train__steps=2, objective__local=0).ok
     return tmp / "run"
@@ -55,7 +55,7 @@ def base(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("task", "stage", "world"), [("diagnosis", 1, 1), ("identification", 3, 2), ("diagnosis", 0, 1), ("diagnosis", 3, 1)]
 )
-def test_what_a_run_leaves_is_what_evaluate_finds(
+def test_evaluate_agrees_with_the_runs_validation(
     task: str, stage: int, world: int, dataset: Dataset, base: Path, tmp_path: Path
 ) -> None:
     ended = finetune(tmp_path, dataset.root.url, base, task, world=world, train__zero_stage=stage)
@@ -103,10 +103,10 @@ def test_a_resumed_run_and_two_ranks_are_the_same_run(dataset: Dataset, base: Pa
     assert elsewhere.codes == [2] and "cannot resume" in elsewhere.output and "start changed from" in elsewhere.output
 
 
-def test_the_first_of_the_best_scores_is_exported_and_the_card_says_so(
+def test_the_first_best_step_is_exported_and_the_card_says_so(
     base: Path, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The untrained model and a step without a number are never the best; the CinC score has another best."""
+    """The untrained model and steps with NaN are never the best; by the CinC score, another step is the best."""
     nan = float("nan")
     figures = iter(zip([0.9, nan, 0.3, 0.3, nan], [0.0, 0.1, 0.2, 0.3, 0.4], strict=True))
     monkeypatch.setattr(FinetuneTask, "validate", lambda *_: dict(zip(("auroc", "challenge"), next(figures), strict=True)))
@@ -120,7 +120,7 @@ def test_the_first_of_the_best_scores_is_exported_and_the_card_says_so(
     assert "No step is better than step 0, before training: auroc 0.900" in (run / "report.html").read_text()
 
 
-def test_which_figure_chooses_the_step() -> None:
+def test_which_metric_chooses_the_best_step() -> None:
     assert best_metric(None, ("auroc", "challenge", "loss")) == ("auroc", 1)
     assert best_metric("challenge", ("auroc", "challenge", "loss")) == ("challenge", 1) and best_metric("loss", ("loss",)) == (
         "loss",
@@ -140,7 +140,7 @@ def test_random_weights_of_a_pretraining_file_and_a_checkpoint_of_an_earlier_ver
     assert model.config["model"]["leads"] == 2 and model.preprocessing["leads"] == ["I", "II"]
 
     def older(path: Path) -> dict[str, Any]:
-        """The state as it was written before model.kernels took the place of model.attention and model.position."""
+        """The state as it was written before model.kernels replaced model.attention and model.position."""
         state = read_state(path)
         facts = state["finetuning"]
         del facts["architecture"]["kernels"]
@@ -172,7 +172,7 @@ def test_fewer_channels_are_the_same_as_zeros(base: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [32, 64])  # with a projection, and without
-def test_an_ecg_of_zeros_has_a_gradient_of_bounded_size(width: int) -> None:
+def test_an_ecg_of_zeros_has_a_bounded_gradient(width: int) -> None:
     small = {"conv": [[16, 2], [32, 8]], "width": width, "layers": 4, "heads": 2, "ffn": 32, "position_kernel": 8}
     encoder = Encoder(build({"model": small}).model, mask=False)
     initialise(encoder, torch.Generator().manual_seed(0))
@@ -180,7 +180,7 @@ def test_an_ecg_of_zeros_has_a_gradient_of_bounded_size(width: int) -> None:
     assert all(p.grad is None or float(p.grad.norm()) < 1e3 for p in encoder.parameters())
 
 
-def test_arcface_is_the_formula() -> None:
+def test_arcface_equals_its_formula() -> None:
     cosine = torch.tensor([[0.3, -0.2, 0.9], [-0.99, 0.1, 0.0], [0.5, 1.0, -1.0]], requires_grad=True)
     label = torch.tensor([0, 0, 1])
     logits = arcface_logits(cosine, label, scale=10.0, margin=1.0)
@@ -198,8 +198,8 @@ def test_arcface_is_the_formula() -> None:
     torch.testing.assert_close(plain, 10 * cosine.detach(), atol=2e-3, rtol=0)
 
 
-def test_arcface_whose_scale_is_learnt_and_whose_margin_grows(base: Path, dataset: Dataset, tmp_path: Path) -> None:
-    """Class vectors begin at the means of their class, once: a run that is resumed is the same run."""
+def test_arcface_with_learnt_scale_and_growing_margin(base: Path, dataset: Dataset, tmp_path: Path) -> None:
+    """Class vectors start at the means of their classes only once: a resumed run is the same run."""
     learned: dict[str, Any] = {"task__scale": "learned", "task__margin_warmup": 0.5, "task__class_vectors": "means"}
     margins: list[float] = []
     arguments = FinetuneTask.arguments
@@ -226,7 +226,7 @@ def test_arcface_whose_scale_is_learnt_and_whose_margin_grows(base: Path, datase
     assert ended.ok and curve(tmp_path / "part", EXACT) == curve(whole, EXACT), ended.output
 
 
-def test_class_vectors_that_begin_at_the_means(base: Path, dataset: Dataset, tmp_path: Path) -> None:
+def test_class_vectors_initialised_with_means(base: Path, dataset: Dataset, tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)  # as a kill in the first save leaves it: not resumed
     tree = {
         "start": str(base),
@@ -252,7 +252,7 @@ def test_class_vectors_that_begin_at_the_means(base: Path, dataset: Dataset, tmp
 
 
 @pytest.mark.parametrize("task", ["diagnosis", "identification"])
-def test_halves_that_are_not_there_do_not_count(task: Any) -> None:
+def test_missing_halves_are_ignored(task: Any) -> None:
     config = FinetuneConfig(start="x").tuned(build({"model": {"width": 16, "layers": 1, "heads": 2, "ffn": 16}}).model)
     encoder = Encoder(config, mask=False)
     initialise(encoder, torch.Generator().manual_seed(0))
@@ -284,7 +284,7 @@ def other(dataset: Dataset, archive: Path, tmp_path_factory: pytest.TempPathFact
     return shard(open_sources(str(archive)), ShardOptions(out, seed=1, role_sources=sources, quiet=True))
 
 
-def test_datasets_whose_roles_contradict_each_other(dataset: Dataset, other: Dataset, base: Path, tmp_path: Path) -> None:
+def test_datasets_with_contradictory_roles_are_refused(dataset: Dataset, other: Dataset, base: Path, tmp_path: Path) -> None:
     assert [find_leak([dataset, dataset], role) for role in ("dx_role", "id_role", "pretrain")] == [None] * 3
     assert "is trained on" in str(find_leak([dataset, other], "pretrain"))
     a, b = dataset.table().to_pydict(), other.table().to_pydict()
@@ -313,7 +313,7 @@ def test_a_model_knows_the_splits_of_all_its_stages(dataset: Dataset, other: Dat
     assert finetune(tmp_path, other.root.url, base, "diagnosis", train__steps=2).ok  # goes on
 
 
-def test_what_cannot_be_is_one_line(dataset: Dataset, base: Path, archive: Path, tmp_path: Path) -> None:
+def test_invalid_settings_are_one_line(dataset: Dataset, base: Path, archive: Path, tmp_path: Path) -> None:
     bare = shard(
         open_sources(str(archive / "training" / "ningbo")), ShardOptions(str(tmp_path / "bare"), plan="all", quiet=True)
     )
@@ -337,7 +337,7 @@ def test_what_cannot_be_is_one_line(dataset: Dataset, base: Path, archive: Path,
 
 @pytest.fixture
 def table(dataset: Dataset, tmp_path: Path) -> Path:
-    """Numbers, text and zeros of every record but the first, whose cells are empty."""
+    """Numbers, text and zeros for every record except the first, whose cells are empty."""
     path = tmp_path / "mine.csv"
     names = list(dict.fromkeys(dataset.column("record")))
     cells = [f"{name},{i % 7}.5,{'abc'[i % 3]},{i % 2}" for i, name in enumerate(names[1:])]
@@ -353,7 +353,7 @@ def table(dataset: Dataset, tmp_path: Path) -> Path:
         ("multilabel", ["odd"], ["odd"], "auroc"),
     ],
 )
-def test_labels_of_ones_own(
+def test_a_users_own_label_table(
     kind: str, columns: list[str], outputs: list[str], figure: str, table: Path, dataset: Dataset, base: Path, tmp_path: Path
 ) -> None:
     how: dict[str, Any] = {"task__kind": kind, "task__columns": columns, "task__labels": str(table)}
@@ -376,10 +376,8 @@ def test_labels_of_ones_own(
     assert "labels.sha256 changed from" in ended.one_line()
 
 
-def test_training_ends_when_validation_no_longer_improves(
-    base: Path, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where it was stopped in between: the checkpoint knows the number of validations without improvement."""
+def test_early_stopping(base: Path, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after an interruption: the checkpoint knows the number of validations without improvement."""
     figures = iter([0.9, 0.5, 0.4, 0.3, float("nan")])  # at steps 0, 2, 4, 5, 6
     monkeypatch.setattr(FinetuneTask, "validate", lambda *_: {"auroc": next(figures)})
     how: dict[str, Any] = {"train__patience": 3}
@@ -397,7 +395,7 @@ def test_training_ends_when_validation_no_longer_improves(
 def test_the_best_of_several_learning_rates(
     base: Path, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One after another; what was interrupted goes on."""
+    """One after another; an interrupted one resumes."""
     figures = iter([0.5, 0.6, 0.7, 0.5, 0.8, 0.75, 0.5, 0.6, 0.6])  # at steps 0, 2 and 4 of each
     monkeypatch.setattr(FinetuneTask, "validate", lambda *_: {"auroc": next(figures)})
     rates, run, url = [1e-4, 3e-4, 1e-3], tmp_path / "run", dataset.root.url
@@ -430,7 +428,7 @@ def test_the_best_of_several_learning_rates(
     assert "a learning rate is chosen by validation" in refused.one_line() and not (tmp_path / "new").exists()
 
 
-def test_labels_from_which_nothing_can_be_learnt(dataset: Dataset, base: Path, tmp_path: Path) -> None:
+def test_labels_that_cannot_be_learnt_are_refused(dataset: Dataset, base: Path, tmp_path: Path) -> None:
     names, path = list(dict.fromkeys(dataset.column("record"))), tmp_path / "mine.csv"
     cases = [
         ("binary", lambda i: "1", "the training split has only positives of v: nothing to tell apart"),
@@ -447,7 +445,7 @@ def test_labels_from_which_nothing_can_be_learnt(dataset: Dataset, base: Path, t
         assert says in ended.one_line()
 
 
-def test_a_split_without_tests_is_told() -> None:
+def test_a_split_without_test_records_is_reported() -> None:
     labels = TaskLabels(TaskConfig("x", "binary"), ("v",), [np.zeros((3, 1))], [np.array([1, 1, 2])])
     assert split_remark(labels) == "x: binary of v; crops: 2 train, 1 valid, 0 test: nothing to evaluate on"
 

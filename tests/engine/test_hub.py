@@ -1,4 +1,4 @@
-"""Models on the Hub: what is uploaded and what is not, the way back, and one line for whatever goes wrong."""
+"""Models on the Hub: what is uploaded and what is not, how it is fetched, and one-line errors."""
 
 import hashlib
 import json
@@ -31,7 +31,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         yield running
 
 
-def test_a_model_goes_there_and_back(
+def test_a_pushed_model_can_be_pulled(
     server: Hub, saved_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     definition = {"name": "rhythm", "kind": "multilabel", "labels": "wards/Jane Doe/labels.csv", "was": "/mnt/Jane Doe/a.csv"}
@@ -65,7 +65,7 @@ def test_a_model_goes_there_and_back(
     assert main(["push", str(run), "ward/ecg"]) == 0  # again: another commit
 
 
-def test_what_goes_wrong_is_one_line(
+def test_failures_are_one_line(
     server: Hub,
     saved_model: Callable[..., Path],
     tmp_path: Path,
@@ -101,7 +101,7 @@ def test_what_goes_wrong_is_one_line(
     assert "there is no token: `hf auth login`" in says("push", tmp_path / "other", "me/new")
 
 
-def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_the_hub_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert main(["pull", "me/ecg", os.devnull + ".none"]) == 2
     assert "pip install 'omnilead[hub]'" in capsys.readouterr().err

@@ -60,7 +60,7 @@ def test_every_argument_is_described_and_an_example_given(prog: str) -> None:
 @pytest.mark.parametrize(
     "option", ["--anonymous", "--config", "--device", "--model", "--on-corrupt", "--precision", "--source"]
 )
-def test_an_option_is_the_same_in_every_command(option: str) -> None:
+def test_options_are_the_same_in_every_command(option: str) -> None:
     found = [action for parser in PARSERS.values() for action in parser._actions if option in action.option_strings]
     assert found and len({(one.metavar, one.nargs, one.type, tuple(one.choices or ())) for one in found}) == 1
 

@@ -60,7 +60,7 @@ def test_everything_agrees_with_the_authors(reference: Path, tmp_path: Path) -> 
     assert table["small train", "change in 3 steps, all parameters"]["error"] < 3e-4
 
 
-def test_one_mode_the_older_spelling_and_what_is_not_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_mode_older_names_and_results_that_are_not_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     only(folder, "eval")
     (folder / f"small_{GRADIENTS}.safetensors").unlink(missing_ok=True)
     path = folder / "small_state_dict.safetensors"
@@ -158,7 +158,7 @@ def test_wrong_input_is_one_line_and_exit_2(harm: str, folder: Path, capsys: pyt
 
 @pytest.mark.parametrize("conv_norm", ["group", "layer"])
 def test_names_are_exact_both_ways(conv_norm: str) -> None:
-    """Without reference numbers: what goes to the authors' names and comes back is the same, bit for bit."""
+    """Needs no reference numbers: weights converted to the authors' names and back are the same, bit for bit."""
     sizes = {"conv": ((16, 2), (32, 4)), "width": 32, "layers": 2, "heads": 4, "ffn": 48, "codes": 8, "code_width": 16}
     config = ModelConfig(conv_norm=conv_norm, **sizes)  # type: ignore[arg-type]
     assert settings(their_settings(config)["model"]) == config
@@ -172,8 +172,8 @@ def test_names_are_exact_both_ways(conv_norm: str) -> None:
         assert all(torch.equal(back[name], state[name]) for name in state)
 
 
-def test_weights_mean_what_the_authors_mean() -> None:
-    """Which third of our fused map is the query's, and the layout of a convolution's weight, by plain code on their names."""
+def test_the_layout_of_weights_is_the_authors() -> None:
+    """Which third of our fused projection is the query's, and how convolution weights are laid out, by plain code on theirs."""
     config = ModelConfig(conv=((8, 2), (8, 4)), conv_norm="layer", width=8, layers=1, heads=2, ffn=8, position_groups=2)
     model = Pretrainer(config, ObjectiveConfig(), generator=torch.Generator().manual_seed(0)).eval()
     their = to_theirs(model.state_dict(), config)

@@ -1,4 +1,4 @@
-"""engine.predict: columns of each kind of task, their numbers, what is refused. How it reads and goes on: test_embed."""
+"""engine.predict: columns of each kind of task, their numbers, what is refused. Reading and resuming: test_embed."""
 
 import re
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def predicted(dataset: Dataset, tmp_path_factory: Any) -> Callable[..., tuple[Pa
 
 
 def expected(model: Any, dataset: Dataset, rows: pa.Table) -> np.ndarray:
-    """Of records that are one crop."""
+    """The predictions expected for records of one crop."""
     halves = dataset.column("halves")
     crops = [dataset.read(row)[:, : 2500 * int(halves[row])] for row in rows["row"].to_pylist()]
     return np.array([list(model.predict(uv_LT, 500, LEADS, "uV").values()) for uv_LT in crops])
@@ -76,7 +76,7 @@ def test_columns_and_numbers_of_each_kind(
         assert table[f"{name}_predicted"].to_pylist() == (table[name].to_numpy() > np.float32(threshold)).tolist()
 
 
-def test_csv_holds_the_same_also_from_two_ranks(
+def test_csv_equals_parquet_also_from_two_ranks(
     dataset: Dataset, predicted: Callable[..., tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     table = pq.read_table(predicted("rhythm", "--batch", "2", name="few.parquet")[0])
@@ -103,9 +103,7 @@ def test_csv_holds_the_same_also_from_two_ranks(
         ("rhythm", "no/F.csv", "no"),
     ],
 )
-def test_what_is_refused_is_one_line(
-    head: str | None, out: str, named: str, dataset: Dataset, tmp_path: Path, capsys: Any
-) -> None:
+def test_refusals_are_one_line(head: str | None, out: str, named: str, dataset: Dataset, tmp_path: Path, capsys: Any) -> None:
     model = save_model(tmp_path / "model", head=HEADS.get(head or ""))
     assert predict.main(["--model", str(model), "--data", dataset.root.url, "--out", str(tmp_path / out)]) == 2
     err = capsys.readouterr().err

@@ -22,7 +22,7 @@ class Strict(HTMLParser):
 
 
 def check(html: str) -> list[ElementTree.Element]:
-    """Its charts."""
+    """Checks a page and returns its charts."""
     assert len(html) < 1_000_000 and html.count("<script>") == 1
     for forbidden in ("http", "//cdn", "src=", "url(", "@import", "<link", "<iframe"):
         assert forbidden not in html

@@ -82,10 +82,10 @@ def test_every_row_and_its_differences_in_every_file(out: Path) -> None:
     assert (out / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_is_kept_is_used_again(
+def test_cached_embeddings_are_reused(
     out: Path, models: list[str], dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More tasks of the same model cost nothing; a damaged file is made again, and nothing else."""
+    """More tasks of the same model cost nothing; only a damaged file is computed again."""
     shutil.copytree(out, copy := tmp_path / "OUT")
     made, batches = list[int](), embedders.dataset_batches
     monkeypatch.setattr(
@@ -105,7 +105,7 @@ def test_what_is_kept_is_used_again(
 def test_trained_on_one_dataset_and_tested_on_another(
     models: list[str], dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Classes go by their names; each dataset has a table and splits of its own."""
+    """Classes are matched by name; each dataset has a table and splits of its own."""
     rows = dataset.table(["record", "patient"]).to_pylist()
     for name, columns in (("train", "tall,old"), ("test", "old,other,tall"), ("wrong", "old,other")):
         (tmp_path / name).mkdir()
@@ -143,7 +143,7 @@ def made_task(kind: Any = "multilabel", test: int = 60) -> tuple[ProbedTask, Vec
     return task, Vectors(np.arange(200), np.full(200, 2), c_BSD)
 
 
-def test_scores_of_vectors_by_hand_are_those_of_a_direct_computation() -> None:
+def test_scores_of_made_up_vectors_equal_a_direct_computation() -> None:
     task, vectors = made_task()
     found = {key[0]: row for key, row in probe_scores(task, vectors, {0.0: vectors})}
     (train, valid, test), x = task.parts, vectors.c_BSD.mean(1)
@@ -168,7 +168,7 @@ def test_areas_for_many_weightings_at_once() -> None:
     assert np.isnan(weighted_areas(np.zeros(90), score, weight)).all()
 
 
-def test_small_shares_lie_within_larger_ones_and_patients_stay_whole() -> None:
+def test_small_shares_are_subsets_of_larger_ones_and_patients_stay_whole() -> None:
     patient = RNG.integers(0, 300, 1000)
     small, large, half = (list(drawn(patient, share)) for share in (0.01, 0.1, 0.5))
     assert [len(small), len(large), len(half)] == [5, 5, 1]
@@ -183,7 +183,7 @@ def test_small_shares_lie_within_larger_ones_and_patients_stay_whole() -> None:
     assert unlike(np.array([[0, 1, 1, np.nan], [1, 1, np.nan, np.nan]])).tolist() == [True, False, False, False]
 
 
-def test_whitened_halves_differ_alike_in_every_direction() -> None:
+def test_whitened_halves_differ_equally_in_every_direction() -> None:
     mix, person = np.eye(4) + 0.2 * RNG.normal(size=(4, 4)), RNG.normal(size=(5000, 1, 4))
     matrix = whitening((person + RNG.normal(size=(5000, 2, 4)) @ mix).astype(np.float32))[1]
     np.testing.assert_allclose(matrix.T @ mix.T @ mix @ matrix, np.eye(4), atol=0.1)
@@ -209,7 +209,7 @@ def test_whitened_halves_differ_alike_in_every_direction() -> None:
         (["--tasks", "sex", "--models", "nowhere/x", "nowhere/x"], "nowhere/x: no such folder"),
     ],
 )
-def test_what_is_refused_is_one_line(
+def test_refusals_are_one_line(
     words: list[str], message: str, models: list[str], dataset: Dataset, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -225,12 +225,12 @@ def test_what_is_refused_is_one_line(
     assert not Path("OUT").exists()
 
 
-def test_two_models_of_one_name(models: list[str], dataset: Dataset, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_with_equal_names(models: list[str], dataset: Dataset, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *models, models[2], "--data", dataset.root.url, "--tasks", "sex", "--out", "OUT"]) == 2
     assert "the name 'B' is taken: write NAME=" in capsys.readouterr().err
 
 
-def test_the_commands_of_the_page_are_understood() -> None:
+def test_the_commands_in_the_docs_are_valid() -> None:
     page = (Path(bench.__file__).parents[2] / "docs" / "comparing.md").read_text()
     commands = re.findall(r"^    omnilead bench (.*)$", page.replace("\\\n", ""), re.MULTILINE)
     assert len(commands) == 1 and parse("bench", shlex.split(commands[0])).share == [0.01, 0.1, 1.0]
@@ -239,7 +239,7 @@ def test_the_commands_of_the_page_are_understood() -> None:
 
 
 @pytest.mark.parametrize("command", [["bench", "--tasks", "age"], ["embed"]])
-def test_numpy_has_one_thread_beside_pytorch(
+def test_numpy_uses_one_thread_beside_pytorch(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)

@@ -1,4 +1,4 @@
-"""Embeddings in parts, and predict(): what overlaps, what is damaged, what stands in the way."""
+"""Embeddings in parts, and predict(): overlapping work, damaged parts, files in the way."""
 
 import shutil
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def flip(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [cut, flip])
-def test_a_damaged_part_is_made_again(harm: Callable[[Path], None], tmp_path: Path) -> None:
+def test_a_damaged_part_is_computed_again(harm: Callable[[Path], None], tmp_path: Path) -> None:
     missing, whole = finish(tmp_path / "whole")
     assert missing == list(range(COUNT))
     with ParquetParts(tmp_path / "out", JOB) as parts:
@@ -78,7 +78,7 @@ def test_parts_of_another_job_and_files_in_the_way_are_refused(tmp_path: Path) -
         ParquetParts(out, JOB | {"batch": 8})
 
 
-def test_the_last_rank_joins_and_late_ones_leave_nothing_behind(tmp_path: Path) -> None:
+def test_the_last_rank_joins_the_parts_and_late_ranks_leave_no_files(tmp_path: Path) -> None:
     _, whole = finish(tmp_path / "whole")
     out = tmp_path / "out"
     with ParquetParts(out, JOB, 0, 2) as first, ParquetParts(out, JOB, 1, 2) as second:
@@ -120,7 +120,7 @@ class Source:
             )
 
 
-def test_a_batch_is_launched_before_the_last_one_s_result_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_is_launched_before_waiting_for_the_previous_one(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
 
     def download(y: torch.Tensor) -> Callable[[], np.ndarray]:
@@ -139,7 +139,7 @@ def test_a_batch_is_launched_before_the_last_one_s_result_is_waited_for(monkeypa
     assert first == {0: [0, 1], 1: [2], 2: []}
 
 
-def test_a_gpu_s_copies_do_not_wait_for_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_copies_do_not_wait_for_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Crops are copied beside the last batch's work; their memory is free when they are copied, not when they are used."""
     events: list[str] = []
 
@@ -168,7 +168,7 @@ def test_a_gpu_s_copies_do_not_wait_for_what_it_computes(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("sparse", [0.5, 0.0], ids=["few crops of each shard", "whole shards"])
 def test_crops_of_a_remote_dataset(sparse: float, dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One by one or by shards that pass through a cache: the same crops, and the same that cannot be read."""
+    """Read one by one or through cached shards: the same crops, and the same unreadable ones."""
     monkeypatch.setattr(predicting, "SPARSE", sparse)
     place, rows = f"/bucket/predict{sparse}", np.arange(3, 40, 4)
     files = fsspec.filesystem("memory")

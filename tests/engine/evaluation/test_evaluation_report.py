@@ -37,7 +37,7 @@ def identification(gallery: Any, probes: Any, ids: Any = None) -> Identification
 
 
 def of_kind(kind: str, classes: Any, unknown: float = 0.2) -> TaskResult:
-    """Of 60 records with two halves, some of whose labels are unknown; three ages, one of a single record."""
+    """A result for 60 records with two halves, some of whose labels are unknown; three ages, one of a single record."""
     rng, n, k = np.random.default_rng(1), 120, len(classes)
     y, scores = (rng.random((n // 2, k)) < 0.4).astype(np.float32), rng.random((n, k))
     if kind == "multiclass":
@@ -97,7 +97,7 @@ def test_the_page_of_a_task_shows_classes_and_groups() -> None:
     assert "of 240 labels are unknown" in html and "AFL" in html and "Records by age" in html
 
 
-def test_values_are_drawn_against_each_other() -> None:
+def test_predicted_and_true_values_are_drawn() -> None:
     result = of_kind("regression", ["QRS"], 0.0)
     same, difference = [chart for chart in check(evaluation_report.build(result)) if chart.get("aria-label")]
     assert (same.get("aria-label"), difference.get("aria-label")) == ("QRS, ms", "Bland-Altman: predicted - true, ms")
@@ -108,7 +108,7 @@ def test_values_are_drawn_against_each_other() -> None:
     assert result.worst(1) == [int(np.abs(error).argmax())]
 
 
-def test_the_most_wrongly_read_ecgs_are_drawn(dataset: Dataset) -> None:
+def test_the_ecgs_with_the_largest_errors_are_drawn(dataset: Dataset) -> None:
     for kind, classes, words in (
         ("binary", ["AF"], "AF: labelled (yes|no), probability"),
         ("multiclass", ["AF", "AFL", "SB"], r"labelled (AF|AFL|SB) \(0.\d+\), predicted"),
@@ -121,7 +121,7 @@ def test_the_most_wrongly_read_ecgs_are_drawn(dataset: Dataset) -> None:
         assert all(sum(node.get("class") == "trace" for node in chart.iter()) >= 9 for chart in charts)
 
 
-def test_one_patient_says_nothing() -> None:
+def test_one_patient_has_no_intervals() -> None:
     document = RESULTS["one patient"].document()
     assert document["metrics"] == {"accuracy": 1.0, "top5": 1.0, "chance": 1.0, "ties": 0.0}
     assert document["intervals"] == {"accuracy": [None, None]} and "say nothing" in document["remarks"][-1]

@@ -28,7 +28,7 @@ def test_peaks_are_where_the_beats_are(leads: int) -> None:
     assert np.abs(found - REGULAR).max() < 0.02
 
 
-def test_beats_tell_shapes_apart_but_not_sizes_or_noise() -> None:
+def test_beats_depend_on_shape_but_not_on_size_or_noise() -> None:
     first, noisy, twice, other = mean_beats(
         np.stack([ecg(REGULAR), ecg(REGULAR, 40), 2 * ecg(REGULAR), ecg(REGULAR)[::-1]]).astype(np.float32)
     )

@@ -44,7 +44,7 @@ def diagnosed(labels: np.ndarray, scores: np.ndarray) -> dict[str, Any]:
 # The figures --------------------------------------------------------------------------------------------------------------
 
 
-def test_the_figures_are_the_challenges_in_the_datasets_order() -> None:
+def test_the_weights_are_the_challenges_in_the_datasets_order() -> None:
     content = FILE.read_bytes()
     assert hashlib.sha256(content).hexdigest() == SHA256
     table = list(csv.reader(content.decode().splitlines()))
@@ -112,7 +112,7 @@ def test_areas_by_hand() -> None:
     assert math.isnan(every["auroc"]) and every["auprc"] == 1.0 and math.isnan(every["specificity"])
 
 
-def test_a_probability_of_one_half_says_no() -> None:
+def test_a_probability_of_one_half_is_negative() -> None:
     assert predicted("binary", np.array([0.5, np.nextafter(0.5, 1), 0.1])).tolist() == [False, True, False]
 
 
@@ -162,7 +162,7 @@ def test_the_order_of_the_rows_does_not_matter(rows_: tuple[np.ndarray, np.ndarr
 
 @settings(max_examples=60)
 @given(rated(), st.integers(0, 2**32 - 1))
-def test_a_weight_counts_as_so_many_copies(rows_: tuple[np.ndarray, np.ndarray], seed: int) -> None:
+def test_a_weight_equals_that_many_copies(rows_: tuple[np.ndarray, np.ndarray], seed: int) -> None:
     labels, scores = rows_
     weight = np.random.default_rng(seed).integers(0, 4, len(labels))
     weight[0] += not weight.any()
@@ -174,7 +174,7 @@ def test_a_weight_counts_as_so_many_copies(rows_: tuple[np.ndarray, np.ndarray],
 # Other tasks --------------------------------------------------------------------------------------------------------------
 
 
-def test_unknown_labels_count_nowhere() -> None:
+def test_unknown_labels_are_ignored() -> None:
     """Each class is scored as if there were only the rows in which it is known."""
     rng = np.random.default_rng(0)
     y, scores, thresholds = (rng.random((60, 3)) < 0.4).astype(float), rng.integers(0, 9, (60, 3)) / 8, (0.3, 0.5, 0.7)
@@ -217,7 +217,7 @@ def test_exclusive_classes_by_hand() -> None:
 
 @settings(max_examples=30)
 @given(st.integers(3, 40), st.integers(0, 2**32 - 1))
-def test_values_against_loops(n: int, seed: int) -> None:
+def test_regression_agrees_with_loops(n: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     y = rng.normal(60, 15, (n, 2))
     p, weight = y * 0.8 + rng.normal(5, 9, (n, 2)), rng.integers(0, 4, n)
@@ -282,7 +282,7 @@ def slow_identification(gallery: np.ndarray, own: list[int], probes: np.ndarray,
 
 @settings(max_examples=80)
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 2**32 - 1), st.sampled_from([1, 7, 2**23]))
-def test_identification_agrees_with_loops_whatever_the_block(p: int, q: int, seed: int, block: int) -> None:
+def test_identification_agrees_with_loops_for_any_block_size(p: int, q: int, seed: int, block: int) -> None:
     rng = np.random.default_rng(seed)
     gallery, probes = rng.integers(-1, 2, (p, 3)), rng.integers(-1, 2, (q, 3))
     own, asked = rng.integers(0, p, p).tolist(), rng.integers(0, p + 2, q).tolist()
@@ -296,7 +296,7 @@ def test_identification_agrees_with_loops_whatever_the_block(p: int, q: int, see
     assert found["accuracy"] <= found["top5"] <= 1
 
 
-def test_patients_are_recognised_at_any_length_of_the_vectors() -> None:
+def test_identification_does_not_depend_on_vector_length() -> None:
     gallery = np.random.default_rng(0).normal(size=(50, 16)).astype(np.float32)
     ids = [f"patient {i}" for i in range(50)]
     found = identification(gallery, ids, 3 * gallery[::-1], ids[::-1])

@@ -34,7 +34,7 @@ def made(n: int, width: int = 6, noise: float = 1.0, seed: int = 1) -> tuple[np.
 
 
 @pytest.mark.parametrize("strength", [1.0, 0.01])
-def test_logistic_regression_is_newton_s(strength: float) -> None:
+def test_logistic_regression_agrees_with_newtons_method(strength: float) -> None:
     x, y = made(200)
     x = standardised(x)[0]
     weights = logistic(x, y, strength)
@@ -49,7 +49,7 @@ def test_logistic_regression_is_newton_s(strength: float) -> None:
         np.testing.assert_allclose(weights[:, k], w, atol=2e-4)
 
 
-def test_neighbours_are_those_of_a_loop() -> None:
+def test_nearest_neighbours_agree_with_a_loop() -> None:
     train, labels, queries = RNG.normal(size=(30, 5)), RNG.random((30, 3)) > 0.5, RNG.normal(size=(1100, 5))
     train /= np.linalg.norm(train, axis=1, keepdims=True)
     for k, shares in votes(train, labels, queries, [1, 4]).items():
@@ -58,7 +58,7 @@ def test_neighbours_are_those_of_a_loop() -> None:
             np.testing.assert_allclose(shares[i], labels[similar].mean(0))
 
 
-def test_a_clean_rule_is_learned_at_any_scale() -> None:
+def test_a_noiseless_rule_is_learned_at_any_scale() -> None:
     (train, y), (valid, valid_y), (test, test_y) = (made(n, noise=0.0, seed=n) for n in (1500, 300, 400))
     for fit, least in ((linear, 0.97), (nearest, 0.8)):
         one = fit(ProbeData(train, y, valid, valid_y, test))
@@ -67,8 +67,8 @@ def test_a_clean_rule_is_learned_at_any_scale() -> None:
         np.testing.assert_allclose(one.scores_NK, other.scores_NK, atol=1e-6)
 
 
-def test_the_valid_rows_decide() -> None:
-    """Noise deserves a strong penalty and many neighbours; a clean rule deserves neither."""
+def test_valid_rows_choose_penalty_and_neighbours() -> None:
+    """Noisy labels need a strong penalty and many neighbours; a noiseless rule needs neither."""
     x, y = RNG.normal(size=(120, 60)), RNG.random((120, 2)) > 0.5
     other, other_y = RNG.normal(size=(400, 60)), RNG.random((400, 2)) > 0.5
     noise = ProbeData(x, y, other, other_y, other)
@@ -92,7 +92,7 @@ def known(y: np.ndarray, share: float = 0.3) -> np.ndarray:
     return np.where(np.random.default_rng(3).random(y.shape) < share, np.nan, y.astype(float))
 
 
-def test_exclusive_classes_are_softmax_s_and_values_ridge_s() -> None:
+def test_softmax_and_ridge_regression_reach_their_optimum() -> None:
     """Against the conditions of the optimum: the gradient of the penalised mean loss is zero."""
     x, y = made(300)
     x = standardised(x)[0]
@@ -107,7 +107,7 @@ def test_exclusive_classes_are_softmax_s_and_values_ridge_s() -> None:
     np.testing.assert_allclose(design.T @ error / (~np.isnan(values)).sum(0) + penalty @ w, 0, atol=1e-9)
 
 
-def test_unknown_labels_teach_nothing() -> None:
+def test_unknown_labels_are_ignored_in_the_fit() -> None:
     """A class that is known in some rows is learned from these alone, by neighbours too."""
     (train, y), (valid, valid_y), (test, test_y) = (made(n, noise=0.0, seed=n) for n in (900, 200, 300))
     partly = known(y)
@@ -122,7 +122,7 @@ def test_unknown_labels_teach_nothing() -> None:
     assert votes(similar, np.array([[np.nan], [1.0], [0.0]]), similar[:1], [1, 3]) == {1: [[0.5]], 3: [[0.5]]}
 
 
-def test_values_at_any_scale() -> None:
+def test_regression_at_any_scale() -> None:
     rng = np.random.default_rng(1)
     x = rng.normal(size=(700, 5))
     y = (x @ rng.normal(size=(5, 2)) + 0.1 * rng.normal(size=(700, 2))) * [3, 3000] + [60, 1e4]
@@ -149,7 +149,7 @@ class TwoSources:
         return list(self.rows.select(names).to_batches())
 
 
-def test_equal_numbers_in_two_sources_are_two_patients() -> None:
+def test_equal_patient_numbers_in_two_sources_are_two_patients() -> None:
     vectors = np.eye(2, dtype=np.float32)[[0, 1, 1, 0, 0]].ravel()  # each probe is like the other source's patient
     halves = pa.table({"row": range(5), "embedding": pa.FixedSizeListArray.from_arrays(pa.array(vectors), 2)})
     data: Any = TwoSources()

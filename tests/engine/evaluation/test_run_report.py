@@ -82,7 +82,7 @@ def test_all_that_is_logged_is_drawn() -> None:
         assert set(task.keys) - drawn == {"step", "crops_seen", "epoch"}  # these are in the heading
 
 
-def test_scores_are_drawn_and_the_first_of_the_best_is_marked(tmp_path: Path) -> None:
+def test_scores_are_drawn_and_the_first_best_step_is_marked(tmp_path: Path) -> None:
     figures = {"loss": 0.2, "challenge": 0.1, "auroc": 0.6, "auprc": 0.3, "accuracy": 0.4, "f_measure": 0.2}
     scores = {0: 0.9, 10: 0.25, 20: 0.75, 30: 0.75, 40: NAN}
     facts = {"config": {"head": {"task": "diagnosis"}}, "best": "auroc", "chance": {"valid/auroc": 0.5, "valid/auprc": 0.1}}
@@ -148,7 +148,7 @@ def test_any_run_has_a_report(lines: list[Row | str], tmp_path: Path) -> None:
     assert check(run_report.build(make(tmp_path / "run", *lines))) or lines == RUNS["nothing but a step"]
 
 
-def test_what_is_not_finite_is_marked_and_what_was_not_logged_is_named(tmp_path: Path) -> None:
+def test_non_finite_values_are_marked_and_missing_ones_named(tmp_path: Path) -> None:
     steps = row(1, loss_global=None), row(2, loss=NAN, loss_global=None), row(3, loss_global=None)
     html = run_report.build(make(tmp_path / "run", *steps))
     assert "not finite in 1 of 3 logged steps" in html and html.count('class="lost"') == 1
@@ -188,7 +188,7 @@ def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert out == "" and len(err.splitlines()) == 1 and "metrics.jsonl" in err
 
 
-def test_thinning_keeps_what_sticks_out_and_smoothing_skips_gaps() -> None:
+def test_thinning_keeps_outliers_and_smoothing_skips_gaps() -> None:
     y = np.zeros(10_000)
     y[4321], y[77] = 9.0, -3.0
     x, kept = plots.thinned(np.arange(10_000), y)
@@ -201,7 +201,7 @@ def test_thinning_keeps_what_sticks_out_and_smoothing_skips_gaps() -> None:
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (-3, 7), (1e-9, 2e-9), (1234.5, 1234.6), (0, 320), (0, 1e11)])
-def test_ticks_are_few_round_and_within(low: float, high: float) -> None:
+def test_ticks_are_few_round_numbers_within_the_range(low: float, high: float) -> None:
     marks = plots.ticks(low, high, 6)
     assert 2 <= len(marks) <= 7
     assert all(low - 1e-9 * abs(high) <= mark <= high + 1e-9 * abs(high) for mark in marks)

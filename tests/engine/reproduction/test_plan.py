@@ -48,7 +48,7 @@ def test_the_numbers_are_those_of_the_paper(number: int) -> None:
         assert table.rows[row].printed[task][leads] == (list(map(float, re.findall(r"\d\.\d{3}", text))) or None)
 
 
-def test_a_plan_has_the_cells_of_its_table_and_every_job_once() -> None:
+def test_a_plan_has_all_cells_and_every_job_once() -> None:
     one = plan(1)
     assert len(one.cells) == 7 * 2 * 5 and all(len(jobs) == 3 for jobs in one.cells.values())
     assert Counter(job.kind for job in one.ordered) == {"pretrain": 6, "finetune": 210, "evaluate": 210}
@@ -71,7 +71,7 @@ def test_a_plan_has_the_cells_of_its_table_and_every_job_once() -> None:
     assert len({job.result for job in every.ordered}) == len(before)
 
 
-def test_commands_hold_what_makes_a_cell() -> None:
+def test_commands_contain_the_settings_of_a_cell() -> None:
     commands = {name: " ".join(job.command) for name, job in plan(1, 2, seeds=2).jobs.items()}
     padded = commands["finetune/w2v-12/diagnosis-P-3-seed1"]
     assert "--config diagnosis " in padded and 'start="/out/pretrain/w2v-12"' in padded
@@ -99,14 +99,14 @@ def test_a_scale_leaves_methods_alone_and_fits_every_method(name: str) -> None:
     assert (name == "paper") == (list(scale.settings.values()) == [{}, {"train.best": "challenge"}, {}])
 
 
-def test_a_choice_of_cells() -> None:
+def test_rows_leads_and_tasks_select_cells() -> None:
     chosen = plan(1, rows=("W2V",), leads=(12, 3), tasks=("Dx",), seeds=1)
     assert [job.kind for job in chosen.ordered] == ["pretrain", "finetune", "evaluate", "finetune", "evaluate"]
     with pytest.raises(ConfigError, match=r"'W2V\+RLM'.*Random Init\., W2V, CMSC"):
         plan(1, rows=("W2V+RLM",))
 
 
-def test_work_grows_with_what_costs() -> None:
+def test_estimated_work_grows_with_crops_and_scale() -> None:
     """Identification has four times as many crops, evaluation no backward pass; a larger scale takes longer."""
     paper, smoke = (plan(1, scale=scale, seeds=1).jobs for scale in ("paper", "smoke"))
     diagnosis, identification = (paper[f"finetune/w2v-12/{task}-12-seed0"] for task in TASKS.values())

@@ -108,7 +108,7 @@ def test_a_killed_command_takes_its_jobs_down_and_continues_when_run_again(lab: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_asked_to_stop_it_lets_jobs_save_and_exits_with_0(number: int, lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stop_signal_lets_jobs_save_and_exits_with_0(number: int, lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
     lab.let("hang", "random-12")
     threading.Thread(target=lambda: (lab.hanging(), os.kill(os.getpid(), number))).start()
     assert lab.main(rows=1) == 0
@@ -205,7 +205,7 @@ SCALES = {
         ("--out {used} --collect-only", "settings/data.json"),
     ],
 )
-def test_what_is_wrong_is_one_line(
+def test_errors_are_one_line(
     given: str, says: str, lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cluster, "CONNECT_S", 1)

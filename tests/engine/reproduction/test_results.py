@@ -34,7 +34,7 @@ def score(folder: WorkDir, name: str, value: float, **metrics: float) -> None:
     path.write_text(json.dumps({"score": value, "metrics": metrics, "intervals": {}}))
 
 
-def test_a_table_of_the_scores_so_far(tmp_path: Path) -> None:
+def test_a_table_of_unfinished_scores(tmp_path: Path) -> None:
     folder, made = started(tmp_path, 3, rows=("W2V", "W2V+RLM"), leads=(12, 3), tasks=("Dx",))
     for seed, value in enumerate((0.50, 0.51, 0.52)):
         score(folder, f"w2v-12/diagnosis-12-seed{seed}", value, auroc=value + 0.24)
@@ -59,7 +59,7 @@ def test_a_table_of_the_scores_so_far(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damaged", ["", '{"score": 0.', "[3]", "null", '{"score": NaN}', '{"score": "0.5"}', "{}"])
-def test_a_score_counts_once_it_is_a_number(damaged: str, tmp_path: Path) -> None:
+def test_a_damaged_score_does_not_count(damaged: str, tmp_path: Path) -> None:
     folder, made = started(tmp_path, 3, rows=("W2V",), leads=(12,), tasks=("Dx",))
     job = made.jobs["evaluate/w2v-12/diagnosis-12-seed0"]
     score(folder, "w2v-12/diagnosis-12-seed0", 0.5)
@@ -68,7 +68,7 @@ def test_a_score_counts_once_it_is_a_number(damaged: str, tmp_path: Path) -> Non
     assert not folder.done(job)
 
 
-def test_the_protocol_names_what_differs_from_the_paper() -> None:
+def test_the_protocol_names_differences_from_the_paper() -> None:
     paper, small = ReproductionScale.read("paper"), ReproductionScale.read("small")
     exact = results.protocol(paper, DATA, 3)
     assert exact.endswith("configurations: nothing.") and "the best CinC score" in exact
@@ -79,7 +79,7 @@ def test_the_protocol_names_what_differs_from_the_paper() -> None:
 
 
 @pytest.mark.parametrize("number", tables())
-def test_bold_is_where_the_paper_has_it(number: int, tmp_path: Path) -> None:
+def test_bold_cells_are_the_papers(number: int, tmp_path: Path) -> None:
     """With the paper's numbers as ours. Table 4 has two bold cells that are not its best."""
     theirs = {key for key, text in latex(number).items() if r"\bf" in text}
     table, folder, made = tables()[number], WorkDir(tmp_path), plan(number, seeds=1)

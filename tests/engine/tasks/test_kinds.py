@@ -1,4 +1,4 @@
-"""Losses, weights and thresholds of each kind: unknown labels count nowhere."""
+"""Losses, weights and thresholds of each kind: unknown labels are ignored."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def test_unknown_labels_have_no_loss_and_no_gradient(kind: TaskKind) -> None:
     assert logits_RK.grad is not None and not logits_RK.grad[1].any() and bool(logits_RK.grad.isfinite().all())
 
 
-def test_a_sample_is_right_if_all_that_is_known_of_it_is() -> None:
+def test_a_sample_is_right_if_all_its_known_labels_are() -> None:
     logits_RK = torch.tensor([[2.0, -1.0, 3.0], [2.0, -1.0, 3.0], [-1.0, 4.0, 1.0]])
     y_RK = torch.tensor([[1.0, 0.0, NAN], [1.0, 1.0, NAN], [0.0, 1.0, 0.0]])
     assert right("multilabel", logits_RK, y_RK).tolist() == [True, False, False]

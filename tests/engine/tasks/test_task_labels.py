@@ -51,7 +51,7 @@ def test_the_papers_tasks_are_the_datasets_own(dataset: Dataset) -> None:
 
 
 @pytest.mark.parametrize("mark", [",", ";", "\t"])
-def test_cells_of_all_spellings(mark: str, dataset: Dataset, records: list[str], write: Write) -> None:
+def test_accepted_spellings_of_cells(mark: str, dataset: Dataset, records: list[str], write: Write) -> None:
     cells = [("1", " yes "), ("0", "NO"), ("", "TRUE"), ("1.0", "nan"), ("true", "false")]
     rows = [(f"{'x/y/' * (i % 2)}{name}{'.hea' * (i % 3 == 0)}", *cells[i % 5]) for i, name in enumerate(records)]
     table = write(["Record ", "a, b", "c"], rows, mark, "utf-8-sig")
@@ -119,7 +119,7 @@ def test_folds_splits_and_unknown_labels(dataset: Dataset, records: list[str], f
     assert roles.rows(0, "valid").tolist() == dataset.select(dx="valid").tolist() and roles.role == ""
 
 
-def test_copies_of_tested_ecgs_are_left_out(
+def test_copies_of_test_ecgs_are_left_out(
     dataset: Dataset, records: list[str], fold_of: dict[str, int], write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = write(["record", "v", "fold"], [(n, i % 2, fold_of[n]) for i, n in enumerate(records)])
@@ -138,7 +138,7 @@ def test_copies_of_tested_ecgs_are_left_out(
     assert "1 crops are left out: copies of ECGs in valid or test" in after.remarks
 
 
-def test_records_that_are_only_on_one_side_are_counted(dataset: Dataset, records: list[str], write: Write) -> None:
+def test_records_missing_from_table_or_data_are_counted(dataset: Dataset, records: list[str], write: Write) -> None:
     table = write(["record", "v"], [(n, i % 2) for i, n in enumerate(records[10:])] + [("X1", 1), ("X2", 0)])
     first, second = read_task(TaskConfig(kind="binary", labels=table), [dataset]).remarks
     assert f"2 (X1, X2) of {len(records) - 8} records are not in the data" in first
@@ -181,13 +181,13 @@ def test_a_table_that_cannot_be_used_is_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_name_of_two_databases_needs_its_source(
+def test_a_name_shared_by_two_databases_needs_a_source(
     dataset: Dataset, records: list[str], write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, other = Dataset.table, next(i for i, n in enumerate(dataset.column("source")) if n != dataset.column("source")[0])
 
     def renamed(self: Dataset, columns: Any = None) -> pa.Table:
-        """The first record's name is also that of another database's."""
+        """The first record gets the name of another database's record."""
         table = whole(self, columns)
         if columns == ["source", "record"]:
             names = table["record"].to_pylist()
@@ -204,7 +204,7 @@ def test_a_name_of_two_databases_needs_its_source(
     assert len(known.rows(0, "test")) <= 1
 
 
-def test_what_a_task_needs(dataset: Dataset) -> None:
+def test_invalid_tasks_are_refused(dataset: Dataset) -> None:
     with pytest.raises(ConfigError, match=r"task\.folds: '2' is in two splits"):
         TaskConfig(folds={"train": ("1", "2"), "test": ("2",)})
     for task, says in (

@@ -133,5 +133,5 @@ def rows(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 
 def curve(run: Path, keys: Sequence[str] = EXACT) -> list[dict[str, Any]]:
-    """What must be equal to the last bit."""
+    """The logged values that must be equal bit for bit."""
     return [{key: row[key] for key in keys} for row in rows(run)]

@@ -79,7 +79,7 @@ def test_killed_at_any_time_it_resumes_and_ends_as_if_nothing_had_happened(datas
 
 
 def die_within(cpu_s: float) -> None:
-    """So much CPU time after its first checkpoint: SIGPROF ends a process as SIGKILL does."""
+    """Dies after this much CPU time past its first checkpoint: SIGPROF ends a process as SIGKILL does."""
     written = checkpoint.write_whole
 
     def last(path: Path, text: str) -> None:
@@ -103,7 +103,7 @@ def test_killed_between_any_two_files_of_a_checkpoint(name: str, dataset: Datase
 
 
 def die_before(name: str) -> None:
-    """Before the second checkpoint's file of this name is there."""
+    """Dies before the second checkpoint's file of this name exists."""
     written, calls = checkpoint.write_whole, iter(range(10))
 
     def deadly(path: Path, text: str) -> None:
@@ -115,12 +115,12 @@ def die_before(name: str) -> None:
 
 
 def small_files() -> None:
-    """As a full disk: a file may grow to 60 kB."""
+    """Imitates a full disk: a file may grow to 60 kB."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
 
 
-def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays_good(dataset: Dataset, copied: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line_and_keeps_the_last_checkpoint(dataset: Dataset, copied: Path, tmp_path: Path) -> None:
     ended = resumed(tmp_path, dataset, before=small_files)
     assert ended.codes == [1] and "the last good checkpoint is step-3" in ended.output, ended.output
     assert "Traceback" not in ended.output
@@ -155,7 +155,7 @@ def test_without_a_usable_latest_the_newest_complete_one_counts(latest: bytes | 
     assert len(said) == 1 and "gone.pt" in said[0] and "step-9" in said[0] and ("latest" in said[0] or "step-99" in said[0])
 
 
-def test_nothing_complete_is_refused_and_nothing_at_all_begins(tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_refused_and_a_run_without_any_starts(tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path) is None
     root = made(tmp_path / "checkpoints", 3)
     for manifest in ("[]", "3", '{"a": 3}', "[" * 100_000, ""):
@@ -167,8 +167,8 @@ def test_nothing_complete_is_refused_and_nothing_at_all_begins(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, {5, 30, 40}), (2, {5, 20, 30, 40}), (9, {5, 10, 20, 30, 40})])
-def test_only_what_a_run_has_done_is_pruned(keep: int, left: set[int], tmp_path: Path) -> None:
-    """A run that fell back from step 40 keeps what it publishes on its way there, and leaves step 40 and copies alone."""
+def test_only_checkpoints_up_to_the_newest_are_pruned(keep: int, left: set[int], tmp_path: Path) -> None:
+    """A run that resumed before step 40 keeps what it writes on its way there, and leaves step 40 and copies alone."""
     made(tmp_path, 5, 10, 20, 30, 40)
     (tmp_path / "step-3.mine").mkdir()
     (tmp_path / checkpoint.BEST).write_text("step-5")
@@ -223,7 +223,7 @@ def test_a_forged_loader_state_is_refused_by_name(text: str, tmp_path: Path) -> 
         ("state.json", {"config": {"train": {"lr": "x"}}}, "state.json: config: train.lr='x'"),
     ],
 )
-def test_a_rewound_order_and_other_settings_in_a_checkpoint_are_one_line(
+def test_an_inconsistent_step_or_invalid_settings_in_a_checkpoint_are_one_line(
     name: str, changes: dict[str, Any], says: str, dataset: Dataset, copied: Path, tmp_path: Path
 ) -> None:
     file = copied / "checkpoints" / "step-3" / name
@@ -241,7 +241,7 @@ class Payload:
 
 
 def poisoned(run: Path, trace: Path, name: str) -> Path:
-    """A payload in one file of the newest checkpoint, and a manifest that fits."""
+    """Puts a payload into one file of the newest checkpoint and makes the manifest fit."""
     shutil.rmtree(run / "model")
     step = run / "checkpoints" / "step-3"
     content = torch.load(step / MODEL, weights_only=True)
@@ -299,7 +299,7 @@ def test_deepspeed_runs_no_payload(name: str, copied: Path, tmp_path: Path) -> N
     assert all(f"{step}: would run code" in text and "\n" not in text for text in told.values()), told
 
 
-def test_a_pickle_under_the_name_of_a_model_is_not_run(saved_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_pickle_named_like_a_model_is_not_run(saved_model: Callable[..., Path], tmp_path: Path) -> None:
     folder = saved_model()
     torch.save({"payload": Payload(tmp_path / "executed")}, folder / "model.safetensors")
     with pytest.raises(LoadError):
@@ -307,7 +307,7 @@ def test_a_pickle_under_the_name_of_a_model_is_not_run(saved_model: Callable[...
     assert not (tmp_path / "executed").exists()
 
 
-def test_a_universal_folder_that_was_planted_is_not_read(dataset: Dataset, copied: Path, tmp_path: Path) -> None:
+def test_a_planted_universal_folder_is_not_read(dataset: Dataset, copied: Path, tmp_path: Path) -> None:
     planted = copied / "checkpoints" / "step-3" / checkpoint.UNIVERSAL
     (planted / "zero" / "encoder.norm.weight").mkdir(parents=True)
     for place in (planted / MODEL, planted / "zero" / "encoder.norm.weight" / "fp32.pt"):
@@ -318,7 +318,7 @@ def test_a_universal_folder_that_was_planted_is_not_read(dataset: Dataset, copie
 
 
 @pytest.mark.parametrize("harm", ["cut", "empty", "legacy", "not a pickle"])
-def test_a_file_that_is_not_pytorchs_is_one_line(harm: str, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_not_a_checkpoint_is_one_line(harm: str, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = copied / "checkpoints" / "step-3" / MODEL
     content = {"cut": file.read_bytes()[:-300], "empty": b"", "legacy": b"\x80\x02", "not a pickle": b"hello"}
     file.write_bytes(content[harm])

@@ -21,7 +21,7 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
     return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
 
 
-def test_pairs_are_each_pair_once() -> None:
+def test_every_pair_counts_once() -> None:
     c_AD = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
     names, c = [3, 1, 3, 3, 2, 1, 9], c_AD.numpy()
     every = [(names[i] == names[j], cosine(c[i], c[j])) for i in range(7) for j in range(i + 1, 7)]
@@ -32,8 +32,8 @@ def test_pairs_are_each_pair_once() -> None:
     assert len(thinned(torch.randn(0))) == 0
 
 
-def test_contexts_are_compared_with_what_the_loss_compares_them_with() -> None:
-    """All that is drawn is seen: from these cosines alone the loss of the batch follows, where each is drawn once."""
+def test_diagnostics_use_the_same_cosines_as_the_loss() -> None:
+    """The cosines are complete: if each negative is drawn once, the loss of the batch follows from them alone."""
     objective = ObjectiveConfig(negatives=1, diversity=0.0, features=0.0, contrast=0.0)
     model = Pretrainer(SMALL, objective, generator=torch.Generator().manual_seed(0)).eval()
     x_BSLT = torch.randn(2, 2, 12, 640, generator=torch.Generator().manual_seed(1))
@@ -61,7 +61,7 @@ def test_contexts_are_compared_with_what_the_loss_compares_them_with() -> None:
     assert len(found["same_similarity"]) == 2 and len(found["other_similarity"]) == 4
 
 
-def test_a_run_on_two_ranks_in_bf16_leaves_them(dataset: Dataset, tmp_path: Path) -> None:
+def test_a_run_on_two_ranks_in_bf16_writes_diagnostics(dataset: Dataset, tmp_path: Path) -> None:
     ended = pretrain(tmp_path, dataset.root.url, world=2, train__zero_stage=3, train__precision="bf16", train__steps=1)
     assert ended.ok, ended.output
     found, remarks = read_diagnostics(tmp_path / "run" / DIAGNOSTICS)

@@ -33,7 +33,7 @@ Plan = list[tuple[int, int, int]]  # ranks, steps, micro-batch
 def assert_equal(
     dataset: Dataset, tmp: Path, alone: Plan, moved: Plan, rtol: float, parts: Sequence[str] = PARTS, **how: Any
 ) -> None:
-    """Losses, and the figures of validation, of two runs that are resumed as their plans say."""
+    """Compares losses and validation metrics of two runs that are resumed as their plans say."""
     for name, plan in (("alone", alone), ("moved", moved)):
         for world, steps, micro in plan:
             changes = STILL | {"train__steps": steps, "train__micro_batch": micro} | how
@@ -52,32 +52,32 @@ def test_two_ranks_equal_one(dataset: Dataset, tmp_path: Path) -> None:
     assert rows(tmp_path / "moved")[-1]["crops_seen"] == 24
 
 
-def test_parts_of_a_step_are_the_same_crops_on_one_rank_and_two(dataset: Dataset, tmp_path: Path) -> None:
-    """1 -> 2 in mid-run, each crop contrasted within its part."""
+def test_micro_batches_hold_the_same_crops_on_one_rank_and_two(dataset: Dataset, tmp_path: Path) -> None:
+    """1 -> 2 ranks in mid-run; crops are contrasted within their micro-batch."""
     assert_equal(dataset, tmp_path, [(1, 3, 4)], [(1, 2, 4), (2, 3, 2)], 2e-5)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_run_resumes_on_another_number_of_ranks(stage: int, dataset: Dataset, tmp_path: Path) -> None:
-    """1 -> 2 -> 1, against one that stayed alone; and not what a fresh Adam would do."""
+    """1 -> 2 -> 1 ranks, against a run on one rank; a fresh Adam would give other results."""
     moved = [(1, 2, 8), (2, 3, 4), (1, 5, 8)]
     assert_equal(dataset, tmp_path, [(1, 5, 8)], moved, 1e-4, train__zero_stage=stage)
 
 
 def test_two_ranks_in_bf16(dataset: Dataset, tmp_path: Path) -> None:
-    """1 -> 2 at the default precision; to its rounding."""
+    """1 -> 2 ranks at the default precision; equal up to its rounding."""
     assert_equal(dataset, tmp_path, [(1, 4, 8)], [(1, 2, 8), (2, 4, 4)], 0.01, ("loss", "grad_norm"), train__precision="bf16")
 
 
 def test_validation_of_fewer_batches_than_ranks(dataset: Dataset, tmp_path: Path) -> None:
-    """Ranks without a batch of their own take part all the same, as ZeRO 3 must."""
+    """Ranks without a batch of their own take part as well, as ZeRO 3 requires."""
     how = {"train__validate_every": 1, "train__zero_stage": 3, "train__valid_batches": 1}
     assert_equal(dataset, tmp_path, [(1, 1, 8)], [(4, 1, 2)], 2e-5, **how)
     assert [row["step"] for row in rows(tmp_path / "moved", "validation.jsonl")] == [0, 1]
 
 
 def count_graphs() -> None:
-    """The compiler's, on rank 0; they are run as they are. Rank 1 is not compiled: it makes the same calls."""
+    """Counts the compiler's graphs on rank 0 and runs them as they are. Rank 1 is not compiled: it makes the same calls."""
     from engine.training import train
 
     def counted(graph: Any, inputs: Any) -> Any:
@@ -96,7 +96,7 @@ def test_a_step_of_two_ranks_compiles_in_few_graphs(dataset: Dataset, tmp_path: 
 
 
 def at_step_four(how: Callable[[], None]) -> None:
-    """Happens to rank 1."""
+    """Makes it happen to rank 1."""
     from engine.training.loop import Loop
 
     step = Loop._step

@@ -1,4 +1,4 @@
-"""data.hold_out: patients kept from training so that there is something to validate on."""
+"""data.hold_out: patients held out of training for validation."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ from engine.training.validation import training_roles
 
 
 class Named:
-    """As much of a dataset as names take, in parts of a thousand rows."""
+    """The parts of a Dataset that names are read from, a thousand rows each."""
 
     def __init__(self, **columns: Any) -> None:
         self.rows = pa.table(columns)
@@ -45,7 +45,7 @@ def many(patients: int, first: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("share", [0.02, 0.3])
-def test_the_share_of_patients_is_held_out_whole(share: float) -> None:
+def test_patients_are_held_out_with_all_their_records(share: float) -> None:
     data = many(30_000)
     trained, held = validation_split(data, share)
     assert (trained ^ held).all()
@@ -56,19 +56,19 @@ def test_the_share_of_patients_is_held_out_whole(share: float) -> None:
     assert not (held & ~validation_split(data, share + 0.1)[1]).any()  # a larger share keeps who was held out
 
 
-def test_a_patient_and_a_record_of_one_name_are_two() -> None:
+def test_a_patient_and_a_record_with_the_same_name_are_different() -> None:
     data: Any = Named(source=["s", "s", "s", "t", "s"], patient=["7", None, "", "7", "7"], record=["1", "7", "7", "2", "3"])
     assert len(set(ids := patient_ids([data])[0].tolist())) == 3 and ids[0] == ids[4]
     assert patient_ids([data, data])[1].min() > patient_ids([data])[0].max()
 
 
-def test_more_data_moves_nobody() -> None:
+def test_more_data_does_not_change_who_is_held_out() -> None:
     before, after = validation_split(many(500), 0.3)[1], validation_split(many(900), 0.3)[1]
     assert (after[: len(before)] == before).all()
 
 
-def test_a_copy_of_what_is_held_out_is_not_trained_on() -> None:
-    """However far away it lies."""
+def test_copies_of_held_out_ecgs_are_not_trained_on() -> None:
+    """However far apart the two are."""
     names = [f"p{i}" for i in range(3000)]
     data: Any = Named(source=["s"] * 3000, patient=names, record=names, waveform=np.arange(3000, dtype=np.uint64) % 1500)
     trained, held = validation_split(data, 0.3)
@@ -76,7 +76,7 @@ def test_a_copy_of_what_is_held_out_is_not_trained_on() -> None:
     assert (trained == ~(held | np.roll(held, 1500))).all()
 
 
-def test_no_patient_held_out_is_trained_on_at_any_world_size_or_restart(dataset: Dataset) -> None:
+def test_held_out_patients_are_never_trained_on_at_any_world_size_or_restart(dataset: Dataset) -> None:
     config = build({"data": {"datasets": [dataset.root.url], "hold_out": 0.2}, "train": {"batch_crops": 16}})
     patients = patient_ids([dataset])[0]
     held = DatasetRows.of(dataset, **training_roles(config), held=True)
@@ -102,19 +102,19 @@ def test_no_patient_held_out_is_trained_on_at_any_world_size_or_restart(dataset:
 
 
 def pretraining(dataset: Dataset, **data: Any) -> PretrainTask:
-    """The task alone: what it says before the first step."""
+    """The task alone, with its remarks before the first step."""
     config = build({"data": {"datasets": [dataset.root.url], **data}})
     return PretrainTask(config, [dataset], Ranks(0, 1, torch.device("cpu"), None))
 
 
 @pytest.fixture(scope="module")
 def bare(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """Without roles."""
+    """A dataset without roles."""
     out = tmp_path_factory.mktemp("bare") / "bare"
     return shard(open_sources(str(archive / "training" / "ningbo")), ShardOptions(str(out), plan="all", quiet=True))
 
 
-def test_data_without_roles_has_no_validation_loss_unless_patients_are_held_out(bare: Dataset) -> None:
+def test_without_roles_only_held_out_patients_give_a_validation_loss(bare: Dataset) -> None:
     task = pretraining(bare)
     assert task.held_out.crops == 0 and "data.hold_out=0.05" in task.remarks[0]
     task = pretraining(bare, hold_out=0.3)
@@ -125,7 +125,7 @@ def test_data_without_roles_has_no_validation_loss_unless_patients_are_held_out(
         pretraining(bare, hold_out=1.0)
 
 
-def test_a_run_validates_on_them_and_another_share_is_refused(bare: Dataset, tmp_path: Path) -> None:
+def test_a_run_validates_on_held_out_patients_and_cannot_change_their_share(bare: Dataset, tmp_path: Path) -> None:
     how = {"train__steps": 2, "train__validate_every": 1, "train__batch_crops": 4}
     ended = pretrain(tmp_path, bare.root.url, data__hold_out=0.3, **how)
     assert ended.ok, ended.output
@@ -135,7 +135,5 @@ def test_a_run_validates_on_them_and_another_share_is_refused(bare: Dataset, tmp
 
 
 @pytest.mark.parametrize("side, roles, warned", [("valid", {}, True), ("train", {}, True), ("valid", {"dx": "test"}, False)])
-def test_validation_on_crops_that_are_trained_on_is_a_warning(
-    side: str, roles: dict[str, str], warned: bool, dataset: Dataset
-) -> None:
+def test_validation_on_training_crops_is_a_warning(side: str, roles: dict[str, str], warned: bool, dataset: Dataset) -> None:
     assert any("trained on" in remark for remark in pretraining(dataset, **{side: roles}).remarks) == warned

@@ -1,4 +1,4 @@
-"""RUN's files, Weights & Biases and MLflow: what is written, continued after a kill, and said when a service fails."""
+"""RUN's files, Weights & Biases and MLflow: what is written, resumed after a kill, and reported when a service fails."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ KEYS = ("step", "loss", "crops_per_s", "data_wait_pct", "mfu", "lr")
 
 
 class Service(ModuleType):
-    """Either of the two, as far as the loop speaks to it; it remembers what it was told."""
+    """Stands in for either service: it has the methods that the loop calls, and records the calls."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -87,7 +87,7 @@ def log(to: RunLogger, step: int, **values: Any) -> None:
     to.log(row | {"more": 2.0, "loss_x": None} | values)
 
 
-def test_both_get_every_curve_and_continue_after_a_kill(services: list[Service], tmp_path: Path) -> None:
+def test_both_services_get_every_curve_and_continue_after_a_kill(services: list[Service], tmp_path: Path) -> None:
     settings = config("wandb", "mlflow")
     loggers.require_installed(settings)
     first = logger(tmp_path / "run", settings)
@@ -121,7 +121,7 @@ def test_a_service_that_fails_does_not_end_a_training(services: list[Service], t
     assert len(rows(tmp_path / "run")) == 2
 
 
-def test_one_that_does_not_start_or_is_not_installed_is_one_line(
+def test_a_service_that_does_not_start_or_is_missing_is_one_line(
     services: list[Service], dataset: Dataset, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(services[0], "init", lambda **_: 1 / 0, raising=False)
@@ -132,7 +132,7 @@ def test_one_that_does_not_start_or_is_not_installed_is_one_line(
     assert "mlflow is not installed: pip install 'omnilead[track]'" in says and not (tmp_path / "new").exists()
 
 
-def test_nothing_asked_for_is_nothing_written_and_no_number_is_null(tmp_path: Path) -> None:
+def test_without_services_only_files_are_written_and_nan_is_null(tmp_path: Path) -> None:
     """JSON has no NaN."""
     (tmp_path / "validation.jsonl").write_text('{"step": 0, "loss": 1}\n')  # of a start that was killed before a checkpoint
     to = logger(tmp_path, config())
@@ -145,7 +145,7 @@ def test_nothing_asked_for_is_nothing_written_and_no_number_is_null(tmp_path: Pa
     assert json.loads((tmp_path / "run.json").read_text())["versions"]
 
 
-def test_lines_of_steps_that_are_done_again_are_kept_elsewhere(tmp_path: Path) -> None:
+def test_lines_of_repeated_steps_are_moved(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for step in (3, 1):
         path.write_bytes(b"".join(b'{"step": %d}\n' % n for n in range(1, 6)) + b'\xff{"st')

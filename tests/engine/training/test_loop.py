@@ -54,7 +54,7 @@ def test_every_method_trains_and_validates(world: int, method: dict[str, Any], d
     assert np.isfinite(rows(tmp_path / "run", "validation.jsonl")[0]["loss"])
 
 
-def test_chance_is_what_random_representations_reach(dataset: Dataset) -> None:
+def test_chance_equals_the_score_of_random_representations(dataset: Dataset) -> None:
     config = load(CONFIGS / "pretrain" / "quickstart.yaml", [f"data.datasets=[{dataset.root.url}]"])
     task = PretrainTask(config, [dataset], Ranks(0, 1, torch.device("cpu"), None))
     chance, held_out = task.explained()["chance"], task.held_out.crops
@@ -72,7 +72,7 @@ def test_chance_is_what_random_representations_reach(dataset: Dataset) -> None:
     assert chance["valid/identification_accuracy"] == 1 / len(task.probe.pairs)
 
 
-def test_accumulation_is_one_large_batch_where_crops_do_not_meet(dataset: Dataset, tmp_path: Path) -> None:
+def test_gradient_accumulation_equals_one_large_batch(dataset: Dataset, tmp_path: Path) -> None:
     """Without diversity and CMSC, which look at all crops of a micro-batch together."""
     how = STILL | {"objective__contrast": 0, "objective__diversity": 0, "train__steps": 3}
     for name, micro in (("one", 8), ("four", 2)):
@@ -96,7 +96,7 @@ def test_compiled_equals_eager(dataset: Dataset, tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(("task", "asked"), [("pretraining", "SIGTERM"), ("diagnosis", "SIGINT")])
-def test_asked_to_stop_it_writes_a_checkpoint_and_ends_well(task: str, asked: str, dataset: Dataset, tmp_path: Path) -> None:
+def test_a_stop_signal_writes_a_checkpoint_and_exits_with_0(task: str, asked: str, dataset: Dataset, tmp_path: Path) -> None:
     arguments = settings(tmp_path, dataset.root.url, train__steps=100_000)
     if task == "diagnosis":  # from random weights of those settings
         arguments = tuning(tmp_path, dataset.root.url, tmp_path / "tiny.yaml", task, train__steps=100_000)
@@ -109,8 +109,8 @@ def test_asked_to_stop_it_writes_a_checkpoint_and_ends_well(task: str, asked: st
     assert newest_step(tmp_path / "run") == rows(tmp_path / "run")[-1]["step"] > 3
 
 
-def test_a_step_is_written_once(dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGTERM while a validation that turns out the best is under way."""
+def test_a_step_has_one_checkpoint(dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM during a validation that turns out to be the best."""
     validate, save, written = PretrainTask.validate, checkpoint.save, []
 
     def asked(self: PretrainTask, engine: Any) -> dict[str, float]:
@@ -129,7 +129,7 @@ def test_a_step_is_written_once(dataset: Dataset, tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_step_that_is_not_finite_is_skipped_and_too_many_end_the_run(
+def test_non_finite_steps_are_skipped_and_too_many_end_the_run(
     stage: int, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from engine.model.pretrainer import Pretrainer
@@ -173,8 +173,8 @@ def test_deepspeed_does_not_wait_for_the_device(
     assert pretrain(tmp_path, dataset.root.url, **how).ok and steps == [0, 0, 0]
 
 
-def test_a_rank_whose_crops_are_bad_says_which(dataset: Dataset, tmp_path: Path) -> None:
-    """Alone, what was trained before is kept."""
+def test_a_rank_with_bad_crops_names_them(dataset: Dataset, tmp_path: Path) -> None:
+    """A rank on its own saves what it has trained before."""
     shutil.copytree(dataset.root.url, tmp_path / "damaged")
     damaged = Dataset.open(str(tmp_path / "damaged"))
     config = load(tmp_path / "tiny.yaml", settings(tmp_path, damaged.root.url)[3::2], Config)
@@ -225,14 +225,14 @@ def little_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, used + 2**30))
 
 
-def test_too_little_memory_is_one_line(dataset: Dataset, tmp_path: Path) -> None:
+def test_out_of_memory_is_one_line(dataset: Dataset, tmp_path: Path) -> None:
     ended = pretrain(tmp_path, dataset.root.url, before=little_memory, pipeline__read_ahead=10**6)
     assert ended.codes == [1] and "Traceback" not in ended.output, ended.output
     assert "omnilead pretrain: out of memory: lower train.micro_batch" in ended.output.splitlines()[-1]
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_run_that_is_moved_or_replaced_ends_in_one_line(
+def test_a_moved_or_replaced_run_ends_with_one_line(
     replaced: bool, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another training may have begun in its place."""
@@ -253,7 +253,7 @@ def test_a_run_that_is_moved_or_replaced_ends_in_one_line(
     assert (tmp_path / "run").exists() == replaced and not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_a_collapse_is_said_once_and_early() -> None:
+def test_a_collapse_is_reported_once_and_early() -> None:
     task = SimpleNamespace(config=build({"model": {"codes": 320, "codebooks": 2}}), low_logs=0)
     said = [PretrainTask.warning(task, {"code_perplexity": codes}) for codes in (600.0, 3.0, 3.0, 600.0, 3.0, 3.0, 3.0, 3.0)]  # type: ignore[arg-type]
     assert [bool(one) for one in said] == [False] * 6 + [True, False]

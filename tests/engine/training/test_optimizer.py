@@ -13,7 +13,7 @@ def test_schedules() -> None:
     assert [round(lr_at(tri, step, 100), 4) for step in (0, 10, 29, 30, 65, 100)] == [0.01, 1.0, 1.0, 1.0, 0.1, 0.01]
 
 
-def test_it_is_adamw_with_clipping_and_skips_what_is_not_finite() -> None:
+def test_adamw_clips_and_skips_non_finite_steps() -> None:
     torch.manual_seed(0)
     ours, theirs = ([torch.nn.Parameter(torch.arange(6.0).view(2, 3)), torch.nn.Parameter(torch.ones(4))] for _ in range(2))
     options = {"lr": 1e-2, "betas": (0.9, 0.98), "eps": 1e-6, "weight_decay": 0.01}

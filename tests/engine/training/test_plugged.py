@@ -1,4 +1,4 @@
-"""An encoder and an augmentation of one's own, and weights of another run, through whole trainings."""
+"""Whole trainings with a user's own encoder and augmentation, and from the weights of another run."""
 
 import json
 import shutil
@@ -68,7 +68,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def base(own: Path, dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of that encoder by the masked objective, stopped once, with that augmentation."""
+    """A run of that encoder and augmentation with the masked objective, interrupted once."""
     tmp = tmp_path_factory.mktemp("base")
     for name, lengths in (("whole", [4]), ("parts", [2, 4])):
         for steps in lengths:
@@ -90,7 +90,7 @@ def test_a_run_resumes_bit_for_bit_with_buffers_and_draws(base: Path) -> None:
     assert json.loads((base / "whole" / "run.json").read_text())["code"].keys() == {"own.py"}
 
 
-def test_code_of_a_model_folder_runs_only_if_asked(base: Path, own: Path, dataset: Dataset, tmp_path: Path) -> None:
+def test_code_in_a_model_folder_runs_only_on_request(base: Path, own: Path, dataset: Dataset, tmp_path: Path) -> None:
     run = tmp_path / "copy"
     shutil.copytree(base / "whole" / "model", run)
     assert "with its code in this folder" in (run / "README.md").read_text()
@@ -114,7 +114,7 @@ def test_code_of_a_model_folder_runs_only_if_asked(base: Path, own: Path, datase
     assert engine.load(run, encoder=own_class).code == {}
 
 
-def test_fine_tuning_from_it(base: Path, own: Path, dataset: Dataset, tmp_path: Path) -> None:
+def test_fine_tuning_from_a_plugged_in_encoder(base: Path, own: Path, dataset: Dataset, tmp_path: Path) -> None:
     url, start = dataset.root.url, base / "whole"
     refused = finetune(tmp_path, url, start, "diagnosis")
     assert "runs only if asked" in refused.one_line()
@@ -136,7 +136,7 @@ def test_fine_tuning_from_it(base: Path, own: Path, dataset: Dataset, tmp_path: 
     assert (tmp_path / "run" / "model" / "own.py").read_text() == OWN
 
 
-def test_a_file_that_is_gone_or_changed_stops_a_resume(own: Path, base: Path, dataset: Dataset, tmp_path: Path) -> None:
+def test_a_missing_or_changed_code_file_prevents_a_resume(own: Path, base: Path, dataset: Dataset, tmp_path: Path) -> None:
     shutil.copytree(base / "parts", tmp_path / "run")
     how = settings(own, train__steps=5)
     own.write_text(OWN + "# another\n")
@@ -164,7 +164,7 @@ def test_the_resnet_trains_and_is_tuned_on_fewer_leads(dataset: Dataset, tmp_pat
     assert "1-D residual network" in (tmp_path / "two" / "model" / "README.md").read_text()
 
 
-def test_pretraining_goes_on_from_weights(own: Path, base: Path, dataset: Dataset, tmp_path: Path) -> None:
+def test_continued_pretraining(own: Path, base: Path, dataset: Dataset, tmp_path: Path) -> None:
     url, start, how = dataset.root.url, str(base / "whole"), settings(own, train__steps=1, augment__rlm=0.25)
     ended = pretrain(tmp_path, url, "more", start=start, **how, train__lr=1e-12)
     assert ended.ok and "the encoder and the heads of the local objective loaded; new: the optimiser" in ended.output
@@ -198,7 +198,7 @@ def test_pretraining_goes_on_from_weights(own: Path, base: Path, dataset: Datase
     assert "the encoder loaded; new: the mask embedding, the heads of the local objective, the optimiser" in both.output
 
 
-def test_an_augmentation_of_ones_own(tmp_path: Path, dataset: Dataset) -> None:
+def test_a_users_own_augmentation(tmp_path: Path, dataset: Dataset) -> None:
     path = tmp_path / "mine.py"
     path.write_text("def half(x, generator):\n    return x[:1]\ndef more(x, generator):\n    return x + 1\n" + OWN)
     cpu = torch.device("cpu")

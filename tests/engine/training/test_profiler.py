@@ -1,4 +1,4 @@
-"""--profile N: the trace of N steps after the warm-up, and a run that goes on."""
+"""--profile N: the trace of N steps after the warm-up, and a run that continues."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from data_tools.dataset import Dataset
 from engine.training.profiler import WARM_UP
 
 
-def test_steps_are_traced_and_the_run_goes_on(dataset: Dataset, tmp_path: Path) -> None:
+def test_steps_are_traced_and_training_continues(dataset: Dataset, tmp_path: Path) -> None:
     steps = WARM_UP + 3
     arguments = settings(tmp_path, dataset.root.url, "run", train__steps=steps)
     assert (

@@ -22,7 +22,7 @@ from engine.pretrain import main
 from engine.training import rates
 from engine.training.pretraining import PretrainTask
 
-# DESIGN, section 7.
+# The keys of every line in metrics.jsonl
 PROMISED = """step, crops_seen, epoch, loss, loss_local, loss_global, loss_diversity, loss_features, lr, grad_norm, crops_per_s,
 data_wait_pct, mfu, code_perplexity, prob_perplexity, gumbel_tau, masked_share, accuracy_local, accuracy_global, skipped_steps,
 memory_gb"""
@@ -31,7 +31,7 @@ GOLDEN = [(15.659563, 10.109829), (15.452528, 9.237267), (14.841668, 7.907982), 
 LONG = {"train__schedule": "fixed"}
 
 
-def test_a_run_leaves_what_was_promised(dataset: Dataset, tmp_path: Path) -> None:
+def test_a_run_writes_all_its_files(dataset: Dataset, tmp_path: Path) -> None:
     how = {"train__steps": 5, "train__validate_every": 3, "train__keep": 1}
     ended = pretrain(tmp_path, dataset.root.url, **how)
     assert ended.ok, ended.output
@@ -69,7 +69,7 @@ def test_a_run_leaves_what_was_promised(dataset: Dataset, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")])
-def test_resumed_equals_uninterrupted_bit_for_bit_over_an_epochs_end(
+def test_a_run_resumed_across_an_epoch_is_bit_for_bit_the_same(
     stage: int, precision: str, dataset: Dataset, tmp_path: Path
 ) -> None:
     how = {"train__zero_stage": stage, "train__precision": precision, "train__batch_crops": 16}  # 4 steps per epoch
@@ -84,7 +84,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit_over_an_epochs_end(
     assert one.keys() == two.keys() and all(one[name].equal(two[name]) for name in one)
 
 
-def test_the_letter_of_the_paper_trains_resumes_and_is_exported(dataset: Dataset, tmp_path: Path) -> None:
+def test_the_papers_literal_model_trains_resumes_and_is_exported(dataset: Dataset, tmp_path: Path) -> None:
     for name, lengths in (("whole", [4]), ("parts", [2, 4])):
         for steps in lengths:
             arguments = settings(tmp_path, dataset.root.url, name, train__steps=steps, train__epochs=None)
@@ -100,7 +100,7 @@ def test_the_letter_of_the_paper_trains_resumes_and_is_exported(dataset: Dataset
     assert torch.equal(one, other)
 
 
-def test_other_data_settings_or_batch_are_refused_by_name(dataset: Dataset, tmp_path: Path) -> None:
+def test_changed_data_or_settings_are_refused_by_name(dataset: Dataset, tmp_path: Path) -> None:
     how: dict[str, Any] = {"train__steps": 2, **LONG}
     assert pretrain(tmp_path, dataset.root.url, **how).ok
     before = curve(tmp_path / "run")

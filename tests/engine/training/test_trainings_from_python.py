@@ -1,4 +1,4 @@
-"""Trainings from Python: several in one process, each as if it were alone, and nothing of them stays."""
+"""Trainings from Python: several in one process, each as if it were alone, leaving nothing behind."""
 
 import gc
 import inspect
@@ -27,7 +27,7 @@ SMALL = {"train.steps": 3, "train.validate_every": 3, "train.valid_batches": 1}
 
 
 def left() -> tuple[Any, ...]:
-    """What a training must leave as it was, or clean up."""
+    """The process state that a training must leave as it was, or clean up."""
     gc.collect()
     models = sum(type(thing) is Pretrainer for thing in gc.get_objects())
     return (
