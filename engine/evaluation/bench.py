@@ -206,7 +206,7 @@ def unlike(y_NK: Array) -> Array:
 
 
 def resampled(group_N: Array) -> Array:
-    """[N, B]: how often each row counts: once in the first column, then as in bootstraps of the groups (NaN for one)."""
+    """[N, B]: how often each row counts: once in the first column, then as in bootstraps of the groups (one group: NaN)."""
     groups, group_N = np.unique(group_N, return_inverse=True)
     n, rng = len(groups), np.random.default_rng(0)
     drawn_BG = [np.bincount(rng.integers(n, size=n), minlength=n) if n > 1 else [np.nan] for _ in range(RESAMPLES)]

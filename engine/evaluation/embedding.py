@@ -174,7 +174,7 @@ class ParquetParts:
             raise ConfigError(f"{place}: of another job: {differ[0]} was {was}, now {now}: remove it, or choose another --out")
 
     def _read(self, number: int, described: pa.Schema | None = None) -> pa.Table | None:
-        """None: the part is missing or damaged."""
+        """A part's table; None if it is missing or damaged."""
         try:
             return pq.read_table(self._path(number), schema=described, page_checksum_verification=True)
         except (pa.ArrowException, OSError):

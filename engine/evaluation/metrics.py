@@ -91,7 +91,7 @@ def challenge_statistic(labels: Array, outputs: Array) -> Callable[[Array], floa
 
 
 def credits(labels: Array, outputs: Array) -> tuple[Array, Array]:
-    """Of each row, if outputs, labels or "normal" are predicted: credit in eightieths, and classes labelled or predicted."""
+    """[3, N] each, predicting outputs, labels or "normal": credit in eightieths, number of classes labelled or predicted."""
     normal = np.zeros_like(labels)
     normal[:, NORMAL] = True
     y = labels.astype(np.float32)  # exact: sums of up to 676 numbers of up to 80
