@@ -207,7 +207,7 @@ def writing(place: Path, flag: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OutputError(f"{flag} {place}: {error.strerror or error}: make room, or choose another place") from None
+        raise OutputError(f"{flag} {place}: {error.strerror or error}: free disk space, or choose another path") from None
 
 
 def environment() -> tuple[int, int, int]:

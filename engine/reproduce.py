@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, DataError) as error:
         return _say(error, 2)
     except OSError as error:
-        return _say(f"{error.filename or options.out}: {error.strerror or error}: use another --out, or make room", 2)
+        return _say(f"{error.filename or options.out}: {error.strerror or error}: use another --out, or free disk space", 2)
     except KeyboardInterrupt:  # while no job runs
         return _say("stopped; run the same command again to continue", 0)
 

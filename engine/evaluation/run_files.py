@@ -68,7 +68,7 @@ class StepLog:
         return float(np.append(math.nan, self.finite(key))[-1])
 
     def median(self, key: str) -> float:
-        """Without the first row, which includes the warm-up, if there are others."""
+        """The median without the first row, which includes the warm-up, if there are others."""
         values = self.finite(key, slice(min(1, len(self.rows) - 1), None))
         return float(np.median(values)) if len(values) else math.nan
 

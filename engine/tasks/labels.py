@@ -279,7 +279,7 @@ def _parsed(task: TaskConfig, table: LabelTable, name: str, column: pa.Array) ->
         numbers = np.array([*values, np.nan], np.float32)[indices]
         wrong, mend = np.isinf(numbers), "0 or 1, true or false, yes or no"
     if wrong.any():
-        raise ConfigError(f"{_cell(table, name, int(wrong.argmax()))} is not {mend}; empty is unknown")
+        raise ConfigError(f"{_cell(table, name, int(wrong.argmax()))} is not {mend}; leave it empty if unknown")
     return np.asarray(numbers)
 
 

@@ -91,7 +91,7 @@ def save(engine: Any, run: Path, state: dict[str, Any], loader_state: dict[str, 
             raise
         good = _named(root, LATEST)
         last = f"the last good checkpoint is {good.name}" if good else "there is no checkpoint yet"
-        raise WriteError(f"{path}: {str(error).splitlines()[0]}: make room and start again; {last}") from error
+        raise WriteError(f"{path}: {str(error).splitlines()[0]}: free disk space and start again; {last}") from error
 
 
 def _make_room(root: Path, path: Path) -> None:
@@ -271,7 +271,7 @@ def to_universal(path: Path) -> None:
         except (OSError, RuntimeError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             reason = str(error).splitlines()[0]
-            raise WriteError(f"{path}: cannot be converted for another number of ranks: {reason}: make room") from error
+            raise WriteError(f"{path}: cannot be converted for another number of ranks: {reason}: free disk space") from error
     (path / "latest_universal").unlink(missing_ok=True)
     os.replace(temporary, done)
 

@@ -88,9 +88,11 @@ def read_weights(config: Config) -> StartingWeights:
         raise ConfigError(f"start={start}: another architecture: {'; '.join(differ)}: set the same, or leave out --config")
     had, fs_hz = (given := Input.of(preprocessing, theirs.leads)).leads, given.fs_hz
     if fs_hz != FS_HZ:
-        raise ConfigError(f"start={start}: was trained at {fs_hz:g} Hz, pre-training is at 500 Hz: start a fine-tuning from it")
+        raise ConfigError(f"start={start}: was trained at {fs_hz:g} Hz, pre-training is at 500 Hz: fine-tune from it instead")
     if had != augment.output_leads:
-        raise ConfigError(f"start={start}: was trained on leads {describe_leads(had)}: augment.leads={augment.leads!r}")
+        raise ConfigError(
+            f"start={start}: augment.leads={augment.leads!r}: use {describe_leads(had)}, as it was trained on these"
+        )
     trained = document.get("trained") or {}
     facts = {"continued": {"start": start, "digest": digest[:16], **{key: trained.get(key) for key in ("step", "datasets")}}}
     facts |= {"splits_before": trained["splits"]} if trained.get("splits") else {}

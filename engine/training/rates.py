@@ -30,7 +30,7 @@ def train_rates(config: RunConfig, task: type[TrainingTask], profile: int = 0) -
     if not config.train.validate_every:
         raise ConfigError("train.validate_every=0: a learning rate is chosen by validation: --set train.validate_every=100")
     if environment()[1] > 1:
-        raise ConfigError(f"{len(rates)} learning rates are tried by one process: start a run for each: --lr {rates[0]:g}")
+        raise ConfigError(f"{len(rates)} learning rates need a single process: start a run for each: --lr {rates[0]:g}")
     tried: list[dict[str, Any]] = []
     for rate in rates:
         place, t = run / f"lr-{rate!r}", config.train.model_copy(update={"lr": rate})

@@ -69,7 +69,7 @@ def explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, OSError):
         name = f"{error.filename or 'RUN'}: {error.strerror}"
         wrong = error.errno in NOT_WRITABLE
-        return (f"{name}: choose another with --out RUN", 2) if wrong else (f"{name}: the last checkpoint is good", 1)
+        return (f"{name}: choose another with --out RUN", 2) if wrong else (f"{name}: the last checkpoint is intact", 1)
     if isinstance(error, RuntimeError) and distributed.lost_a_rank(error):
         return f"another rank died or hung ({str(error).splitlines()[0][:150]}): start again to resume", 1
     raise error
@@ -274,5 +274,5 @@ def export_run(run: Path, kind: type[RunConfig], task: type[TrainingTask]) -> Pa
         code = {name: (run / CODE / name).read_bytes() for name in state.get("code", ())}
         folder.write(run / "model", weights, task.described(config, state) | {"trained": trained}, signal_spec, card, code)
     except SafetensorError as error:
-        raise WriteError(f"{run / 'model'}: {error}: make room, then --export {run}") from error
+        raise WriteError(f"{run / 'model'}: {error}: free disk space, then --export {run}") from error
     return run / "model"

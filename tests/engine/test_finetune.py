@@ -424,7 +424,7 @@ def test_the_best_of_several_learning_rates(
     refused = finetune(tmp_path, url, base, "diagnosis", "new", train__lr=rates, train__validate_every=0)
     monkeypatch.setenv("WORLD_SIZE", "2")
     ranks = finetune(tmp_path, url, base, "diagnosis", "new", train__lr=rates)
-    assert "3 learning rates are tried by one process" in ranks.one_line()
+    assert "3 learning rates need a single process" in ranks.one_line()
     assert "a learning rate is chosen by validation" in refused.one_line() and not (tmp_path / "new").exists()
 
 

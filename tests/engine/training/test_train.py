@@ -189,6 +189,6 @@ def test_a_full_disk_at_the_end_is_one_line(dataset: Dataset, tmp_path: Path, mo
     with monkeypatch.context() as patched:
         patched.setattr(folder, "save_weights", no_room)
         ended = pretrain(tmp_path, dataset.root.url, train__steps=1)
-    assert ended.codes == [1] and "No space left on device: make room, then --export" in ended.output.splitlines()[-1]
+    assert ended.codes == [1] and "No space left on device: free disk space, then --export" in ended.output.splitlines()[-1]
     assert "Traceback" not in ended.output and not list((tmp_path / "run").glob(".model*"))
     assert pretrain(tmp_path, dataset.root.url, train__steps=1).ok
