@@ -308,14 +308,14 @@ def test_a_diagnosis_has_the_challenge_score_at_0_5_and_at_chosen_thresholds(
 
 def test_labels_must_fit_the_model(tables: Path, saved_model: Saved, refused: Refused, tmp_path: Path) -> None:
     rhythm, beats, folds = saved_model("a", head=RHYTHM), saved_model("b", head=BEATS), tables / "rhythm.csv"
-    refused("labels of the task rhythm were in rhythm.csv: .*--labels", rhythm)
+    refused("labels of the task rhythm are not in rhythm.csv: .*--labels", rhythm)
     run = tmp_path / "run"  # of a run the table is found where it was in training
     run.mkdir()
     (run / "model").symlink_to(rhythm)
     (run / "config.yaml").write_text(json.dumps({"task": {"labels": str(tables / "rhythm.csv")}}))
     assert labels_of_run(str(run)) == str(tables / "rhythm.csv") and labels_of_run(str(rhythm)) == ""
     (run / "config.yaml").write_text(json.dumps({"task": {"labels": str(tables / "moved.csv")}}))
-    refused("labels of the task rhythm were in rhythm.csv: .*--labels", run)
+    refused("labels of the task rhythm are not in rhythm.csv: .*--labels", run)
     refused("no column 'rhythm': its label columns are SB, never", rhythm, "--labels", tables / "beats.csv")
     refused("no column 'SB'", beats, "--labels", folds)
     refused("--task age: is regression, the model is fine-tuned for rhythm, which is multiclass", rhythm, "--task", "age")
