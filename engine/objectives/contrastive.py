@@ -85,7 +85,7 @@ def nt_xent(g_BSD: Tensor, temperature: float, gathered: bool, detach_norm: bool
     """Loss, and the share of rows whose other view is the nearest candidate."""
     views = g_BSD.shape[1]
     if views != 2:
-        raise ValueError(f"this objective needs 2 views or halves of each crop, not {views}")
+        raise ValueError(f"this objective needs two views or halves of each crop, not {views}")
     s_AC, own_A = similarities(g_BSD.flatten(0, 1), temperature, gathered, detach_norm)
     other_A = own_A ^ 1  # rows 2b and 2b + 1 are the views of crop b, and every rank has an even number of rows
     return F.cross_entropy(s_AC, other_A), (s_AC.argmax(1) == other_A).float().mean()
