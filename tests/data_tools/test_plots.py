@@ -206,7 +206,9 @@ def test_save_is_deterministic_and_leaves_nothing_else(tmp_path: Path, suffix: s
     assert sorted(tmp_path.iterdir()) == paths
 
 
-@pytest.mark.parametrize("name, error", [("a.nonsense", "as .nonsense: use .png, .svg or .pdf"), ("a.png", "no room")])
+@pytest.mark.parametrize(
+    "name, error", [("a.nonsense", ".nonsense is not a picture format: use .png, .svg or .pdf"), ("a.png", "no room")]
+)
 def test_a_failed_save_keeps_the_old_file(name: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Figure, file: IO[bytes], **_: Any) -> None:
         file.write(b"half")
