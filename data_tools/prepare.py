@@ -21,14 +21,13 @@ import numpy as np
 from scipy.signal import firwin, upfirdn
 
 from data_tools.errors import ReadError
-from data_tools.record import LEADS, MV_PER_UNIT, EcgRecord, lead_rows, unit_name
+from data_tools.record import LEADS, MV_PER_UNIT, RATE_RANGE_HZ, EcgRecord, lead_rows, unit_name
 
 FS_HZ, CROP, HALF = 500, 5000, 2500
 IN_ORDER = {lead: lead for lead in range(len(LEADS))}
 MAX_UV = 32_767
 MAX_MV = 1e9  # clipping limit; larger values would overflow in the filter
 MAX_RATIO = 2000  # limit for `up` and `down`: the polyphase filter's length grows with them
-RATE_RANGE_HZ = (50.0, 2000.0)
 _TAPS_PER_PHASE, _KAISER_BETA = 10, 5.0
 LARGE_UV, EINTHOVEN_UV = 20_000, 20
 # Twice (derived - stored) for III, aVR, aVL and aVF, from I, II, III, aVR, aVL, aVF; doubled to avoid halves

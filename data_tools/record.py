@@ -17,6 +17,11 @@ LEAD_INDEX = {lead.upper(): i for i, lead in enumerate(LEADS)} | {"DI": 0, "DII"
 
 VENDORS = ("muse-xml", "dicom", "philips-xml", "hl7-aecg", "scp-ecg", "edf")  # hospitals' file formats, also their `source`
 
+# By their numbers in SCP-ECG and MDC
+SCP_LEADS = dict(zip(("1", "2", "61", "62", "63", "64", "3", "4", "5", "6", "7", "8"), LEADS, strict=True))
+
+RATE_RANGE_HZ = (50.0, 2000.0)
+AGE_UNITS = {"years": 1.0, "months": 1 / 12, "weeks": 7 / 365.25, "days": 1 / 365.25, "hours": 1 / 8766}  # in years
 MV_PER_UNIT = {"V": 1e3, "mV": 1.0, "uV": 1e-3, "nV": 1e-6}
 _UNITS = {"v": "V", "mv": "mV", "uv": "uV", "µv": "uV", "μv": "uV", "nv": "nV"}
 

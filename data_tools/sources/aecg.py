@@ -10,12 +10,12 @@ from xml.etree.ElementTree import Element
 import numpy as np
 
 from data_tools.errors import ReadError
-from data_tools.record import LEAD_INDEX, LEADS, MV_PER_UNIT, unit_name
+from data_tools.record import AGE_UNITS, LEAD_INDEX, LEADS, MV_PER_UNIT, unit_name
 from data_tools.sources.base import Decoded, Format
 from data_tools.sources.safe_xml import MAX_BYTES, root_tag, tree
 
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
-YEARS = {"a": 1.0, "mo": 1 / 12, "wk": 7 / 365.25, "d": 1 / 365.25, "h": 1 / 8766}
+YEARS = dict(zip(("a", "mo", "wk", "d", "h"), AGE_UNITS.values(), strict=True))
 AGE_CODES = ("21612-7", "30525-0")  # LOINC: reported age, age
 LEAD_CODE = "MDC_ECG_LEAD_"
 MISSING = -32768  # value that some devices write for samples that were not measured

@@ -14,16 +14,15 @@ from typing import Any
 import numpy as np
 
 from data_tools.errors import ReadError
-from data_tools.record import LEADS, MV_PER_UNIT, unit_name
+from data_tools.record import AGE_UNITS, MV_PER_UNIT, SCP_LEADS, unit_name
 from data_tools.sources.base import Decoded, Format
 
 MAX_S, MAX_BYTES, MAX_ELEMENTS, MAX_DEPTH = 600, 16 * 2**20, 50_000, 12  # a 10 s ECG has 0.15 to 0.3 MB and 1,000 elements
 SYNTAXES = {"1.2.840.10008.1.2": False, "1.2.840.10008.1.2.1": True}  # little-endian; value: whether elements state their types
 ECG_CLASSES = ("1.2.840.10008.5.1.4.1.1.9.1.1", "1.2.840.10008.5.1.4.1.1.9.1.2", "1.2.840.10008.5.1.4.1.1.9.1.3")
-LEAD_OF = {str(code): LEADS[i] for i, code in enumerate((1, 2, 61, 62, 63, 64, 3, 4, 5, 6, 7, 8))}
 SCHEMES = {"SCPECG": "5.6.3-9-", "MDC": "2:"}  # coding schemes and the prefix of their lead numbers
 TYPES = {("SB", 8): "<i1", ("UB", 8): "<u1", ("SS", 16): "<i2", ("US", 16): "<u2", ("SL", 32): "<i4"}
-AGE = {"Y": 1.0, "M": 1 / 12, "W": 7 / 365.25, "D": 1 / 365.25}
+YEARS = dict(zip("YMWD", AGE_UNITS.values(), strict=False))
 # Tags of the elements that are read
 _SYNTAX, _CLASS, _PATIENT, _SEX, _AGE = 0x00020010, 0x00080016, 0x00100020, 0x00100040, 0x00101010
 _CODE, _SCHEME, _OFFSET, _ORIGIN, _CHANNELS, _SAMPLES = 0x00080100, 0x00080102, 0x00181068, 0x003A0004, 0x003A0005, 0x003A0010
@@ -63,7 +62,7 @@ def decode(data: bytes) -> Decoded:
         raise ReadError("duplicated lead", "in two waveforms of one time")
     signals = {lead: uv for one in chosen[0] for lead, uv in one.signals().items()}
     age, kind = _text(file, _AGE), _uid(file, _CLASS)
-    years = int(age[:3]) * AGE.get(age[3], math.nan) if len(age) == 4 and age[:3].isdecimal() else None
+    years = int(age[:3]) * YEARS.get(age[3], math.nan) if len(age) == 4 and age[:3].isdecimal() else None
     note = (
         ()
         if kind in ECG_CLASSES
@@ -184,7 +183,7 @@ class _Group:
 def _lead(channel: Elements) -> str | None:
     source: Elements = next(iter(channel.get(_SOURCE, [])), {})
     code, scheme = _text(source, _CODE), SCHEMES.get(_text(source, _SCHEME).upper(), "?")
-    return LEAD_OF.get(code.removeprefix(scheme).lstrip("0")) if code.startswith(scheme) else None
+    return SCP_LEADS.get(code.removeprefix(scheme).lstrip("0")) if code.startswith(scheme) else None
 
 
 def _microvolts(channel: Elements) -> tuple[float, float]:

@@ -12,11 +12,11 @@ from xml.etree.ElementTree import Element
 import numpy as np
 
 from data_tools.errors import ReadError
+from data_tools.record import AGE_UNITS
 from data_tools.sources.base import Decoded, Format
 from data_tools.sources.safe_xml import MAX_BYTES, root_tag, tree
 
 MAX_LEADS = 64
-YEARS = {"YEARS": 1.0, "MONTHS": 1 / 12, "WEEKS": 7 / 365.25, "DAYS": 1 / 365.25, "HOURS": 1 / 8766}
 # Fields that could shift or scale the samples, and the only value that is accepted
 _WAVEFORM = {"SampleType": "CONTINUOUS_SAMPLES", "SampleExponent": "0"}
 _LEAD = {"LeadAmplitudeUnits": "MICROVOLTS", "LeadTimeOffset": "0", "LeadOffsetFirstSample": "0", "FirstSampleBaseline": "0"}
@@ -41,7 +41,7 @@ def decode(data: bytes) -> Decoded:
         raise ReadError("duplicated lead", twice[0][:10])
     signals = {name: uv for name, uv in map(_samples, leads) if uv is not None}
     person = next((_fields(one) for one in root.iterfind("PatientDemographics")), {})
-    years = _number(person, "PatientAge") * YEARS.get(person.get("AgeUnits", "YEARS").upper(), np.nan)
+    years = _number(person, "PatientAge") * AGE_UNITS.get(person.get("AgeUnits", "years").lower(), np.nan)
     return Decoded(signals, _number(fields, "SampleBase"), person.get("PatientID"), years, person.get("Gender"))
 
 

@@ -13,14 +13,13 @@ from xml.etree.ElementTree import Element
 import numpy as np
 
 from data_tools.errors import ReadError
-from data_tools.record import LEAD_INDEX, LEADS
+from data_tools.record import AGE_UNITS, LEAD_INDEX, LEADS
 from data_tools.sources.base import Decoded, Format
 from data_tools.sources.safe_xml import MAX_BYTES, root_tag, tree
 
 MAX_LEADS, MAX_SAMPLES = 32, 30_000
 ECG_S, PULSE_S, PULSE_UV = 10, (10.6, 10.7, 10.9, 11), 1000  # zeros from 10.6 s, pulse from 10.7 to 10.9 s, zeros to 11 s
 STRINGS, END = 767, 1023  # LZW with 10-bit codes: number of learnt strings, and the code that ends a lead
-YEARS = {"years": 1.0, "months": 1 / 12, "weeks": 7 / 365.25, "days": 1 / 365.25, "hours": 1 / 8766}
 # Fields that could shift, scale or hide the samples, and the only value that is accepted
 _EXPECTED = {"dataencoding": "base64", "compression": "xli", "bitspersample": "16", "signaloffset": "0", "signalsigned": "true"}
 _IN_1_03 = {"compressmethod": "compression", "nbitspersample": "bitspersample", "signalresolution": "resolution"}
@@ -178,7 +177,7 @@ def _pulse(leads: dict[str, np.ndarray], fs_hz: float) -> int:
 
 
 def _age(root: Element) -> float | None:
-    for unit, years in YEARS.items():
+    for unit, years in AGE_UNITS.items():
         with suppress(ValueError):
             return float(root.findtext(f"{_PERSON}/age/{unit}", "")) * years
     return None

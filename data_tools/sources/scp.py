@@ -11,14 +11,13 @@ import struct
 import numpy as np
 
 from data_tools.errors import ReadError
-from data_tools.record import LEADS
+from data_tools.record import AGE_UNITS, SCP_LEADS
 from data_tools.sources.base import Decoded, Format
 
 MAX_BYTES = 4 * 2**20  # twelve leads of 64 KiB, the limit of a lead's length field, are 0.8 MB
 MAX_SAMPLES = 2**19
 FULL = (2**16 - 2, 2**16 - 1)  # stated length of a lead that is too long for the field
-LEAD_CODES = dict(zip((1, 2, 61, 62, 63, 64, 3, 4, 5, 6, 7, 8), LEADS, strict=True))
-YEARS = {1: 1.0, 2: 1 / 12, 3: 7 / 365.25, 4: 1 / 365.25, 5: 1 / 8766}
+YEARS = dict(enumerate(AGE_UNITS.values(), 1))
 PATIENT_ID, AGE, SEX, END = 2, 4, 8, 255  # tags of section 1
 DEFAULT_TABLE = 19999
 HOPS = 4  # the Huffman decoder's loop advances 2**HOPS numbers at a time
@@ -86,7 +85,7 @@ def _decode(sections: dict[int, bytes]) -> Decoded:
         first, last, code = struct.unpack_from("<IIB", leads, 2 + 9 * row)
         first = max(first, 1)  # some writers count the first sample from 0, but the last from 1
         coded, start = rhythm[start : start + size], start + size
-        if not (lead := LEAD_CODES.get(code)):
+        if not (lead := SCP_LEADS.get(str(code))):
             continue
         if lead in found or len(coded) < size:
             raise ReadError("duplicated lead" if lead in found else "truncated file", lead)

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from data_tools.errors import ReadError
-from data_tools.record import LEAD_INDEX, MV_PER_UNIT, clean_age, clean_sex, unit_name
+from data_tools.record import LEAD_INDEX, MV_PER_UNIT, RATE_RANGE_HZ, clean_age, clean_sex, unit_name
 
 MAX_BYTES, MAX_LINE, MAX_SIGNALS, MAX_SAMPLES = 65_536, 512, 64, 2_000_000
-FS_RANGE_HZ = (50.0, 2000.0)
 GAIN_RANGE = (1e-3, 1e9)  # steps per mV
 
 _COMMENT = re.compile(r"#\s{0,8}(Age|Sex|Dx)\s{0,8}:(.*)", re.IGNORECASE)
@@ -91,7 +90,7 @@ def _record_line(line: str) -> tuple[str, int, float, int]:
     if not _NAME.fullmatch(fields[0]):
         raise ReadError("record name", "a multi-segment record" if "/" in fields[0] else fields[0][:40])
     n_signals = _integer(fields[1], "signal count", 1, MAX_SIGNALS)
-    fs_hz = _number(fields[2].split("/")[0], "sampling rate", *FS_RANGE_HZ)
+    fs_hz = _number(fields[2].split("/")[0], "sampling rate", *RATE_RANGE_HZ)
     return fields[0].removesuffix(".mat"), n_signals, fs_hz, _integer(fields[3], "sample count", 1, MAX_SAMPLES)
 
 

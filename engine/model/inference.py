@@ -28,8 +28,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from data_tools.errors import ReadError
-from data_tools.prepare import RATE_RANGE_HZ, crop_count, fill, samples_at_500
-from data_tools.record import MV_PER_UNIT, EcgRecord, unit_name
+from data_tools.prepare import crop_count, fill, samples_at_500
+from data_tools.record import MV_PER_UNIT, RATE_RANGE_HZ, EcgRecord, unit_name
 from engine.common import LEADS, ConfigError, blaming, leads_in_order, plugin
 from engine.data.augmenter import CROP, FS_HZ, HALF
 from engine.data.preprocess import Input, SignalError
