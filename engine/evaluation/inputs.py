@@ -214,8 +214,8 @@ def records_of(args: argparse.Namespace, model_input: Input) -> Iterator[RecordT
             try:
                 sources = open_sources(url, anonymous=args.anonymous)
             except DataError as error:
-                other = "name it with `omnilead shard --source`, and give the dataset"
-                raise ConfigError(str(error).replace("name it with --source", other)) from None
+                other = "set its format with `omnilead shard --source`, and give the dataset"
+                raise ConfigError(str(error).replace("set its format with --source", other)) from None
             for source in sources:
                 for key in source.keys():  # noqa: SIM118 - no dictionary
                     stamp = b"" if source.root.remote else source.root.stamp(key)
