@@ -230,6 +230,14 @@ def cores_per_rank() -> int:
     return max(1, len(os.sched_getaffinity(0)) // here)
 
 
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts by dotted key: {"train.lr": 5e-5, ...}."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}": value}
+    return flat
+
+
 def positive(text: str) -> int:
     """An argparse type."""
     if not text.isdecimal() or int(text) < 1:

@@ -21,7 +21,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from engine.common import CONFIGS as CONFIGS
-from engine.common import ConfigError, find_config, merge, overridden, read_yaml
+from engine.common import ConfigError, find_config, flatten, merge, overridden, read_yaml
 from engine.data.augment import AugmentConfig
 from engine.data.augmenter import HALF
 from engine.data.loader import LoaderConfig, PipelineConfig
@@ -277,14 +277,6 @@ def _suggest(key: str, kind: type[BaseModel]) -> str:
     near = [other for other in known if name in (other.rpartition(".")[2], *ALIASES.get(other, "").split())]
     near = near or difflib.get_close_matches(key, known, 1, 0.5)
     return f": did you mean {near[0]}?" if near else f": settings are {', '.join(kind.model_fields)}"
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts by dotted key: {"train.lr": 5e-5, ...}."""
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}": value}
-    return flat
 
 
 def deepspeed_json(config: RunConfig, world: int, universal: bool = False) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import pytest
 from data_tools.sources.hospital import FORMATS
 from docs import house, settings
 from engine.__main__ import COMMANDS, main
-from engine.common import LEADS
-from engine.config import Config, FinetuneConfig, flatten
+from engine.common import LEADS, flatten
+from engine.config import Config, FinetuneConfig
 from tests.forks import started
 
 DOCS = Path(__file__).parents[1] / "docs"

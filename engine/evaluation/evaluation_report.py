@@ -18,7 +18,7 @@ from engine.evaluation import plots, score_plots
 from engine.evaluation.metrics import Array, predicted, unit_vectors
 from engine.evaluation.plots import Line, LineStyle
 from engine.evaluation.results import IdentificationResult, TaskResult, calibration
-from engine.evaluation.run_report import ReportSection, flat, render
+from engine.evaluation.run_report import ReportSection, readable, render
 
 CLASSES_SHOWN = 11  # the most frequent classes, which have curves of their own
 CONFUSED = 30  # classes in the confusion chart, the most frequent
@@ -38,7 +38,7 @@ def build(result: TaskResult | IdentificationResult, dataset: Dataset | None = N
     kind, counts, sections = scored(result, dataset) if isinstance(result, TaskResult) else identification(result)
     facts, name = result.facts, str(result.facts.get("model", "model"))
     heading = [counts, *(f"{key} {facts[key]}" for key in ("role", "leads") if key in facts)]
-    sections.append(ReportSection("The evaluation", table=list(flat(facts))))
+    sections.append(ReportSection("The evaluation", table=list(readable(facts))))
     return render(f"{name}: evaluation", kind, name, heading, sections)
 
 

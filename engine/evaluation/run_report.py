@@ -23,7 +23,7 @@ import jinja2
 import numpy as np
 
 from data_tools.cli import say
-from engine.common import LEADS, Parser, write_whole
+from engine.common import LEADS, Parser, flatten, write_whole
 from engine.evaluation import plots
 from engine.evaluation.plots import Line, LineStyle
 from engine.evaluation.run_files import LOWER_IS_BETTER, METRICS, VALID, ReportError, RunFiles, StepLog, number
@@ -147,7 +147,7 @@ def build(run: Path) -> str:
     sections.append(ReportSection("Inputs", charts=list(sample_charts(files.diagnostics.get("samples_mv"))), columns=2))
     table = [
         (key, value)
-        for key, value in flat(files.facts)
+        for key, value in readable(files.facts)
         if not key.startswith(("config.", "chance.", "validation", "labels.", "rates"))
     ]
     missing = f"Not logged in this run: {', '.join(absent)}." if absent else ""
@@ -297,12 +297,10 @@ def sample_charts(samples: np.ndarray | None) -> Iterator[str]:
         yield plots.ecg_chart(f"Crop {i + 1}, as the model saw it", mv_SLT, names, FS_HZ)
 
 
-def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in tree.items() if isinstance(tree, dict) else ():
-        if isinstance(value, dict):
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", " ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
+def readable(tree: Any) -> Iterator[tuple[str, str]]:
+    for key, value in flatten(tree).items() if isinstance(tree, dict) else ():
+        if value != {}:
+            yield key, " ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
 
 
 def write_report(run: Path) -> Path:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from engine.common import CONFIGS, ConfigError, find_config, read_yaml
+from engine.common import CONFIGS, ConfigError, find_config, flatten, read_yaml
 
 HERE = CONFIGS / "reproduce"
 TASKS = {"Dx": "diagnosis", "Id": "identification"}  # as the paper calls them: configs/finetune/TASK.yaml
@@ -72,17 +72,9 @@ class ReproductionScale:
             if "base" in section:
                 kind = "pretrain" if stage == "pretrain" else "finetune"
                 base = read_yaml(find_config(str(section.pop("base")), kind, f"{path}: base", path.parent), kind)
-            both = flat(base) | flat(section)  # each job sets its own run folder and data
+            both = flatten(base) | flatten(section)  # each job sets its own run folder and data
             settings[stage] = {key: value for key, value in both.items() if key not in ("run", "data.datasets")}
         return cls(path.stem if path.parent == HERE / "scales" else str(path), settings)
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}"""
-    leaves: dict[str, Any] = {}
-    for name, value in tree.items():
-        leaves |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}": value}
-    return leaves
 
 
 def as_arguments(settings: Mapping[str, Any]) -> list[str]:

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from engine.common import ConfigError, read_yaml
+from engine.common import ConfigError, flatten, read_yaml
 from engine.config import CONFIGS, Config, FinetuneConfig, check, load
 from engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop
 from engine.model.pretrainer import Pretrainer
-from engine.reproduction.paper import LEADS, TASKS, ReproductionScale, Row, Table, as_arguments, flat
+from engine.reproduction.paper import LEADS, TASKS, ReproductionScale, Row, Table, as_arguments
 
 PROGRAMS = {kind: ("-m", f"engine.{kind}") for kind in ("pretrain", "finetune", "evaluate")}
 GROUPS = {"Dx": "dx", "Id": "id"}  # of roles, in dataset.json
@@ -95,7 +95,7 @@ class JobPlan:
         if start in self.models:
             return start
         path, settings = CONFIGS / "pretrain" / f"{row.pretrain}.yaml", dict(self.scale.settings["pretrain"])
-        self.settings[f"pretrain-{row.pretrain}"] = flat(read_yaml(path)) | settings
+        self.settings[f"pretrain-{row.pretrain}"] = flatten(read_yaml(path)) | settings
         if leads < 12:
             settings |= {"augment.leads": leads, "augment.padded": False, "model.leads": leads}
         config: Config = load(path, as_arguments(settings | {"data.datasets": [self.data.path]}))
@@ -117,7 +117,7 @@ class JobPlan:
         key = f"{stage}-random" if row.random else stage
         if key not in self.settings:  # an invalid setting is an error now, not after days of pre-training
             check(load(path, as_arguments({**settings, **own, "data.datasets": [self.data.path]}), FinetuneConfig), 1)
-            self.settings[key] = flat(read_yaml(path)) | settings
+            self.settings[key] = flatten(read_yaml(path)) | settings
         steps, batch, epochs = (self.settings[key].get(f"train.{name}") or 1 for name in ("steps", "batch_crops", "epochs"))
         crops = steps * batch if self.settings[key].get("train.steps") else epochs * self.data.count(GROUPS[task], "train")
         needs = () if row.random else (f"pretrain/{name.split('/')[1]}",)

@@ -10,10 +10,10 @@ from dataclasses import asdict
 from typing import Any
 
 from data_tools.dataset import as_csv
-from engine.common import read_yaml, write_whole
+from engine.common import flatten, read_yaml, write_whole
 from engine.config import CONFIGS, Config, load
 from engine.evaluation.metrics import over_seeds
-from engine.reproduction.paper import LEADS, TASKS, ReproductionScale, Row, Table, as_arguments, flat
+from engine.reproduction.paper import LEADS, TASKS, ReproductionScale, Row, Table, as_arguments
 from engine.reproduction.plan import DatasetInfo, Job, JobPlan, parameters
 from engine.reproduction.workdir import WorkDir, write_json
 
@@ -143,7 +143,7 @@ def _changes(scale: ReproductionScale) -> Iterator[str]:
     files = {"pretrain": CONFIGS / "pretrain" / "w2v_cmsc_rlm.yaml"}
     files |= {stage: CONFIGS / "finetune" / f"{stage}.yaml" for stage in TASKS.values()}
     for stage, path in files.items():
-        base, settings = flat(read_yaml(path)), scale.settings[stage]
+        base, settings = flatten(read_yaml(path)), scale.settings[stage]
         changed = {key: value for key, value in settings.items() if value is not None and value != base.get(key)}
         shown = [f"{key} {value}" for key, value in changed.items() if key not in UNMENTIONED]
         if stage == "pretrain" and shown:

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from engine.common import ConfigError, describe_leads, overridden, read_yaml
-from engine.config import Config, build, flatten, load
+from engine.common import ConfigError, describe_leads, flatten, overridden, read_yaml
+from engine.config import Config, build, load
 from engine.data.augmenter import FS_HZ
 from engine.data.preprocess import Input
 from engine.model.config import ModelConfig

@@ -35,8 +35,8 @@ import yaml  # type: ignore[import-untyped]
 from tqdm.auto import tqdm
 
 from data_tools.cli import in_notebook, say
-from engine.common import ConfigError, write_whole
-from engine.config import RunConfig, TrainConfig, flatten
+from engine.common import ConfigError, flatten, write_whole
+from engine.config import RunConfig, TrainConfig
 from engine.evaluation.run_files import METRICS, VALID, VALIDATION
 
 SERVICE_IDS = "boards.json"

@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 
 from data_tools.cli import is_memory, say
 from data_tools.dataset import META, DataError, Dataset
-from engine.common import ConfigError, OutputError, describe_leads, write_whole
-from engine.config import FinetuneConfig, RunConfig, build, check, deepspeed_json, flatten, micro_batch, zero_stage
+from engine.common import ConfigError, OutputError, describe_leads, flatten, write_whole
+from engine.config import FinetuneConfig, RunConfig, build, check, deepspeed_json, micro_batch, zero_stage
 from engine.data.loader import Loader
 from engine.data.preprocess import DEFAULT_INPUT, SCALES
 from engine.evaluation.run_report import write_report
