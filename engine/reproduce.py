@@ -5,7 +5,7 @@
     omnilead reproduce --table 1 2 3 4 --data DATASET --out DIR --scale paper --cluster tcp://SCHEDULER:8786
     omnilead reproduce --table 1 --out DIR --collect-only                        the tables, from the scores in DIR
 
-Scales: smoke (minutes: does it work?), demo (used by `make demo`), small (hours on a small machine), paper (the paper's
+Scales: smoke (minutes: does it work?), small (hours on a small machine), paper (the paper's
 configurations), or your own file like configs/reproduce/scales/*.yaml. After a kill or a failure, run the same command again to
 continue. DIR/table-N.md, .csv and .json are updated after each score. Exit 0: all done, or stopped by SIGTERM or Ctrl-C.
 Exit 1: jobs failed. Exit 2: a setting or a file is wrong.
@@ -49,7 +49,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--table", type=int, nargs="+", choices=TABLES, required=True, metavar="N", help="1, 2, 3, 4: one or several")
     add("--out", required=True, metavar="DIR", help="folder for runs, scores and tables of one dataset and one scale")
     add("--data", metavar="DATASET", help="a folder or s3:// address, built with --plan paper")
-    add("--scale", default="paper", help="smoke, demo, small, paper (the default), or a YAML file")
+    add("--scale", default="paper", help="smoke, small, paper (the default), or a YAML file")
     add("--seeds", type=positive, default=3, metavar="K", help="fine-tunings per cell (3)")
     add("--rows", nargs="+", default=(), metavar="NAME", help="only these rows of the tables, such as W2V+CMSC+RLM")
     add("--leads", nargs="+", type=int, choices=LEADS, default=(), metavar="N", help="only these columns: 12 6 3 2 1")
