@@ -101,7 +101,10 @@ def measured(
     part: Part = {"benchmark": RECORDED.get(options.benchmark, options.benchmark), "config": settings}
     module = importlib.import_module(f"benchmarks.{options.benchmark}")
     if options.benchmark == "explain":  # one process measures all its stages
-        return part | ({"results": {}} if done else module.measure(options)) | {"left_out": {}}
+        try:
+            return part | ({"results": {}} if done else module.measure(options)) | {"left_out": {}}
+        except CaseError as error:
+            return part | {"results": {}, "left_out": {"explain": str(error)}}
     prepared = module.prepare(work, options)
     cases = {name: case for name, case in prepared.cases.items() if re.search(options.only or "", name)}
     if not cases:

@@ -120,6 +120,15 @@ def test_without_a_result_no_record_is_written(cases: Any, tmp_path: Path, capsy
     assert not [path for path in (tmp_path / "results").iterdir() if "suite" not in path.name]
 
 
+def test_why_explain_measured_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def measure(options: Any) -> Any:
+        raise CaseError("out of memory")
+
+    monkeypatch.setattr("benchmarks.explain.measure", measure)
+    assert run.main(["explain"]) == 1
+    assert capsys.readouterr().err == "benchmarks.run: nothing was measured: explain: out of memory\n"
+
+
 INTERRUPTED = """
 import signal, sys, time
 from benchmarks import measure, run
