@@ -313,6 +313,7 @@ class Dataset:
 
     def read(self, row: int, check: bool = True) -> np.ndarray:
         """One crop, int16 [12, 5000] in microvolts."""
+        row = range(len(self))[row]
         shard, offset, crc = (int(column[row]) for column in self.addresses)
         name = STORE if shard < 0 else f"shards/{self.shards[shard]['name']}"
         try:

@@ -118,7 +118,7 @@ def test_the_zarr_copy_has_the_same_bytes_as_zarr_python_writes(dataset: Dataset
 def test_a_dataset_may_have_only_a_zarr_copy(small: Path, tmp_path: Path) -> None:
     lone, both = build(small, tmp_path / "z", format="zarr"), build(small, tmp_path / "both", format="both")
     assert not (tmp_path / "z" / "shards").exists() and lone.shards == []
-    for row in range(len(both)):
+    for row in range(-1, len(both)):
         np.testing.assert_array_equal(lone.read(row), both.read(row))
 
 
