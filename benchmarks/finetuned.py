@@ -46,26 +46,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def score(options: argparse.Namespace) -> int:
-    dataset, starts, found = Dataset.open(options.data), dict[str, list[Path]](), Found()
+    dataset, starts, found = Dataset.open(options.data), dict[str, dict[str, Path]](), Found()
     for name, _, run in (text.partition("=") for text in options.runs):
         if name.startswith(prefix := f"{options.task}-{options.leads}-"):
-            starts.setdefault(name.removeprefix(prefix).rpartition("-")[0], []).append(Path(run))
+            start, _, seed = name.removeprefix(prefix).rpartition("-")
+            starts.setdefault(start, {})[seed] = Path(run)
     if not starts:
         raise ConfigError(f"no run is named {options.task}-{options.leads}-START-SEED")
+    seeds = {start: sorted(of) for start, of in starts.items()}
+    if len(set(map(tuple, seeds.values()))) > 1:
+        named = "; ".join(f"{start} {' '.join(of)}" for start, of in seeds.items())
+        raise ConfigError(f"seeds {named}: name the same for each")
     names = sorted(starts, key=RANDOM.__eq__)
     notes = ["Means over seeds of pre-training and fine-tuning; intervals over patients and seeds."]
     for start in names:
         samples: dict[str, Any] = {}
         each: dict[str, list[float]] = {}
         facts: dict[str, Any] = {}
-        for run, weight_B in weighted(starts[start]):
+        runs = [starts[start][seed] for seed in seeds[start]]
+        for run, weight_B in weighted(runs):
             say(f"{run.name} on {options.leads} leads ...")
             facts, of = scores_of(run, dataset, options.leads)
             for name, of_B in of.items():
                 samples[name] = samples.get(name, 0) + weight_B * of_B
                 each.setdefault(name, []).append(float(of_B[0]))
         found[start, options.task, options.leads, None, 0.0] = facts | {"each": each}, samples
-        ended = [json.loads((run / "result.json").read_text()).get("converged") for run in starts[start]]
+        ended = [json.loads((run / "result.json").read_text()).get("converged") for run in runs]
         if False in ended:
             notes.append(f"{options.task}, leads {options.leads}, {start}: {ended.count(False)} of {len(ended)} not converged.")
     models = {name: RANDOM if RANDOM in names and name != RANDOM else "" for name in names}

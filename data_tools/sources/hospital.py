@@ -24,7 +24,7 @@ FORMATS |= {"hl7-aecg": aecg.FORMAT, "scp-ecg": scp.FORMAT, "edf": edf.FORMAT}
 HEAD_BYTES = 4096  # enough to detect the format
 MAX_BYTES = max(one.max_bytes for one in FORMATS.values())
 ENDINGS = (".xml", ".dcm", ".scp", ".ecg", ".edf")  # files with these endings must be readable
-# placeholders for a patient's id
+# What anonymised files have instead of a patient's id
 NOBODY = {"anonymous", "anonymized", "anonymised", "anon", "unknown", "none", "null", "n/a", "na", "0", "-", ".", "?"}
 
 
@@ -110,7 +110,7 @@ def _record_name(key: str) -> str:
 
 
 def _patient(text: str | None) -> str | None:
-    """A patient's id, or None for a placeholder, which would make all anonymised files one patient."""
+    """A patient's id; None if it says nothing, or all anonymised files would be of one patient."""
     text = (text or "").strip()
     if not text or text.lower() in NOBODY or len(set(text)) < 2 <= len(text):
         return None

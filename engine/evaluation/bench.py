@@ -128,8 +128,8 @@ def remarks(embedders: Sequence[Embedder], leads: Sequence[str], datasets: Seque
     notes: dict[str, None] = {}
     for one, lead, dataset in product(embedders, leads, datasets):
         if one.model and one.name != one.random:
-            warnings = shown_input(one.model, dataset, EvalOptions(leads=lead))[1]
-            notes |= dict.fromkeys(f"{one.name}: {note}" for note in warnings)
+            warned = shown_input(one.model, dataset, EvalOptions(leads=lead))[1]
+            notes |= dict.fromkeys(f"{one.name}: {note}" for note in warned)
     for dataset in datasets:
         if lost := int((~measured(dataset, leads)).sum()):
             notes[f"{dataset.root.url}: {lost:,} crops are left out: none of the shown leads was recorded in them."] = None

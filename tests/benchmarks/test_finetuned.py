@@ -55,7 +55,10 @@ def test_means_over_seeds_and_their_differences(dataset: Dataset, tmp_path: Path
     assert row["metrics"]["accuracy"] == pytest.approx(np.mean(probes["hits"])) and row["n"] == probes["n_probes"]
 
 
-def test_no_such_run_is_one_line(dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_runs_are_one_line(dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--task", "diagnosis", "--data", dataset.root.url, "--out", str(tmp_path)]
     assert finetuned.main(["a=b", *words]) == 2
     assert capsys.readouterr().err == "benchmarks.finetuned: no run is named diagnosis-12-START-SEED\n"
+    runs = [f"diagnosis-12-{name}=RUN" for name in ("random-1", "random-2", "w2v-1")]
+    assert finetuned.main([*runs, *words]) == 2
+    assert capsys.readouterr().err == "benchmarks.finetuned: seeds random 1 2; w2v 1: name the same for each\n"

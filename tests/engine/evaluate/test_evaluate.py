@@ -1,25 +1,15 @@
-"""engine.evaluate: its numbers against plain loops over the same crops, its warnings, and what it refuses."""
+"""engine.evaluate: its numbers against plain loops over the same crops, and its warnings."""
 
-import errno
 import json
-import os
-import re
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import engine
-from data_tools.build import ShardOptions, shard
-from data_tools.dataset import CLASSES, Dataset, fingerprint
-from data_tools.sources import open_sources
-from data_tools.splits import RoleSources
-from data_tools.synth import synthesise
+from data_tools.dataset import CLASSES, Dataset
 from engine.common import LEADS
 from engine.data.leakage import patient_ids, split_of
 from engine.evaluate import labels_of_run, lines, main
@@ -27,90 +17,8 @@ from engine.evaluation import metrics, results
 from engine.evaluation.metrics import challenge_score
 from engine.model.folder import seal
 from engine.tasks.config import TaskConfig
-from engine.tasks.labels import TaskLabels, read_task
-from tests.conftest import save_model
-from tests.engine.training.ranks import free_port
-from tests.forks import started
-
-Saved, Evaluated, Refused = Callable[..., Path], Callable[..., dict[str, Any]], Callable[..., None]
-Patch = pytest.MonkeyPatch
-DIAGNOSIS = {"task": "diagnosis", "classes": list(CLASSES)}
-IDENTIFICATION = {"task": "identification"}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """One of the validation crops has only one half."""
-    place = tmp_path_factory.mktemp("evaluate")
-    synthesise(place / "archive", patients=100, two_sessions=1, seed=5, progress=False)
-    options = ShardOptions(str(place / "dataset"), role_sources=RoleSources(id_share=1.0), quiet=True)
-    dataset = shard(open_sources(str(place / "archive")), options)
-    assert sorted(set(dataset.column("halves")[dataset.select(dx="valid")].tolist())) == [1, 2]
-    return dataset
-
-
-@pytest.fixture(scope="module")
-def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("pretrained") / "model")
-
-
-@pytest.fixture(scope="module")
-def diagnostic(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose head has the classes in another order."""
-    return save_model(tmp_path_factory.mktemp("diagnostic") / "model", head=DIAGNOSIS | {"classes": list(reversed(CLASSES))})
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(results, "bootstrap", lambda statistic, groups, n: metrics.bootstrap(statistic, groups, n // 50))
-
-
-def quick_main(arguments: list[str]) -> int:
-    """In a process of its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(results, "bootstrap", lambda statistic, groups, n: metrics.bootstrap(statistic, groups, n // 50))
-        return main(arguments)
-
-
-@pytest.fixture
-def copy(data: Dataset, tmp_path: Path) -> Callable[..., str]:
-    """The same dataset with changes in dataset.json."""
-
-    def make(**changes: Any) -> str:
-        place = tmp_path / "copy"
-        place.mkdir()
-        for name in ("samples.parquet", "shards"):
-            (place / name).symlink_to(Path(data.root.url) / name)
-        meta = data.meta | changes
-        (place / "dataset.json").write_text(json.dumps(meta | {"fingerprint": fingerprint(meta)}))
-        return str(place)
-
-    return make
-
-
-@pytest.fixture
-def evaluated(data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Evaluated:
-    def run(model: Path, *arguments: object) -> dict[str, Any]:
-        code = main([str(a) for a in ("--model", model, "--data", data.root.url, "--json", tmp_path / "f.json", *arguments)])
-        text, err = capsys.readouterr()
-        assert (code, err) == (0, "")
-        document: dict[str, Any] = json.loads((tmp_path / "f.json").read_text())
-        assert f"{document['score']:.4f}" in text and document["score"] == next(iter(document["metrics"].values()))
-        assert all(remark in text.splitlines() for remark in document["remarks"])
-        return document
-
-    return run
-
-
-@pytest.fixture
-def refused(data: Dataset, capsys: pytest.CaptureFixture[str]) -> Refused:
-    def run(pattern: str, model: object, *arguments: object, code: int = 2) -> None:
-        ended = main([str(a) for a in ("--model", model, "--data", data.root.url, *arguments)])
-        out, err = capsys.readouterr()
-        assert (ended, out, err.count("\n")) == (code, "", 1), err
-        assert err.startswith("omnilead evaluate: ") and re.search(pattern, err), err
-
-    return run
+from engine.tasks.labels import read_task
+from tests.engine.evaluate.conftest import DIAGNOSIS, IDENTIFICATION, Evaluated, Patch, Refused, Saved
 
 
 def halves_of(data: Dataset, rows: np.ndarray, leads: tuple[int, ...] = tuple(range(12))) -> tuple[torch.Tensor, np.ndarray]:
@@ -402,133 +310,3 @@ def test_training_on_another_split_is_a_warning(data: Dataset, saved_model: Save
         seal(folder, document | {"trained": {"splits": splits}})
         remarks = evaluated(folder, "--role", "valid")["remarks"]
         assert any("(seed 1, here 0)" in remark for remark in remarks) == warned, splits
-
-
-# Errors -------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("head", "task", "pattern"),
-    [
-        (None, "diagnosis", "no head, it is only pre-trained: fine-tune it"),
-        (IDENTIFICATION, "diagnosis", "no head, it is fine-tuned for identification"),
-        ({"task": "diagnosis", "classes": ["AF", "NSR"]}, "auto", "2 classes, not AFL, BBB"),
-    ],
-)
-def test_a_model_without_the_tasks_head(head: Any, task: str, pattern: str, saved_model: Saved, refused: Refused) -> None:
-    refused(pattern, saved_model(head=head), "--task", task)
-
-
-def test_data_without_held_out_crops(data: Dataset, diagnostic: Path, refused: Refused, monkeypatch: Patch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(Dataset, "labels", np.zeros((len(data), 26), bool))
-        refused(r"none of its \d+ crops with dx=test has a scored diagnosis", diagnostic)
-    select = Dataset.select
-    monkeypatch.setattr(Dataset, "select", lambda self, **role: select(self, **role)[:0])
-    monkeypatch.setattr(TaskLabels, "rows", lambda self, *split: np.zeros(0, int))
-    refused("no crop has dx=test: .*--plan paper, .* shard --dx-sources", diagnostic)
-    refused("no crop has id=gallery", diagnostic, "--task", "identification")
-    refused("no crop has id=valid and two halves", diagnostic, "--task", "identification", "--role", "valid")
-
-
-def test_arguments_and_files_are_checked_before_the_work(pretrained: Path, tmp_path: Path, refused: Refused) -> None:
-    refused("none: no dataset.json", pretrained, "--data", tmp_path / "none")
-    refused("none: ", tmp_path / "none")
-    refused("--json .*none", pretrained, "--json", tmp_path / "none" / "f.json")
-    refused(f"--report {tmp_path}: ", pretrained, "--report", tmp_path)
-    refused("--batch 0", pretrained, "--batch", 0)
-    refused("the same file", pretrained, "--json", tmp_path / "f", "--report", tmp_path / ".." / tmp_path.name / "f")
-    if not torch.cuda.is_available():
-        refused("--device cuda", pretrained, "--device", "cuda")
-
-
-def test_a_full_disk_names_the_output(data: Dataset, pretrained: Path, tmp_path: Path, capsys: Any, monkeypatch: Patch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("engine.common.os.fsync", full)
-    assert main(["--model", str(pretrained), "--data", data.root.url, "--json", str(tmp_path / "f")]) == 1
-    err = capsys.readouterr().err
-    assert err.startswith(f"omnilead evaluate: --json {tmp_path / 'f'}: No space left on device: ")
-    assert err.count("\n") == 1 and not (tmp_path / "f").exists()
-
-
-def test_a_closed_pipe_ends_it_silently(data: Dataset, pretrained: Path, capsys: Any, monkeypatch: Patch) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    with os.fdopen(writer, "w") as closed:
-        monkeypatch.setattr("sys.stdout", closed)
-        assert main(["--model", str(pretrained), "--data", data.root.url]) == 0
-    assert capsys.readouterr().err == ""
-
-
-def test_interrupted_is_one_line(monkeypatch: Patch, capsys: pytest.CaptureFixture[str]) -> None:
-    def stopped(_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("engine.evaluate.evaluate", stopped)
-    assert main(["--model", "m", "--data", "d"]) == 130
-    assert capsys.readouterr().err == "omnilead evaluate: interrupted\n"
-
-
-@pytest.mark.parametrize(("key", "value"), [("fs_hz", 250), ("uv_per_lsb", 4.88)])
-def test_another_rate_or_unit_is_refused(key: str, value: float, copy: Any, pretrained: Path, refused: Refused) -> None:
-    refused(f"{key}={value}, the model takes", pretrained, "--data", copy(**{key: value}))
-
-
-@pytest.mark.parametrize("head", [DIAGNOSIS, IDENTIFICATION], ids=["diagnosis", "identification"])
-def test_nan_outputs_of_a_model_are_refused(head: Any, saved_model: Saved, tmp_path: Path, refused: Refused) -> None:
-    folder = saved_model(head=head)
-    weights = load_file(folder / "model.safetensors")
-    weights[next(name for name in weights if name.startswith("encoder.layers"))][:] = np.nan
-    save_file(weights, folder / "model.safetensors")
-    seal(folder, json.loads((folder / "config.json").read_text()))
-    refused(r"NaN for \d+ of|embeddings are not finite", folder, "--json", tmp_path / "f.json", code=1)
-    assert not (tmp_path / "f.json").exists()
-
-
-def damaged(data: Dataset, row: int, place: Path) -> Path:
-    shutil.copytree(data.root.url, place)
-    number, offset, _ = (int(column[row]) for column in data.addresses)
-    path = place / "shards" / str(data.shards[number]["name"])
-    content = bytearray(path.read_bytes())
-    content[offset + 100] ^= 1
-    path.write_bytes(content)
-    return place
-
-
-def test_a_damaged_crop_is_named(data: Dataset, diagnostic: Path, tmp_path: Path, refused: Refused) -> None:
-    row = int(data.select(dx="test")[0])
-    refused(rf"00000.tar: crop {row} at byte \d+: .*crc32c", diagnostic, "--data", damaged(data, row, tmp_path / "damaged"))
-
-
-def test_public_data_need_no_credentials(pretrained: Path, refused: Refused, monkeypatch: Patch) -> None:
-    def open_dataset(url: str, anonymous: bool = False) -> Dataset:
-        raise FileNotFoundError(2, f"anonymous={anonymous}", url)
-
-    monkeypatch.setattr(Dataset, "open", open_dataset)
-    refused("s3://b/d: anonymous=True", pretrained, "--data", "s3://b/d", "--anonymous")
-
-
-def test_ranks_share_the_crops(diagnostic: Path, data: Dataset, tmp_path: Path) -> None:
-    """The same bytes as from one process; a rank that meets a damaged crop ends the others."""
-    alone, shared = tmp_path / "alone.json", tmp_path / "shared.json"
-    arguments = ["--model", str(diagnostic), "--data", data.root.url, "--batch", "4", "--json"]
-    assert main([*arguments, str(alone)]) == 0
-    codes, said = of_two_ranks([*arguments, str(shared)], tmp_path)
-    assert codes == [0, 0] and said.count("challenge") == 1 and shared.read_bytes() == alone.read_bytes(), said
-    row = int(data.select(dx="test")[-1])
-    url = damaged(data, row, tmp_path / "copy")
-    codes, said = of_two_ranks(["--model", str(diagnostic), "--data", str(url), "--batch", "4"], tmp_path)
-    assert sorted(codes) == [1, 2] and f"crop {row} at byte" in said and "another rank died" in said
-
-
-def of_two_ranks(arguments: list[str], folder: Path) -> tuple[list[int], str]:
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    ranks = [place | {"RANK": str(n), "LOCAL_RANK": str(n)} for n in range(2)]
-    both = [started(quick_main, [*arguments, f"--local_rank={n}"], out=folder / "said", env=ranks[n]) for n in range(2)]
-    for process in both:
-        process.join()
-    said = (folder / "said").read_text()
-    (folder / "said").unlink()
-    return [process.exitcode for process in both], said

@@ -1,0 +1,98 @@
+"""A dataset, untrained models and calls of `omnilead evaluate` for its tests."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_tools.build import ShardOptions, shard
+from data_tools.dataset import CLASSES, Dataset, fingerprint
+from data_tools.sources import open_sources
+from data_tools.splits import RoleSources
+from data_tools.synth import synthesise
+from engine.evaluate import main
+from engine.evaluation import metrics, results
+from tests.conftest import save_model
+
+Saved, Evaluated, Refused = Callable[..., Path], Callable[..., dict[str, Any]], Callable[..., None]
+Patch = pytest.MonkeyPatch
+DIAGNOSIS = {"task": "diagnosis", "classes": list(CLASSES)}
+IDENTIFICATION = {"task": "identification"}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """One of the validation crops has only one half."""
+    place = tmp_path_factory.mktemp("evaluate")
+    synthesise(place / "archive", patients=100, two_sessions=1, seed=5, progress=False)
+    options = ShardOptions(str(place / "dataset"), role_sources=RoleSources(id_share=1.0), quiet=True)
+    dataset = shard(open_sources(str(place / "archive")), options)
+    assert sorted(set(dataset.column("halves")[dataset.select(dx="valid")].tolist())) == [1, 2]
+    return dataset
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("pretrained") / "model")
+
+
+@pytest.fixture(scope="module")
+def diagnostic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose head has the classes in another order."""
+    return save_model(tmp_path_factory.mktemp("diagnostic") / "model", head=DIAGNOSIS | {"classes": list(reversed(CLASSES))})
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(results, "bootstrap", lambda statistic, groups, n: metrics.bootstrap(statistic, groups, n // 50))
+
+
+def quick_main(arguments: list[str]) -> int:
+    """In a process of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(results, "bootstrap", lambda statistic, groups, n: metrics.bootstrap(statistic, groups, n // 50))
+        return main(arguments)
+
+
+@pytest.fixture
+def copy(data: Dataset, tmp_path: Path) -> Callable[..., str]:
+    """The same dataset with changes in dataset.json."""
+
+    def make(**changes: Any) -> str:
+        place = tmp_path / "copy"
+        place.mkdir()
+        for name in ("samples.parquet", "shards"):
+            (place / name).symlink_to(Path(data.root.url) / name)
+        meta = data.meta | changes
+        (place / "dataset.json").write_text(json.dumps(meta | {"fingerprint": fingerprint(meta)}))
+        return str(place)
+
+    return make
+
+
+@pytest.fixture
+def evaluated(data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Evaluated:
+    def run(model: Path, *arguments: object) -> dict[str, Any]:
+        code = main([str(a) for a in ("--model", model, "--data", data.root.url, "--json", tmp_path / "f.json", *arguments)])
+        text, err = capsys.readouterr()
+        assert (code, err) == (0, "")
+        document: dict[str, Any] = json.loads((tmp_path / "f.json").read_text())
+        assert f"{document['score']:.4f}" in text and document["score"] == next(iter(document["metrics"].values()))
+        assert all(remark in text.splitlines() for remark in document["remarks"])
+        return document
+
+    return run
+
+
+@pytest.fixture
+def refused(data: Dataset, capsys: pytest.CaptureFixture[str]) -> Refused:
+    def run(pattern: str, model: object, *arguments: object, code: int = 2) -> None:
+        ended = main([str(a) for a in ("--model", model, "--data", data.root.url, *arguments)])
+        out, err = capsys.readouterr()
+        assert (ended, out, err.count("\n")) == (code, "", 1), err
+        assert err.startswith("omnilead evaluate: ") and re.search(pattern, err), err
+
+    return run
