@@ -65,7 +65,7 @@ def compare(words: list[str], crops: int, turns: int, threads: int = 2) -> dict[
     import torch
 
     from engine import embed
-    from engine.evaluation import embedding
+    from engine.evaluation import embedding, outputs
 
     args = embed.parse(words)
     embed.check(args)
@@ -85,7 +85,7 @@ def compare(words: list[str], crops: int, turns: int, threads: int = 2) -> dict[
     def command() -> None:
         out.unlink(missing_ok=True)
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            embedding.run(args, embedding.embeddings)
+            embedding.run(args, outputs.embeddings)
 
     return figures(take_turns({"alone": alone, "command": command}, turns), crops, args.device)
 

@@ -48,9 +48,9 @@ def checked_and_run(name: str, args: argparse.Namespace, check: Callable[[argpar
         print(f"omnilead {name}: {error}", file=sys.stderr)
         return 2
     one_blas_thread()
-    from engine.evaluation import embedding  # imported late, so that --help does not wait for PyTorch
+    from engine.evaluation import embedding, outputs  # imported late, so that --help does not wait for PyTorch
 
-    output_of = embedding.predictions if name == "predict" else embedding.embeddings
+    output_of = outputs.predictions if name == "predict" else outputs.embeddings
     return embedding.command(f"omnilead {name}", args, lambda given: embedding.run(given, output_of))
 
 

@@ -10,11 +10,13 @@ Classification: AUROC, AUPRC, accuracy, F measure, sensitivity and specificity a
 CinC 2021 Challenge score. Regression: mean absolute error, RMSE, R2, Pearson r. Each is given for halves of 5 s, as in the
 paper, and for whole records. Identification: the share of probes whose most similar gallery crop (cosine) is of the same
 patient; it also works for a model that was only pre-trained. All scores have 95 % intervals from a bootstrap over patients.
+
+With --json F or --report F the outputs are kept in parts next to F until the scores are written: run the same command again
+to resume. Exit code 2: an argument or a file is wrong. Exit code 1: scoring or writing failed.
 """
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,29 +35,23 @@ COLUMNS = ("positives", "threshold", "auroc", "auprc", "f_measure", "mae", "r2",
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
-    from data_tools.dataset import DataError  # imported late, so that --help does not wait for PyTorch
+    args.out = args.json or args.report
+    from engine.evaluation import embedding  # imported late, so that --help does not wait for PyTorch
+
+    return embedding.command("omnilead evaluate", args, as_a_rank, "--json" if args.json else "--report")
+
+
+def as_a_rank(args: argparse.Namespace) -> int:
     from engine.training.distributed import close, lost_a_rank
 
-    reports = os.environ.get("RANK", "0") == "0"  # wrong arguments fail on every rank: only rank 0 reports them
     try:
         return evaluate(args)
-    except OutputError as error:  # cannot be scored or written
-        message, code = str(error), 1
-    except (ConfigError, DataError) as error:
-        message, code, reports = str(error), 2, reports or isinstance(error, DataError)
-    except OSError as error:
-        message, code = f"{error.filename or args.data}: {error.strerror or error}", 2
-    except KeyboardInterrupt:
-        message, code = "interrupted", 130
     except RuntimeError as error:
         if not lost_a_rank(error):
             raise
-        message, code = f"another rank died ({str(error).splitlines()[0][:150]}): start again", 1
+        raise OutputError(f"another rank died ({str(error).splitlines()[0][:150]}): run the same command again") from None
     finally:
         close()
-    if reports or code == 1:
-        print(f"omnilead evaluate: {' '.join(message.split())}", file=sys.stderr)
-    return code
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -74,6 +70,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--device", default="auto", help="cpu, cuda, cuda:1, ... (auto: a GPU if there is one)")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # added by deepspeed's launcher; LOCAL_RANK is used instead
     add("--anonymous", action="store_true", help="read public s3:// data without credentials")
+    parser.set_defaults(began=False)
     return parser.parse_args(arguments)
 
 
@@ -90,13 +87,17 @@ def evaluate(args: argparse.Namespace) -> int:
     from engine.evaluation import evaluation_report
     from engine.evaluation.results import EvalOptions, chosen_task, identify, score_task
     from engine.model.kernels import chosen_device
-    from engine.training.distributed import share_work
+    from engine.training.distributed import environment, share_work
 
+    world = environment()[1]
+    if world > 1 and not args.out:
+        raise ConfigError(f"WORLD_SIZE={world}: several ranks need --json F: they keep the model's outputs next to it")
     dataset = Dataset.open(args.data, args.anonymous)
     rank = share_work()
     model = engine.load(args.model, args.code).to(chosen_device(args.device))
     task = chosen_task(model, args.task, args.labels or (labels_of_run(args.model) if args.task == "auto" else ""))
-    options = EvalOptions(args.role, args.leads, args.batch, args.model)
+    kept = Path(f"{args.out}.halves.parquet") if args.out else None
+    options = EvalOptions(args.role, args.leads, args.batch, args.model, kept)
     result = identify(model, dataset, options) if task.kind == "identity" else score_task(model, dataset, task, options)
     if rank:
         return 0
@@ -109,6 +110,8 @@ def evaluate(args: argparse.Namespace) -> int:
         with writing(args.report, "--report"):
             write_whole(args.report, evaluation_report.build(result, dataset))
         text += f"{args.report}\n"
+    if kept:
+        kept.unlink()
     return show(text)
 
 

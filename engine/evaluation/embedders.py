@@ -29,8 +29,9 @@ from engine.data.augmenter import MV_PER_UV, Augmenter, measured_leads, paramete
 from engine.data.order import Places
 from engine.data.preprocess import Input
 from engine.evaluation import mean_beat
-from engine.evaluation.embedding import prepare_model, progress_bar
+from engine.evaluation.embedding import prepare_model
 from engine.evaluation.metrics import Array
+from engine.evaluation.outputs import progress_bar
 from engine.evaluation.predict import CropBatch, dataset_batches, predict
 from engine.model.encoders import build_encoder
 from engine.model.inference import NOT_FINITE, TrainedModel, config_of

@@ -29,6 +29,7 @@ from data_tools.dataset import Dataset
 from engine.common import ConfigError
 from engine.data.leakage import patient_ids
 from engine.evaluation.metrics import METRICS, Array, identification, measure, unit_vectors
+from engine.evaluation.outputs import matrix
 from engine.evaluation.results import by_record, load_task
 from engine.tasks.config import TaskConfig
 from engine.tasks.labels import TaskLabels, guess, read_task
@@ -80,7 +81,7 @@ def probe_rows(dataset: Dataset, labels: TaskLabels | None = None) -> Array:
 
 def probe(dataset: Dataset, halves: pa.Table, labels: TaskLabels | None = None) -> dict[str, Any]:
     row_H = halves["row"].to_numpy()
-    c_HD = halves["embedding"].combine_chunks().flatten().to_numpy().reshape(len(row_H), -1)
+    c_HD = matrix(halves)
     of_task = labels or read_task(TaskConfig(), [dataset])
     scores: dict[str, Any] = {"task": of_task.task.name, "kind": of_task.task.kind} if labels else {}
     of_split = {split: np.flatnonzero(np.isin(row_H, of_task.rows(0, split))) for split in SPLITS}

@@ -10,27 +10,25 @@ a bootstrap over patients, which draws all halves of a patient together.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+import pyarrow.parquet as pq
 import torch.distributed as dist
-from torch import Tensor
-from tqdm.auto import tqdm
 
-from data_tools.cli import interactive
 from data_tools.dataset import CLASSES, Dataset
-from engine.common import ConfigError, describe_leads, find_config, read_yaml
+from engine.common import ConfigError, OutputError, describe_leads, environment, find_config, read_yaml
 from engine.data.augmenter import FS_HZ, none_measured
 from engine.data.leakage import conflicting_splits, patient_ids
 from engine.data.preprocess import Input
-from engine.evaluation.inputs import no_leads
+from engine.evaluation.inputs import DatasetSource, no_leads
 from engine.evaluation.metrics import Array, MetricError, bootstrap, challenge_statistic, identification, statistic_of
-from engine.evaluation.predict import dataset_batches, predict
+from engine.evaluation.outputs import RESUMABLE, Output, ParquetParts, embeddings, make, matrix, vectors, whole
 from engine.model.config import validated
 from engine.model.inference import THRESHOLD, HeadInfo, TrainedModel
 from engine.tasks.config import TaskConfig
@@ -49,6 +47,7 @@ class EvalOptions:
     leads: str = ""  # as for engine.common.parse_leads; "": all that the model was trained on
     batch: int = 32  # crops encoded at a time
     name: str = "model"  # in the results
+    kept: Path | None = None  # file for the model's outputs, made in parts, so that a killed evaluation can resume
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,7 +227,8 @@ def score_task(model: TrainedModel, dataset: Dataset, task: TaskConfig, options:
     labelled, y_NK = labels_of(labels, dataset, options.role)
     (rows,), left_out = _measured(dataset, model_input, labelled)
     y_NK = y_NK[np.isin(labelled, rows)]
-    scores_RK, crop_R = _predict(model.scores, model, dataset, rows, model_input, options.batch)
+    output = vectors(model, model.scores, len(model.classes))
+    scores_RK, crop_R = _outputs(output, dataset, rows, model_input, options)
     columns = [model.classes.index(name) for name in labels.classes]
     challenge = labels.classes == CLASSES
     thresholds = [THRESHOLD if challenge else head.thresholds[k] for k in columns] if head.thresholds else []
@@ -278,7 +278,7 @@ def identify(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> Ide
         require(rows, dataset, "id=valid and two halves", "records that are not kept for tests")
         (rows,), left_out = _measured(dataset, model_input, rows)
         gallery = probe = rows
-        c_RD, _ = _predict(model.pooled, model, dataset, rows, model_input, options.batch)
+        c_RD, _ = _outputs(embeddings(model), dataset, rows, model_input, options)
         gallery_PD, probe_QD = c_RD[::2], c_RD[1::2]
     else:
         gallery, probe = (dataset.select(identity=role) for role in ("gallery", "probe"))
@@ -286,7 +286,7 @@ def identify(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> Ide
             require(side, dataset, f"id={role}", "patients of ptb-xl with two sessions: shard --id-sources names others")
         (gallery, probe), left_out = _measured(dataset, model_input, gallery, probe)
         rows = np.union1d(gallery, probe)
-        c_BD, _ = _predict(model.pooled, model, dataset, rows, model_input, options.batch, first_half=True)
+        c_BD, _ = _outputs(embeddings(model), dataset, rows, model_input, options, halves=1)
         gallery_PD, probe_QD = (c_BD[np.searchsorted(rows, side)] for side in (gallery, probe))
     notes += left_out
     ids = patients[gallery].tolist(), patients[probe].tolist()
@@ -356,34 +356,28 @@ def _facts(dataset: Dataset, options: EvalOptions, model_input: Input) -> dict[s
     return {"model": options.name, **data, "role": options.role, "leads": describe_leads(model_input.seen)}
 
 
-def _predict(
-    forward: Callable[[Tensor], Tensor],
-    model: TrainedModel,
-    dataset: Dataset,
-    rows: Array,
-    model_input: Input,
-    size: int,
-    first_half: bool = False,
+def _outputs(
+    output: Output, dataset: Dataset, rows: Array, model_input: Input, options: EvalOptions, halves: int = 2
 ) -> tuple[Array, Array]:
-    """Outputs [R, ...] of the halves of these crops, and the position in `rows` of each. Ranks share the batches."""
+    """Outputs [R, D] of the first `halves` halves of these crops, and the position in `rows` of each. Ranks share the parts."""
+    model, crop_R = output.model, np.repeat(np.arange(len(rows)), np.minimum(dataset.column("halves")[rows], halves))
+    source = DatasetSource(dataset, rows, options.batch, "half", halves, pin=model.device.type == "cuda")
+    if options.kept is None:
+        return matrix(whole(source, output, model_input, "half")), crop_R
+    job: dict[str, Any] = {"model": model.digest, "data": dataset.fingerprint, "leads": model_input.seen, "halves": halves}
+    job |= {"output": output.forward.__name__, "rows": sha256(rows.tobytes()).hexdigest()}
+    job |= {"batch": options.batch, "device": model.device.type}
+    with ParquetParts(options.kept, job, *environment()[:2]) as parts:
+        if not parts.finished:
+            make(source, output, model_input, "half", parts)
+        _wait_for_ranks()  # the last one has joined the parts
+        if not options.kept.exists():
+            raise OutputError(f"{options.kept}: cannot be read back{RESUMABLE}")
+        table = pq.read_table(options.kept)
+        _wait_for_ranks()  # rank 0 will remove the file
+    return matrix(table), crop_R
 
-    def prepare(uv_BLT: Tensor, halves_B: Array) -> Tensor:
-        x_RLT = model_input.halves(uv_BLT, halves_B)
-        first_B = torch.from_numpy(np.cumsum(halves_B, dtype=np.int64) - halves_B)
-        return x_RLT.index_select(0, first_B.to(x_RLT.device)) if first_half else x_RLT
 
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    batches = [rows[at : at + size] for at in range(0, len(rows), size)]
-    crops = dataset_batches(dataset, batches[rank::world], pin=model.device.type == "cuda")
-    outputs = []
-    total, shown = sum(map(len, batches[rank::world])), not rank and interactive()
-    with tqdm(total=total, unit=" crops", disable=not shown, leave=False, dynamic_ncols=True) as bar:
-        for batch, y_RD in predict(crops, prepare, forward, model.device):
-            outputs.append(y_RD)
-            bar.update(len(batch.crops))
-    if world > 1:
-        shares: list[Any] = [None] * world
-        dist.all_gather_object(shares, outputs)
-        outputs = [shares[number % world][number // world] for number in range(len(batches))]
-    halves = np.ones(len(rows), np.int64) if first_half else dataset.column("halves")[rows]
-    return np.concatenate(outputs), np.repeat(np.arange(len(rows)), halves)
+def _wait_for_ranks() -> None:
+    if dist.is_initialized():
+        dist.barrier()

@@ -72,7 +72,7 @@ def start(timeout_s: float, deterministic: bool = False) -> Ranks:
 
 
 def share_work() -> int:
-    """Returns the rank. With several ranks it also creates a process group to gather results."""
+    """Returns the rank. With several ranks it also creates a process group, so that they can wait for each other."""
     rank, world, _ = environment()
     if world > 1:
         torch.set_num_threads(cores_per_rank())

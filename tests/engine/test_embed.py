@@ -21,7 +21,7 @@ import engine
 from data_tools.dataset import Dataset
 from engine import embed
 from engine.common import LEADS
-from engine.evaluation import embedding
+from engine.evaluation import embedding, outputs
 from tests.conftest import save_model
 from tests.forks import started
 from tests.waiting import until
@@ -155,7 +155,7 @@ def test_a_gpu_embeds_in_the_precision_of_the_training(folder: Path, crops: Path
             args = embed.parse([*command(folder, ["d"], crops), "--device", device, "--precision", asked])
             embedding.prepare_model(args)
             assert args.precision == computed
-    assert json.loads(pq.read_schema(crops).metadata[embedding.KEY])["precision"] == "fp32"
+    assert json.loads(pq.read_schema(crops).metadata[outputs.KEY])["precision"] == "fp32"
 
 
 @pytest.mark.gpu
@@ -172,7 +172,7 @@ def test_gpu_and_cpu_embeddings_are_equal(precision: str, within: float, dataset
 def test_a_kill_at_any_part_does_not_change_the_result(
     folder: Path, dataset: Dataset, embedded: Embedded, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    write_whole, left = embedding.write_whole, [0]
+    write_whole, left = outputs.write_whole, [0]
 
     def dies(path: Path, content: Any) -> None:
         left[0] -= 1
@@ -182,7 +182,7 @@ def test_a_kill_at_any_part_does_not_change_the_result(
 
     embedded(dataset.root.url, to="whole", per="record", batch=2)
     arguments = command(folder, [dataset.root.url], tmp_path / "cut", per="record", batch=2)
-    monkeypatch.setattr(embedding, "write_whole", dies)
+    monkeypatch.setattr(outputs, "write_whole", dies)
     for lives in (1, 3, 2):
         left[0] = lives
         assert embed.main(arguments) == 130
@@ -365,7 +365,7 @@ def test_unwritable_files_are_named_before_the_work(
         def fails(path: Path, content: Any, number: int = number) -> None:
             raise OSError(number, os.strerror(number), str(path))
 
-        monkeypatch.setattr(embedding, "write_whole", fails)
+        monkeypatch.setattr(outputs, "write_whole", fails)
         assert embed.main(arguments) == code
         err = capsys.readouterr().err
         assert err.startswith(f"omnilead embed: --out {tmp_path / 'out'}: {os.strerror(number)}") and err.count("\n") == 1

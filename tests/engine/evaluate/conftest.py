@@ -14,7 +14,7 @@ from data_tools.sources import open_sources
 from data_tools.splits import RoleSources
 from data_tools.synth import synthesise
 from engine.evaluate import main
-from engine.evaluation import metrics, results
+from engine.evaluation import inputs, metrics, results
 from tests.conftest import save_model
 
 Saved, Evaluated, Refused = Callable[..., Path], Callable[..., dict[str, Any]], Callable[..., None]
@@ -45,15 +45,21 @@ def diagnostic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("diagnostic") / "model", head=DIAGNOSIS | {"classes": list(reversed(CLASSES))})
 
 
+def make_quick(patch: Patch) -> None:
+    """Few resamples, and a part for each batch."""
+    patch.setattr(inputs, "PART_BATCHES", 1)
+    patch.setattr(results, "bootstrap", lambda statistic, groups, n: metrics.bootstrap(statistic, groups, n // 50))
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(results, "bootstrap", lambda statistic, groups, n: metrics.bootstrap(statistic, groups, n // 50))
+    make_quick(monkeypatch)
 
 
 def quick_main(arguments: list[str]) -> int:
     """In a process of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(results, "bootstrap", lambda statistic, groups, n: metrics.bootstrap(statistic, groups, n // 50))
+        make_quick(patch)
         return main(arguments)
 
 

@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from data_tools.dataset import Dataset
 from engine.evaluate import main
+from engine.evaluation.outputs import tables
 from engine.model.folder import seal
 from engine.tasks.labels import TaskLabels
-from tests.engine.evaluate.conftest import DIAGNOSIS, IDENTIFICATION, Patch, Refused, Saved, quick_main
+from tests.engine.evaluate.conftest import DIAGNOSIS, IDENTIFICATION, Evaluated, Patch, Refused, Saved, quick_main
 from tests.engine.training.ranks import free_port
 from tests.forks import started
 
@@ -97,7 +98,7 @@ def test_nan_outputs_of_a_model_are_refused(head: Any, saved_model: Saved, tmp_p
     weights[next(name for name in weights if name.startswith("encoder.layers"))][:] = np.nan
     save_file(weights, folder / "model.safetensors")
     seal(folder, json.loads((folder / "config.json").read_text()))
-    refused(r"NaN for \d+ of|embeddings are not finite", folder, "--json", tmp_path / "f.json", code=1)
+    refused("the model's outputs are not finite", folder, "--json", tmp_path / "f.json", code=1)
     assert not (tmp_path / "f.json").exists()
 
 
@@ -124,17 +125,52 @@ def test_public_data_need_no_credentials(pretrained: Path, refused: Refused, mon
     refused("s3://b/d: anonymous=True", pretrained, "--data", "s3://b/d", "--anonymous")
 
 
-def test_ranks_share_the_crops(diagnostic: Path, data: Dataset, tmp_path: Path) -> None:
+def test_ranks_share_the_parts_and_a_killed_evaluation_resumes(
+    diagnostic: Path, data: Dataset, tmp_path: Path, monkeypatch: Patch
+) -> None:
     """The same bytes as from one process; a rank that meets a damaged crop ends the others."""
     alone, shared = tmp_path / "alone.json", tmp_path / "shared.json"
-    arguments = ["--model", str(diagnostic), "--data", data.root.url, "--batch", "4", "--json"]
+    arguments = ["--model", str(diagnostic), "--data", data.root.url, "--batch", "1", "--json"]
     assert main([*arguments, str(alone)]) == 0
     codes, said = of_two_ranks([*arguments, str(shared)], tmp_path)
     assert codes == [0, 0] and said.count("challenge") == 1 and shared.read_bytes() == alone.read_bytes(), said
     row = int(data.select(dx="test")[-1])
-    url = damaged(data, row, tmp_path / "copy")
-    codes, said = of_two_ranks(["--model", str(diagnostic), "--data", str(url), "--batch", "4"], tmp_path)
-    assert sorted(codes) == [1, 2] and f"crop {row} at byte" in said and "another rank died" in said
+    shared.unlink()
+    copy = str(damaged(data, row, tmp_path / "copy"))
+    codes, said = of_two_ranks([*arguments[:3], copy, *arguments[4:], str(shared)], tmp_path)
+    assert sorted(codes) == [1, 2] and f"crop {row} at byte" in said and "another rank died" in said and not shared.exists()
+    kept = tmp_path / "shared.json.halves.parquet.parts"
+    there = {int(path.stem) for path in kept.glob("0*.parquet")}
+    computed: list[int] = []
+    monkeypatch.setattr("engine.evaluation.outputs.tables", lambda *given: computed.extend(given[3]) or tables(*given))
+    assert main([*arguments, str(shared)]) == 0
+    assert 1 in there and computed == [number for number in range(3) if number not in there]
+    assert shared.read_bytes() == alone.read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone.json", "copy", "shared.json"]
+
+
+def test_outputs_kept_from_an_interrupted_evaluation(
+    diagnostic: Path, pretrained: Path, tmp_path: Path, refused: Refused, evaluated: Evaluated, monkeypatch: Patch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    arguments = "--json", tmp_path / "f.json"
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.evaluation.outputs.ParquetParts.write", lambda *_: None)
+        refused("f.json.halves.parquet: cannot be read back: run the same command again", diagnostic, *arguments, code=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.evaluation.results.matrix", interrupt)
+        refused("interrupted: run the same command again", diagnostic, *arguments, code=130)
+    refused("f.json.halves.parquet: of another job: .*choose another", diagnostic, *arguments, "--leads", "II")
+    monkeypatch.setattr("engine.evaluation.outputs.tables", lambda *_: pytest.fail("computed again"))
+    evaluated(diagnostic)
+    assert [path.name for path in tmp_path.iterdir()] == ["f.json"]
+
+
+def test_several_ranks_need_a_file(diagnostic: Path, refused: Refused, monkeypatch: Patch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused("WORLD_SIZE=2: several ranks need --json F", diagnostic)
 
 
 def of_two_ranks(arguments: list[str], folder: Path) -> tuple[list[int], str]:

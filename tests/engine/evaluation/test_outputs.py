@@ -15,8 +15,8 @@ import torch
 from data_tools.dataset import Dataset, DatasetError
 from engine.common import ConfigError
 from engine.evaluation import predict as predicting
-from engine.evaluation.embedding import ParquetParts, embeddings, tables
 from engine.evaluation.inputs import COLUMNS, EmbeddedCrops
+from engine.evaluation.outputs import ParquetParts, embeddings, tables
 from engine.evaluation.predict import CropBatch, dataset_batches, predict
 
 JOB = {"model": "a", "batch": 16}
