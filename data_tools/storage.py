@@ -179,7 +179,11 @@ def _connect(url: str, anonymous: bool) -> Any:
         fs.retries = 1
         return fs
     except ImportError as error:
-        raise StorageError(f"{url} needs the extra s3: pip install 'omnilead[s3]' ({error})") from None
+        raise StorageError(needs_s3(url, error)) from None
+
+
+def needs_s3(url: str, error: ImportError) -> str:
+    return f"{url} needs the extra s3: pip install 'omnilead[s3]' ({error})"
 
 
 async def _get_s3(fs: Any, path: str, start: int, size: int) -> tuple[bytes, int]:

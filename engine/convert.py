@@ -36,7 +36,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     ):
         example = f"example: omnilead convert {command} {source} {out}"
         sub = commands.add_parser(command, help=text, description=text, epilog=example)
-        sub.add_argument("source", type=Path, metavar=source, help="what to convert: a checkpoint, or a run or model folder")
+        given, what = Path if command == "from-fairseq" else str, "a checkpoint; or a run or model folder, s3://, hf://org/name"
+        sub.add_argument("source", type=given, metavar=source, help=what)
         sub.add_argument("out", type=Path, metavar=out, help="where to write it: a new file, or for a model a new folder")
         if command == "from-fairseq":
             scales = ("auto", "millivolt", "zscore", "layernorm")

@@ -8,7 +8,7 @@
 Columns: source, record, patient, row (of the dataset), start_s, embedding (fixed_size_list<float32>). F.parquet is written in
 parts: run the same command again to resume; the result has the same bytes. .npy files hold [leads, samples] or
 [ECGs, leads, samples]; .npz files hold any number of [leads, samples]. --leads: the leads shown to the model, others are zeros;
-for arrays, also the names of the rows. Exit code 2: an argument or a file is wrong. Exit code 1: writing failed.
+for arrays, also the names of the rows. Exit code 2: an argument or a file is wrong. Exit code 1: computing or writing failed.
 """
 
 import argparse

@@ -4,7 +4,7 @@
     omnilead evaluate --model RUN --data DATASET --leads I,II,V2        # a 12-lead model that is shown three leads
     omnilead evaluate --model RUN --data DATASET --labels my.csv        # a label table with the columns of the model's task
     omnilead evaluate --model RUN --data DATASET --json F.json --report F.html
-    torchrun --nproc-per-node 8 -m engine.evaluate --model RUN --data DATASET       # a GPU per rank; also deepspeed
+    torchrun --nproc-per-node 8 -m engine.evaluate --model RUN --data DATASET --json F.json   # a GPU per rank; also deepspeed
 
 Classification: AUROC, AUPRC, accuracy, F measure, sensitivity and specificity at the model's thresholds; for diagnosis also the
 CinC 2021 Challenge score. Regression: mean absolute error, RMSE, R2, Pearson r. Each is given for halves of 5 s, as in the
@@ -91,7 +91,7 @@ def evaluate(args: argparse.Namespace) -> int:
 
     world = environment()[1]
     if world > 1 and not args.out:
-        raise ConfigError(f"WORLD_SIZE={world}: several ranks need --json F: they keep the model's outputs next to it")
+        raise ConfigError(f"WORLD_SIZE={world}: several ranks need --json F or --report F, next to which they keep the outputs")
     dataset = Dataset.open(args.data, args.anonymous)
     rank = share_work()
     model = engine.load(args.model, args.code).to(chosen_device(args.device))
@@ -120,7 +120,7 @@ def labels_of_run(model: str) -> str:
     config = Path(model, "config.yaml")
     task = read_yaml(config).get("task") if config.is_file() else None
     labels = str(task.get("labels", "")) if isinstance(task, dict) else ""
-    return labels if labels and Path(labels).is_file() else ""
+    return labels if "://" in labels or Path(labels).is_file() else ""
 
 
 def lines(document: dict[str, Any]) -> Iterator[str]:

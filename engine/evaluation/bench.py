@@ -32,7 +32,7 @@ from engine.data.leakage import overlap, patient_ids
 from engine.evaluation.bench_report import write
 from engine.evaluation.embedders import Embedder, Vectors, embedded, embedders_of
 from engine.evaluation.metrics import Array, identification, statistic_of, weighted_areas
-from engine.evaluation.probe import IDENTITY, ProbeData, fit_scaled, labels_to_probe, linear
+from engine.evaluation.probe import IDENTITY, ProbeData, fit_scaled, labels_to_probe, linear, unlike
 from engine.evaluation.results import EvalOptions, load_task, nullable, require, shown_input
 from engine.tasks.labels import TaskLabels, read_task
 
@@ -197,12 +197,6 @@ def weighted(draws: Sequence[Any]) -> Iterator[tuple[Any, Array]]:
     """Each draw with its weights [B]: in the mean over the draws, and in resamples of the draws."""
     weight_RB = resampled(np.arange(len(draws))) / len(draws) if len(draws) > 1 else np.ones((1, RESAMPLES + 1))
     return zip(draws, weight_RB, strict=True)
-
-
-def unlike(y_NK: Array) -> Array:
-    """bool [K]: the known labels are not all the same."""
-    low_K, high_K = np.where(np.isnan(y_NK), np.inf, y_NK).min(0), np.where(np.isnan(y_NK), -np.inf, y_NK).max(0)
-    return np.asarray(low_K < high_K)
 
 
 def resampled(group_N: Array) -> Array:

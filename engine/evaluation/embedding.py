@@ -36,7 +36,7 @@ def command(name: str, args: argparse.Namespace, work: Callable[[argparse.Namesp
         message, code = str(error), 1
     except OSError as error:
         ours = args.out and str(error.filename or args.out).startswith(str(args.out))
-        place = f"{flag} {args.out}" if ours or not error.filename else error.filename
+        place = f"{flag} {args.out}" if ours else error.filename or f"--data {args.data}"
         code = 2 if error.errno in PERMANENT else 1
         message = f"{place}: {error.strerror or error}{resumable * (code == 1)}"
     except KeyboardInterrupt:

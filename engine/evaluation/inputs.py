@@ -55,10 +55,9 @@ class DatasetSource:
 
     unit = " crops"
 
-    def __init__(self, dataset: Dataset, rows: np.ndarray, batch: int, per: Per, halves: int = 2, **reading: Any) -> None:
-        """`rows`: the order of the crops; with per="record" they are sorted by record. `halves`: 1 for the first of each crop.
-        `reading`: see dataset_batches."""
-        self.dataset, self.batch, self.halves, self.reading = dataset, batch, halves, reading
+    def __init__(self, dataset: Dataset, rows: np.ndarray, batch: int, per: Per, **reading: Any) -> None:
+        """`rows`: the order of the crops; with per="record" they are sorted by record. `reading`: see dataset_batches."""
+        self.dataset, self.batch, self.reading = dataset, batch, reading
         self.table = dataset.table([name for name in COLUMNS if name != "row"])
         self.table = self.table.append_column("row", pa.array(np.arange(len(dataset))))
         self.record = np.arange(len(rows))
@@ -83,8 +82,7 @@ class DatasetSource:
         for batch in dataset_batches(self.dataset, rows, **self.reading):
             at = position[batch.crops]
             part = int(np.searchsorted(self.begins, at[0], side="right")) - 1
-            crops, halves_B = EmbeddedCrops(part, self.table.take(batch.crops), self.record[at]), batch.halves_B
-            yield CropBatch(batch.uv_BLT, np.minimum(halves_B, self.halves), crops)
+            yield batch._replace(crops=EmbeddedCrops(part, self.table.take(batch.crops), self.record[at]))
             progress(len(at))
 
 

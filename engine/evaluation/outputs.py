@@ -153,18 +153,18 @@ class ParquetParts:
                 self.rows = None if rank else pq.read_metadata(out).num_rows
             return
         if self.folder.is_file():
-            raise ConfigError(f"--out {out}: {self.folder} is a file: remove it, or choose another file")
+            raise ConfigError(f"{out}: {self.folder} is a file: remove it, or choose another file")
         self.folder.mkdir(exist_ok=True)
         self._lock = open(self.folder / f"lock-{rank}-of-{world}", "w")  # noqa: SIM115 - held until the end
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"--out {out}: another process is writing it") from None
+            raise ConfigError(f"{out}: another process is writing it") from None
         except OSError:  # a file system without locks: two processes would write the same bytes
             pass
         for path in self.folder.glob("*.parquet"):
             if (before := _job_of(path)) is not None:
-                self._require_same(before, path)
+                self._require_same(before, self.folder)
 
     def _require_same(self, job: Any, place: Path) -> None:
         before = job if isinstance(job, dict) else {}

@@ -66,7 +66,15 @@ def labels_to_probe(dataset: Dataset, name: str, url: str) -> TaskLabels | None:
     labels = read_task(task, [dataset])
     if empty := [split for split in SPLITS if not len(labels.rows(0, split))]:
         raise ConfigError(f"{url or dataset.root.url}: no record is in the split {empty[0]}: a probe needs {', '.join(SPLITS)}")
+    if same := [split for split in ("train", "test") if not unlike(labels.y[0][labels.rows(0, split)]).any()]:
+        raise ConfigError(f"{url or dataset.root.url}: all labels of the split {same[0]} are the same: nothing to learn")
     return labels
+
+
+def unlike(y_NK: Array) -> Array:
+    """bool [K]: the known labels are not all the same."""
+    low_K, high_K = np.where(np.isnan(y_NK), np.inf, y_NK).min(0), np.where(np.isnan(y_NK), -np.inf, y_NK).max(0)
+    return np.asarray(low_K < high_K)
 
 
 def probe_rows(dataset: Dataset, labels: TaskLabels | None = None) -> Array:

@@ -244,6 +244,10 @@ def score_task(model: TrainedModel, dataset: Dataset, task: TaskConfig, options:
     elif model.history.get("datasets") == [dataset.fingerprint] and head.definition and labels.facts["sha256"] != head.sha256:
         notes.append("Possible leakage: the model was fine-tuned on this dataset with other labels or another split.")
     head = replace(head, task=task.name, classes=labels.classes, thresholds=tuple(thresholds), chosen=chosen)
+    known = int((~np.isnan(labels.y[0]).all(1)).sum())
+    if task.labels and known > len(labelled) and dataset.fingerprint not in (model.history.get("datasets") or []):
+        some = f"{len(labelled):,} of {known:,} labelled crops are in the split {options.role}"
+        notes.append(f"{some}. To score all, give the label table a column `split` that says {options.role}.")
     facts = _facts(dataset, options, model_input) | ({"labels": task.labels} if task.labels else {})
     table = dataset.table(["source", "record", "age", "sex"]).take(rows)
     sources, records, ages, sexes = (np.array(column, object)[crop_R] for column in table.to_pydict().values())
@@ -286,8 +290,9 @@ def identify(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> Ide
             require(side, dataset, f"id={role}", "patients of ptb-xl with two sessions: shard --id-sources names others")
         (gallery, probe), left_out = _measured(dataset, model_input, gallery, probe)
         rows = np.union1d(gallery, probe)
-        c_BD, _ = _outputs(embeddings(model), dataset, rows, model_input, options, halves=1)
-        gallery_PD, probe_QD = (c_BD[np.searchsorted(rows, side)] for side in (gallery, probe))
+        c_RD, crop_R = _outputs(embeddings(model), dataset, rows, model_input, options)
+        first_B = np.searchsorted(crop_R, np.arange(len(rows)))
+        gallery_PD, probe_QD = (c_RD[first_B[np.searchsorted(rows, side)]] for side in (gallery, probe))
     notes += left_out
     ids = patients[gallery].tolist(), patients[probe].tolist()
     return IdentificationResult(gallery_PD, ids[0], probe_QD, ids[1], _facts(dataset, options, model_input), notes)
@@ -356,15 +361,13 @@ def _facts(dataset: Dataset, options: EvalOptions, model_input: Input) -> dict[s
     return {"model": options.name, **data, "role": options.role, "leads": describe_leads(model_input.seen)}
 
 
-def _outputs(
-    output: Output, dataset: Dataset, rows: Array, model_input: Input, options: EvalOptions, halves: int = 2
-) -> tuple[Array, Array]:
-    """Outputs [R, D] of the first `halves` halves of these crops, and the position in `rows` of each. Ranks share the parts."""
-    model, crop_R = output.model, np.repeat(np.arange(len(rows)), np.minimum(dataset.column("halves")[rows], halves))
-    source = DatasetSource(dataset, rows, options.batch, "half", halves, pin=model.device.type == "cuda")
+def _outputs(output: Output, dataset: Dataset, rows: Array, model_input: Input, options: EvalOptions) -> tuple[Array, Array]:
+    """Outputs [R, D] of the halves of these crops, and the position in `rows` of each. Ranks share the parts."""
+    model, crop_R = output.model, np.repeat(np.arange(len(rows)), dataset.column("halves")[rows])
+    source = DatasetSource(dataset, rows, options.batch, "half", pin=model.device.type == "cuda")
     if options.kept is None:
         return matrix(whole(source, output, model_input, "half")), crop_R
-    job: dict[str, Any] = {"model": model.digest, "data": dataset.fingerprint, "leads": model_input.seen, "halves": halves}
+    job: dict[str, Any] = {"model": model.digest, "data": dataset.fingerprint, "leads": model_input.seen}
     job |= {"output": output.forward.__name__, "rows": sha256(rows.tobytes()).hexdigest()}
     job |= {"batch": options.batch, "device": model.device.type}
     with ParquetParts(options.kept, job, *environment()[:2]) as parts:
@@ -372,7 +375,8 @@ def _outputs(
             make(source, output, model_input, "half", parts)
         _wait_for_ranks()  # the last one has joined the parts
         if not options.kept.exists():
-            raise OutputError(f"{options.kept}: cannot be read back{RESUMABLE}")
+            shared = ": do all ranks write to the same folder?" * (parts.world > 1)
+            raise OutputError(f"{options.kept}: cannot be read back{shared}{RESUMABLE}")
         table = pq.read_table(options.kept)
         _wait_for_ranks()  # rank 0 will remove the file
     return matrix(table), crop_R

@@ -132,7 +132,7 @@ def _head(cfg: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     return head | {"definition": {"name": head["task"], "kind": kind, what: names}}
 
 
-def to_fairseq(run: Path, out: Path) -> None:
+def to_fairseq(run: str | Path, out: Path) -> None:
     if out.exists():
         raise ConfigError(f"{out}: exists: choose another name")
     with model_folder(run) as (folder, _):

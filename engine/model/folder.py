@@ -25,6 +25,7 @@ import yaml  # type: ignore[import-untyped]
 from safetensors.torch import save_file
 from torch import Tensor
 
+from data_tools.storage import needs_s3
 from engine.common import ConfigError, parse_yaml
 
 WEIGHTS, CONFIG, PREPROCESSING, CARD = "model.safetensors", "config.json", "preprocessing.json", "README.md"
@@ -171,7 +172,9 @@ def _download(url: str, local: Path) -> Path:
             files.get_file(f"{root}/{name}", str(local / name))
     except FileNotFoundError as error:
         raise LoadError(f"{url}: no model there: {error}".splitlines()[0]) from None
-    except Exception as error:  # network, credentials, a missing package, ...
+    except ImportError as error:
+        raise LoadError(needs_s3(url, error)) from None
+    except Exception as error:  # network, credentials, ...
         raise LoadError(f"{url}: {type(error).__name__}: {error}".splitlines()[0]) from None
     return local
 

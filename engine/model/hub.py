@@ -79,8 +79,11 @@ def _last(place: Any) -> str:
 def pull(repo: str, out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out}: exists and is not an empty folder: choose another name")
+    partial = out.with_name(f"{out.name}.partial")
     with model_folder(f"hf://{repo}") as (folder, _):
-        shutil.copytree(folder, out, dirs_exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(folder, partial)
+        partial.replace(out)
 
 
 def fetched(repo: str) -> Path:

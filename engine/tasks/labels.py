@@ -26,6 +26,7 @@ from pyarrow import csv as pa_csv
 from pyarrow import parquet
 
 from data_tools.dataset import CLASSES, Dataset
+from data_tools.storage import needs_s3
 from engine.common import ConfigError
 from engine.data.leakage import OWNER, find_leak, owners, patient_ids, uniforms
 from engine.tasks.config import TaskConfig, TaskKind
@@ -147,6 +148,8 @@ def read_table(url: str) -> pa.Table:
         cells = _as_text(cells.rename_columns([_name(column) for column in cells.column_names]))
     except pa.ArrowMemoryError:
         raise
+    except ImportError as error:
+        raise ConfigError(needs_s3(url, error)) from None
     except FileNotFoundError:
         raise ConfigError(f"{url}: no such file: name a CSV or parquet file of labels") from None
     except Exception as error:  # many kinds: from object stores, pyarrow, a missing package
@@ -176,7 +179,7 @@ def _name(column: str) -> str:
 
 def _as_text(cells: pa.Table) -> pa.Table:
     text = [pc.utf8_trim_whitespace(pc.cast(column, pa.string())) for column in cells.columns]
-    empty = pa.array(["", "nan", "NaN"])
+    empty = pa.array(pa_csv.ConvertOptions().null_values)
     return pa.table([pc.if_else(pc.is_in(column, empty), None, column) for column in text], cells.column_names)
 
 
@@ -356,7 +359,7 @@ def _by_column(
         last: Any = dict(zip(SPLITS[1:], map(tuple, (ordered[:-2], ordered[-2:-1], ordered[-1:])), strict=True))
         task = replace(task, folds=task.folds or last)
         of = {value: SPLIT_OF[split] for split, some in task.folds.items() for value in some}
-        number = np.array([of.get(value, 0) for value in values], np.int8)
+        number = np.array([of.get(value, of.get(value.removesuffix(".0"), 0)) for value in values], np.int8)
     code = np.append(pc.fill_null(cells.indices, len(values)).to_numpy(zero_copy_only=False), len(values))  # of a row
     fold_N = code[np.concatenate(table.row)]
     seen = np.zeros((len(names), len(values) + 1), bool)

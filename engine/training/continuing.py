@@ -57,15 +57,17 @@ class StartingWeights:
 
 
 def read_config(config: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
-    """Like engine.config.load. Without a config, the settings are those of the run `start`. If `start` is a model folder, they
-    are its model and objective, which is all it holds. Without `start`, they are the quick start's."""
+    """Like engine.config.load. Without a config, the settings are those of the run `start`. If `start` is a model folder
+    or a fine-tuned run, they are its model and objective. Without `start`, they are the quick start's."""
     given = overridden({}, overrides)
     start = given.get("start")
     if config or not start or not isinstance(start, str):
         return load(config or QUICKSTART, overrides)
-    if (before := Path(start, "config.yaml")).is_file():
-        tree = {name: section for name, section in read_yaml(before).items() if name not in ("run", "start", "data")}
-    else:
+    before = Path(start, "config.yaml")
+    settings = read_yaml(before) if before.is_file() else {"task": {}}
+    if not {"task", "head"} & settings.keys():
+        tree = {name: section for name, section in settings.items() if name not in ("run", "start", "data")}
+    else:  # a model folder, or a fine-tuned run
         with model_folder(start) as (folder, _):
             document = document_of(folder / CONFIG)
         tree = {name: document[name] for name in ("model", "objective") if name in document}

@@ -62,13 +62,17 @@ def start(timeout_s: float, deterministic: bool = False) -> Ranks:
     if world == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return Ranks(rank, world, device, None)
-    try:
-        dist.init_process_group(backend, timeout=timeout, device_id=device if cuda else None)
-    except (RuntimeError, ValueError) as error:
-        port = f"MASTER_PORT={os.environ.get('MASTER_PORT', '')!r}"
-        reason = str(error).splitlines()[0][:200]
-        raise ConfigError(f"{port}: rank {rank} cannot join {world} ranks: {reason}: try another --master_port") from None
+    _join(backend, timeout, device if cuda else None)
     return Ranks(rank, world, device, dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD)
+
+
+def _join(backend: str, timeout: timedelta, device: torch.device | None = None) -> None:
+    try:
+        dist.init_process_group(backend, timeout=timeout, device_id=device)
+    except (RuntimeError, ValueError) as error:
+        rank, world, _ = environment()
+        port, reason = f"MASTER_PORT={os.environ.get('MASTER_PORT', '')!r}", str(error).splitlines()[0][:200]
+        raise ConfigError(f"{port}: rank {rank} cannot join {world} ranks: {reason}: try another --master_port") from None
 
 
 def share_work() -> int:
@@ -76,7 +80,7 @@ def share_work() -> int:
     rank, world, _ = environment()
     if world > 1:
         torch.set_num_threads(cores_per_rank())
-        dist.init_process_group("gloo", timeout=timedelta(hours=1))
+        _join("gloo", timedelta(days=1))
     return rank
 
 
