@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from handmade import build, ecg, header, write_challenge
-from twins import CODE15_COLUMNS, PTBXL_COLUMNS, write_table
+from twins import CODE15_COLUMNS, PTBXL_COLUMNS, write_code15, write_mimic, write_table
 
 from data_tools.__main__ import main
 from data_tools.dataset import CLASSES, Dataset
@@ -243,6 +243,30 @@ def test_mimic_labels_and_intervals_are_right(tmp_path: Path) -> None:
     assert measured["40000004"]["RR"] is None
     assert "pattern list 1" in json.loads((tmp_path / "out" / "mimic-iv-ecg-statements.json").read_text())["about"]
     assert_no_secret(tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["code15", "mimic-iv-ecg"])
+def test_labels_have_the_datasets_names(name: str, tmp_path: Path) -> None:
+    """Also with pseudonyms."""
+    archive, key = tmp_path / "archive", tmp_path / "key"
+    if name == "code15":
+        write_code15(archive, {1169160: {}, 2873686: {}})
+    else:
+        write_mimic(archive, {"41420867": "10001725", "45090959": "10001726"})
+        measured = [mimic_row(int(study), "Sinus rhythm") for study in ("41420867", "45090959")]
+        write_table(archive / "machine_measurements.csv", MIMIC_COLUMNS, measured)
+    key.write_bytes(b"0123456789abcdef")
+    names = []
+    for hidden in ([], ["--pseudonymize", str(key)]):
+        data, out = tmp_path / f"data{len(hidden)}", tmp_path / f"labels{len(hidden)}"
+        assert main(["shard", str(archive), "--out", str(data), "--plan", "all", "--workers", "1", *hidden]) == 0
+        assert main(["labels", name, str(archive), "--out", str(out), *hidden]) == 0
+        made = Dataset.open(str(data)).table(["source", "record"]).to_pylist()
+        for table in out.glob("*.parquet"):
+            labelled_rows = pq.read_table(table, columns=["source", "record"]).to_pylist()
+            assert len(made) == 2 and sorted(labelled_rows, key=str) == sorted(made, key=str)
+        names.append({row["record"] for row in made})
+    assert not names[0] & names[1]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -92,6 +93,9 @@ def test_our_run_becomes_their_checkpoint(tmp_path: Path) -> None:
     assert convert.main(["to-fairseq", str(tmp_path / "run"), str(tmp_path / "no" / "such" / "b.pt")]) == 0
     assert convert.main(["from-fairseq", str(tmp_path / "no" / "such" / "b.pt"), str(tmp_path / "again")]) == 0
     assert same(*(load_file(tmp_path / p / "model.safetensors") for p in ("run/model", "again")))
+    fsspec.filesystem("memory").put(str(tmp_path / "run"), "/bucket/run", recursive=True)
+    assert convert.main(["to-fairseq", "memory://bucket/run", str(tmp_path / "c.pt")]) == 0
+    assert (tmp_path / "c.pt").read_bytes() == (tmp_path / "no" / "such" / "b.pt").read_bytes()
 
 
 @pytest.mark.parametrize(

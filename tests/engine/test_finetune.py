@@ -39,6 +39,7 @@ from engine.training.recipe import finetuning
 from engine.training.task import best_metric
 
 KINDS: dict[str, TaskKind] = {"diagnosis": "multilabel", "identification": "identity"}
+GOLDEN = {"diagnosis": [0.705998, 0.695719, 0.687947, 0.676827], "identification": [249.5363, 242.2784, 236.9995, 240.1337]}
 EXACT = ("step", "crops_seen", "loss", "accuracy", "lr", "grad_norm")
 
 
@@ -61,8 +62,8 @@ def test_evaluate_agrees_with_the_runs_validation(
     assert ("no positive examples in validation, threshold 0.5: " in ended.output) == (task == "diagnosis")
     run = tmp_path / "run"
     assert all(np.isfinite(value) for row in rows(run) for value in row.values())
-    valid = rows(run, "validation.jsonl")
-    figure = "auroc" if task == "diagnosis" else "identification_accuracy"
+    np.testing.assert_allclose([row["loss"] for row in rows(run)], GOLDEN[task], rtol=2e-4)
+    valid, figure = rows(run, "validation.jsonl"), "auroc" if task == "diagnosis" else "identification_accuracy"
     best = max(valid[1:], key=lambda row: row[figure])
     assert valid[0]["step"] == 0 and json.loads((run / "run.json").read_text())["best"] == figure
     assert (run / "checkpoints" / "best").read_text() == f"step-{best['step']}"

@@ -57,8 +57,9 @@ def test_a_pushed_model_can_be_pulled(
     assert config["sha256"]["README.md"] == hashlib.sha256(files["README.md"]).hexdigest()
 
     out = tmp_path / "pulled"
+    (tmp_path / "pulled.partial" / "from an interrupted download").mkdir(parents=True)
     assert main(["pull", "ward/ecg@v1", str(out)]) == 0
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == files
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == files and not (tmp_path / "pulled.partial").exists()
     mine, theirs = engine.load(run), engine.load("hf://ward/ecg")
     assert theirs.digest == engine.load(out).digest and theirs.encoder.width == mine.encoder.width
     assert all(theirs.state_dict()[name].equal(weights) for name, weights in mine.state_dict().items())

@@ -120,6 +120,8 @@ def test_normalisation_uses_only_what_was_recorded(data: Dataset, saved_model: S
     first = [model.pooled(torch.stack([x[0] for x in scaled(rows)])) for rows in sides]
     by_hand = accuracy(*first, *(patient[rows] for rows in sides))
     assert evaluated(folder, "--task", "identification")["score"] == pytest.approx(by_hand)
+    gallery = results.identify(model, data, results.EvalOptions()).gallery_PD
+    np.testing.assert_allclose(gallery, first[0].detach(), atol=1e-5)
 
 
 # Other tasks ----------------------------------------------------------------------------------------------------------------
@@ -163,6 +165,8 @@ def test_exclusive_classes_equal_a_loop(data: Dataset, tables: Path, saved_model
     assert [document["classes"][name]["positives"] for name in RHYTHM["classes"]] == y.sum(0).tolist()
     assert set(document["groups"]) == {"age", "sex", "source"} and not any("leakage" in of for of in document["remarks"])
     assert sum(of["n"] for of in document["groups"]["sex"].values()) == document["record"]["n"]
+    rows, known = len(labels.rows(0, "test")), int((labels.split[0] > 0).sum())
+    assert any(f"{rows} of {known} labelled crops are in the split test. To score all" in of for of in document["remarks"])
 
 
 def test_unknown_labels_thresholds_and_a_class_without_positives(
@@ -222,6 +226,8 @@ def test_labels_must_fit_the_model(tables: Path, saved_model: Saved, refused: Re
     (run / "model").symlink_to(rhythm)
     (run / "config.yaml").write_text(json.dumps({"task": {"labels": str(tables / "rhythm.csv")}}))
     assert labels_of_run(str(run)) == str(tables / "rhythm.csv") and labels_of_run(str(rhythm)) == ""
+    (run / "config.yaml").write_text(json.dumps({"task": {"labels": "s3://b/labels.csv"}}))
+    assert labels_of_run(str(run)) == "s3://b/labels.csv"
     (run / "config.yaml").write_text(json.dumps({"task": {"labels": str(tables / "moved.csv")}}))
     refused("labels of the task rhythm are not in rhythm.csv: .*--labels", run)
     refused("no column 'rhythm': its label columns are SB, never", rhythm, "--labels", tables / "beats.csv")
@@ -260,7 +266,9 @@ def test_another_split_of_the_training_data_is_a_warning(
         folder = saved_model(f"{digest[:7]}/model", head=RHYTHM | {"definition": FOLDS, "sha256": digest})
         config = json.loads((folder / "config.json").read_text())
         seal(folder, config | {"trained": {"datasets": [data.fingerprint]}})
-        assert any("other labels or another split" in of for of in evaluated(folder, "--labels", table)["remarks"]) == leaks
+        remarks = evaluated(folder, "--labels", table)["remarks"]
+        assert any("other labels or another split" in of for of in remarks) == leaks
+        assert not any("To score all" in of for of in remarks)  # a part of the training data is kept for the test
 
 
 # Warnings -----------------------------------------------------------------------------------------------------------------

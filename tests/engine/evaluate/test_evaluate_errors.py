@@ -150,7 +150,7 @@ def test_ranks_share_the_parts_and_a_killed_evaluation_resumes(
 
 
 def test_outputs_kept_from_an_interrupted_evaluation(
-    diagnostic: Path, pretrained: Path, tmp_path: Path, refused: Refused, evaluated: Evaluated, monkeypatch: Patch
+    diagnostic: Path, data: Dataset, tmp_path: Path, refused: Refused, evaluated: Evaluated, monkeypatch: Patch
 ) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -162,15 +162,19 @@ def test_outputs_kept_from_an_interrupted_evaluation(
     with monkeypatch.context() as patch:
         patch.setattr("engine.evaluation.results.matrix", interrupt)
         refused("interrupted: run the same command again", diagnostic, *arguments, code=130)
+        refused("interrupted: run the same command again", diagnostic, "--report", tmp_path / "f.html", code=130)
     refused("f.json.halves.parquet: of another job: .*choose another", diagnostic, *arguments, "--leads", "II")
     monkeypatch.setattr("engine.evaluation.outputs.tables", lambda *_: pytest.fail("computed again"))
     evaluated(diagnostic)
-    assert [path.name for path in tmp_path.iterdir()] == ["f.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["f.html.halves.parquet", "f.json"]
+    assert main(["--model", str(diagnostic), "--data", data.root.url, "--report", str(tmp_path / "f.html")]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["f.html", "f.json"]
 
 
-def test_several_ranks_need_a_file(diagnostic: Path, refused: Refused, monkeypatch: Patch) -> None:
+def test_ranks_need_a_file_and_each_other(diagnostic: Path, tmp_path: Path, refused: Refused, monkeypatch: Patch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    refused("WORLD_SIZE=2: several ranks need --json F", diagnostic)
+    refused("WORLD_SIZE=2: several ranks need --json F or --report F", diagnostic)
+    refused("MASTER_PORT='': rank 0 cannot join 2 ranks: ", diagnostic, "--report", tmp_path / "f.html")
 
 
 def of_two_ranks(arguments: list[str], folder: Path) -> tuple[list[int], str]:

@@ -42,6 +42,12 @@ def test_onnx_gives_the_same_numbers(saved_model: Saved, tmp_path: Path, capsys:
         np.testing.assert_allclose(logits, model.logits(x_RLT).detach(), atol=1e-5)
         np.testing.assert_allclose(scores, logits * [10, 20] + [50, 90], rtol=1e-5)
     assert convert.main(["to-onnx", str(folder), str(out)]) == 2  # nothing is overwritten
+    for kind, link in (("multilabel", torch.sigmoid), ("multiclass", lambda z_NK: z_NK.softmax(1))):
+        of_kind = saved_model(kind, head={"task": "rhythm", "kind": kind, "classes": ["AF", "NSR", "other"]}, layers=1)
+        assert convert.main(["to-onnx", str(of_kind), str(tmp_path / f"{kind}.onnx")]) == 0
+        x_RLT = torch.randn(5, 12, 2500)
+        (scores,) = onnxruntime.InferenceSession(tmp_path / f"{kind}.onnx").run(["scores"], {"x": x_RLT.numpy()})
+        np.testing.assert_allclose(scores, link(engine.load(of_kind).logits(x_RLT).detach()), atol=1e-5)
 
 
 def test_wrong_numbers_leave_no_file(saved_model: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

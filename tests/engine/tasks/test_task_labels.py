@@ -1,7 +1,9 @@
 """Label tables: what is read, how records are matched and split, and what is refused."""
 
 import csv
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+import engine
 from data_tools.dataset import CLASSES, Dataset
 from engine.common import ConfigError
 from engine.tasks.config import TaskConfig
-from engine.tasks.labels import guess, read_task
+from engine.tasks.labels import guess, read_table, read_task
 
 Write = Callable[..., str]
 
@@ -67,6 +70,9 @@ def test_accepted_spellings_of_cells(mark: str, dataset: Dataset, records: list[
 def test_a_parquet_table_and_a_source_where_names_clash(dataset: Dataset, tmp_path: Path) -> None:
     table = dataset.table(["source", "record", "age"])
     twin = table.append_column("label", pa.array(np.arange(len(table)) % 2 == 0))
+    words = tmp_path / "words.parquet"
+    parquet.write_table(table.append_column("v", pa.array(["NA", "null", "yes", "n/a"] * len(table))[: len(table)]), words)
+    assert read_table(str(words))["v"].null_count == 3 * len(table) // 4  # the same words are empty cells as in CSV
     path = tmp_path / "t.parquet"
     crops = twin.group_by(["source", "record"], use_threads=False).aggregate([("age", "min"), ("label", "min")])
     parquet.write_table(crops.rename_columns(["source", "record", "age", "label"]), path)
@@ -112,6 +118,8 @@ def test_folds_splits_and_unknown_labels(dataset: Dataset, records: list[str], f
     assert {fold_of[n] for n in name[known.rows(0, "valid")]} == {8} and records[0] not in name[known.rows(0, "train")]
     chosen = TaskConfig(kind="binary", labels=table, folds={"train": ("1",), "valid": ("2",), "test": ("3",)})
     assert {fold_of[n] for n in name[read_task(chosen, [dataset]).rows(0, "test")]} == {3}
+    decimals = write(["record", "v", "fold"], [(n, i % 2, f"{fold_of[n]}.0") for i, n in enumerate(records)])  # pandas
+    assert {fold_of[n] for n in name[read_task(replace(chosen, labels=decimals), [dataset]).rows(0, "test")]} == {3}
     names = ["train"] * 8 + ["val", "Test"]
     table = write(["record", "v", "split"], [(n, i % 2, names[fold_of[n]]) for i, n in enumerate(records)])
     assert (read_task(TaskConfig(kind="binary", labels=table), [dataset]).split[0][known.split[0] > 0] > 0).all()
@@ -202,6 +210,14 @@ def test_a_name_shared_by_two_databases_needs_a_source(
     known = read_task(TaskConfig(kind="binary", labels=write(["source", "record", "v"], [(source, records[0], 1)])), [dataset])
     assert known.y[0][0] == 1 and np.isnan(known.y[0][other])
     assert len(known.rows(0, "test")) <= 1
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(ConfigError, match=r"s3://b/l.csv needs the extra s3: pip install 'omnilead\[s3\]'"):
+        read_table("s3://b/l.csv")
+    with pytest.raises(ConfigError, match=r"s3://b/run needs the extra s3"):
+        engine.load("s3://b/run")
 
 
 def test_invalid_tasks_are_refused(dataset: Dataset) -> None:

@@ -196,6 +196,9 @@ def test_continued_pretraining(own: Path, base: Path, dataset: Dataset, tmp_path
     assert pretrain(tmp_path, url, "cmsc", train__steps=1, objective__local=0).ok
     both = pretrain(tmp_path, url, "both", start=str(tmp_path / "cmsc"), train__steps=1)
     assert "the encoder loaded; new: the mask embedding, the heads of the local objective, the optimiser" in both.output
+    assert finetune(tmp_path, url, tmp_path / "cmsc", "identification", "tuned", train__steps=1).ok
+    run, folder = (read_config(None, {"start": f"{tmp_path}/{name}"}) for name in ("tuned", "tuned/model"))
+    assert (run.model, run.objective, run.train) == (folder.model, folder.objective, folder.train)
 
 
 def test_a_users_own_augmentation(tmp_path: Path, dataset: Dataset) -> None:
