@@ -269,6 +269,7 @@ def _record_figure(path: str) -> Any:
     from data_tools.errors import ReadError
     from data_tools.plots import caption, ecg_figure
     from data_tools.prepare import FS_HZ, HALF, prepare_crop
+    from data_tools.sources.base import read_safely
     from data_tools.sources.hospital import HospitalFiles
     from data_tools.sources.wfdb_folder import WfdbFolder
     from data_tools.storage import folder
@@ -276,7 +277,8 @@ def _record_figure(path: str) -> Any:
     place, samples = Path(path), np.empty(CROP_SHAPE, "<i2")
     try:
         source = WfdbFolder(folder(place.parent)) if path.endswith(".hea") else HospitalFiles(folder(place.parent))
-        record = source.read(place.name)
+        if isinstance(record := read_safely(source.read, place.name), ReadError):
+            raise record
         seconds = f"{record.signal.shape[1] / record.fs_hz:g} s"
         print(f"{place.name}: {len(record.leads)} leads, {record.fs_hz:g} Hz, {seconds}, dx {', '.join(record.dx) or 'none'}")
         for reason, detail in record.warnings:

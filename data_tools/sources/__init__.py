@@ -45,6 +45,9 @@ def open_sources(url: str, kind: str = "auto", anonymous: bool = False) -> list[
             with suppress(StorageError):  # not a folder
                 places.append((below, set(below.children())))
     found: list[Source] = [source(place) for place, inside in places for source in ARCHIVES.values() if source.detect(inside)]
+    found = [one for one in found if not isinstance(one, PhysioNet2021) or one.has_headers()]
+    if found:
+        found[0].others = sum(name.lower().endswith(ENDINGS) for _, inside in places for name in inside)
     if not found and root.url.rsplit("/", 1)[-1] in DATABASES:
         found = [PhysioNet2021(root)]
     for general in (WfdbFolder, HospitalFiles):

@@ -10,14 +10,14 @@ from xml.etree.ElementTree import Element
 import numpy as np
 
 from data_tools.errors import ReadError
-from data_tools.record import AGE_UNITS, LEAD_INDEX, LEADS, MV_PER_UNIT, unit_name
+from data_tools.record import AGE_UNITS, LEADS, MV_PER_UNIT, unit_name
 from data_tools.sources.base import Decoded, Format
 from data_tools.sources.safe_xml import MAX_BYTES, root_tag, tree
 
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 YEARS = dict(zip(("a", "mo", "wk", "d", "h"), AGE_UNITS.values(), strict=True))
 AGE_CODES = ("21612-7", "30525-0")  # LOINC: reported age, age
-LEAD_CODE = "MDC_ECG_LEAD_"
+CODES = {f"MDC_ECG_LEAD_{name}": lead for lead in LEADS for name in (lead, lead.upper())}  # not dI: derived from EASI leads
 MISSING = -32768  # value that some devices write for samples that were not measured
 _SUBJECT = "componentOf/timepointEvent/componentOf/subjectAssignment/subject/trialSubject"
 _SEX = "administrativeGenderCode"
@@ -34,12 +34,11 @@ def decode(data: bytes) -> Decoded:
         raise ReadError("rhythm waveform", f"{len(series)} series without a sequence set")
     signals, rates = {}, set()
     for sequence in sets[0].iterfind("component/sequence"):
-        code = _attribute(sequence, "code", "code").upper()
-        name = code.removeprefix(LEAD_CODE)
+        code = _attribute(sequence, "code", "code")
         if code.startswith("TIME_"):
             rates.add(_rate_hz(sequence))
-        elif code.startswith(LEAD_CODE) and name in LEAD_INDEX:
-            if (lead := LEADS[LEAD_INDEX[name]]) in signals:
+        elif lead := CODES.get(code):
+            if lead in signals:
                 raise ReadError("duplicated lead", lead)
             signals[lead] = _microvolts(sequence, lead)
     if len(rates) != 1:

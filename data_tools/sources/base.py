@@ -33,6 +33,7 @@ class Source(ABC):
 
     name = ""
     licence = "unknown"
+    others = 0  # number of hospitals' files beside the archive, which are left out
 
     def __init__(self, root: Folder) -> None:
         self.root = root
@@ -75,7 +76,8 @@ class Source(ABC):
 
     def notes(self) -> list[str]:
         """Notes on the archive as a whole, for the user."""
-        return []
+        what = f"files of hospitals' formats were left out beside {self.name} records: --source hospital reads them"
+        return [f"{self.root.url}: {self.others:,} {what}"] if self.others else []
 
     def __iter__(self) -> Iterator[EcgRecord]:
         return (self.read(key) for key in self.keys())
@@ -196,8 +198,8 @@ def _prepare(source: Source, key: str) -> Prepared:
     return Prepared(name, record.name, record.patient, samples[: len(crops)], starts, halves)
 
 
-def record_stem(key: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_-]+", "_", key.rsplit("/", 1)[-1].rsplit(".", 1)[0])[:64] or "_"
+def record_stem(key: str, longest: int | None = 64) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]+", "_", key.rsplit("/", 1)[-1].rsplit(".", 1)[0])[:longest] or "_"
 
 
 def path_name(key: str, stem: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from data_tools.errors import ReadError
+from data_tools.prepare import rate_ratio
 from data_tools.record import AGE_UNITS, MV_PER_UNIT, SCP_LEADS, unit_name
 from data_tools.sources.base import Decoded, Format
 
@@ -22,13 +23,14 @@ SYNTAXES = {"1.2.840.10008.1.2": False, "1.2.840.10008.1.2.1": True}  # little-e
 ECG_CLASSES = ("1.2.840.10008.5.1.4.1.1.9.1.1", "1.2.840.10008.5.1.4.1.1.9.1.2", "1.2.840.10008.5.1.4.1.1.9.1.3")
 SCHEMES = {"SCPECG": "5.6.3-9-", "MDC": "2:"}  # coding schemes and the prefix of their lead numbers
 TYPES = {("SB", 8): "<i1", ("UB", 8): "<u1", ("SS", 16): "<i2", ("US", 16): "<u2", ("SL", 32): "<i4"}
+UNUSABLE = ("DISCONNECTED", "TEST DATA", "INVALID", "UNCALIBRATED")  # statuses of channels that are left out
 YEARS = dict(zip("YMWD", AGE_UNITS.values(), strict=False))
 # Tags of the elements that are read
 _SYNTAX, _CLASS, _PATIENT, _SEX, _AGE = 0x00020010, 0x00080016, 0x00100020, 0x00100040, 0x00101010
 _CODE, _SCHEME, _OFFSET, _ORIGIN, _CHANNELS, _SAMPLES = 0x00080100, 0x00080102, 0x00181068, 0x003A0004, 0x003A0005, 0x003A0010
-_RATE, _LABEL, _CHANNEL, _SOURCE, _GAIN, _UNITS = 0x003A001A, 0x003A0020, 0x003A0200, 0x003A0208, 0x003A0210, 0x003A0211
-_CORRECTION, _BASELINE, _SKEW_S, _SKEW, _WAVEFORMS = 0x003A0212, 0x003A0213, 0x003A0214, 0x003A0215, 0x54000100
-_BITS, _FORM, _PADDING, _DATA = 0x54001004, 0x54001006, 0x5400100A, 0x54001010
+_RATE, _LABEL, _CHANNEL, _STATUS, _SOURCE, _GAIN = 0x003A001A, 0x003A0020, 0x003A0200, 0x003A0205, 0x003A0208, 0x003A0210
+_UNITS, _CORRECTION, _BASELINE, _SKEW_S, _SKEW = 0x003A0211, 0x003A0212, 0x003A0213, 0x003A0214, 0x003A0215
+_WAVEFORMS, _BITS, _FORM, _PADDING, _DATA = 0x54000100, 0x54001004, 0x54001006, 0x5400100A, 0x54001010
 _FRAMES, _DOCUMENT, _ENCRYPTED, _PIXELS = 0x00280008, 0x00420011, 0x04000500, 0x7FE00010
 _WANTED = {number for name, number in globals().items() if name.startswith("_") and type(number) is int}
 _SEQUENCES = {_WAVEFORMS, _CHANNEL, _SOURCE, _UNITS}
@@ -63,12 +65,12 @@ def decode(data: bytes) -> Decoded:
     signals = {lead: uv for one in chosen[0] for lead, uv in one.signals().items()}
     age, kind = _text(file, _AGE), _uid(file, _CLASS)
     years = int(age[:3]) * YEARS.get(age[3], math.nan) if len(age) == 4 and age[:3].isdecimal() else None
-    note = (
-        ()
-        if kind in ECG_CLASSES
-        else (("SOP class", f"{kind or 'an unknown one'} is not an ECG class: read for its ECG leads"),)
-    )
-    return Decoded(signals, chosen[0][0].fs_hz, _text(file, _PATIENT), years, _text(file, _SEX), note)
+    notes: list[tuple[str, str]] = []
+    if kind not in ECG_CLASSES:
+        notes.append(("SOP class", f"{kind or 'an unknown one'} is not an ECG class: read for its ECG leads"))
+    if unusable := ", ".join(f"{lead} {status}" for one in chosen[0] for lead, status in one.unusable.items()):
+        notes.append(("channel status", f"left out: {unusable}"))
+    return Decoded(signals, chosen[0][0].fs_hz, _text(file, _PATIENT), years, _text(file, _SEX), tuple(notes))
 
 
 FORMAT = Format(lambda head, name: head[128:132] == b"DICM" and name.upper() != "DICOMDIR", decode, MAX_BYTES)
@@ -144,15 +146,18 @@ class _Group:
             word in _text(fields, _LABEL).upper() for word in ("MEDIAN", "BEAT")
         )
         self.leads: dict[str, int] = {}
+        self.unusable: dict[str, str] = {}
         for row, channel in enumerate(self.channels):
-            if lead := _lead(channel):
-                if lead in self.leads:
-                    raise ReadError("duplicated lead", lead)
+            lead, stated = _lead(channel), _text(channel, _STATUS).upper()
+            if lead and (status := next((one for one in UNUSABLE if one in stated), None)):
+                self.unusable[lead] = status
+            elif lead in self.leads:
+                raise ReadError("duplicated lead", lead)
+            elif lead:
                 self.leads[lead] = row
 
     def signals(self) -> dict[str, np.ndarray]:
-        if not math.isfinite(self.fs_hz):
-            raise ReadError("sampling rate", "none")
+        rate_ratio(self.fs_hz)  # refuses unsupported rates, so that MAX_S limits the memory
         if self.samples > MAX_S * self.fs_hz:
             raise ReadError("too long", f"{self.samples} samples at {self.fs_hz:g} Hz, {MAX_S} s at most")
         bits, form, data = _whole(self.fields, _BITS), _text(self.fields, _FORM), self.fields.get(_DATA, b"")
@@ -165,7 +170,7 @@ class _Group:
         steps = np.ascontiguousarray(steps.T[rows])
         scales = np.array([_microvolts(self.channels[row]) for row in rows])
         values = steps * scales[:, :1] + scales[:, 1:]
-        padding = np.frombuffer(self.fields.get(_PADDING, b"")[: bits // 8].ljust(bits // 8, b"\0"), steps.dtype)[0]
+        padding = np.frombuffer(_bytes(self.fields, _PADDING)[: bits // 8].ljust(bits // 8, b"\0"), steps.dtype)[0]
         for absent in {-(2 ** (bits - 1)), int(padding)} - {0}:  # a stated padding of 0 is meaningless
             values[steps == absent] = np.nan
         late = {lead: self._skew(self.channels[row]) for lead, row in self.leads.items()}
@@ -173,11 +178,12 @@ class _Group:
         return {lead: uv[first - late[lead] : last - late[lead]] for lead, uv in zip(self.leads, values, strict=True)}
 
     def _skew(self, channel: Elements) -> int:
-        """The channel's delay in whole samples."""
-        skew = _number(channel, _SKEW, 0.0) + _number(channel, _SKEW_S, 0.0) * self.fs_hz
-        if not abs(skew) < self.fs_hz:
-            raise ReadError("skew", f"{skew:g} samples")
-        return round(skew)
+        """The channel's delay in whole samples. It is stated in samples or in seconds; if in both, they must agree."""
+        units = ((_SKEW, 1.0), (_SKEW_S, self.fs_hz))
+        skews = [_number(channel, tag) * unit for tag, unit in units if _text(channel, tag)] or [0.0]
+        if not all(abs(skew) < self.fs_hz and abs(skew - skews[0]) < 1 for skew in skews):
+            raise ReadError("skew", f"{' and '.join(f'{skew:g}' for skew in skews)} samples")
+        return round(skews[0])
 
 
 def _lead(channel: Elements) -> str | None:
@@ -208,7 +214,14 @@ def _uid(fields: Elements, tag: int) -> str:
 
 
 def _whole(fields: Elements, tag: int) -> int:
-    return int.from_bytes(fields.get(tag, b""), "little")
+    return int.from_bytes(_bytes(fields, tag), "little")
+
+
+def _bytes(fields: Elements, tag: int) -> bytes:
+    value = fields.get(tag, b"")
+    if not isinstance(value, bytes):
+        raise ReadError("malformed DICOM", f"({tag >> 16:04x},{tag & 0xFFFF:04x}) is a sequence in place of a value")
+    return value
 
 
 def _number(fields: Elements, tag: int, default: float = math.nan) -> float:

@@ -3,7 +3,6 @@
 Besides the samples, only the header's numbers, labels and units are read, and code and sex from EDF+'s patient field: no names,
 dates, annotations or comments. Plain EDF's patient field is free text and is not read at all. Refused: BDF, EDF+D (which has
 gaps), and files over 12 MiB (17 minutes of 12 leads at 500 Hz; cut Holter recordings into pieces first).
-The scale in a header can be wrong; such records are listed as `implausible amplitude` in rejects.csv.
 """
 
 import math
@@ -21,7 +20,6 @@ MAX_BYTES = 12 * 2**20
 # Names and widths of the signal fields; each field is stored for all signals in turn. Fields without a name are not read
 FIELDS: tuple[tuple[str, int], ...] = (("label", 16), ("", 80), ("unit", 8), ("low", 8), ("high", 8))
 FIELDS += (("digital_low", 8), ("digital_high", 8), ("", 80), ("samples", 8))
-PLAUSIBLE_UV = (100, 4000)  # median over leads and seconds of the range within a second; 340 to 3,440 in 1,800 ECGs
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(E[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 _PREFIX = re.compile(r"^((ECG|EKG|LEAD)[ _.:-]*)+")
 _PATIENT = re.compile(r"(\S+) ([MFX]) (?:X|\d\d-[A-Z]{3}-\d{4}) \S", re.ASCII | re.IGNORECASE)  # code sex birthdate name
@@ -52,7 +50,7 @@ def decode(data: bytes) -> Decoded:
     if len(rates) > 1 or duration_s <= 0:
         raise ReadError("sampling rate", f"leads with {', '.join(map(str, sorted(rates)))} samples in {duration_s:g} s")
     rate_ratio(fs_hz := rates.pop() / duration_s)  # refuses unsupported rates
-    return Decoded(found, fs_hz, *_person(data), _doubts(list(found.values()), fs_hz))
+    return Decoded(found, fs_hz, *_person(data))
 
 
 MAGIC = (b"0       ", b"\xffBIOSEMI")
@@ -106,13 +104,3 @@ def _person(data: bytes) -> tuple[str | None, None, str | None]:
     """The patient's code and sex if the field is valid EDF+; otherwise a name could be taken for a code."""
     found = _PATIENT.match(_text(data[8:88])) if data[192:196] == b"EDF+" else None
     return (None if found[1] == "X" else found[1], None, found[2]) if found else (None, None, None)
-
-
-def _doubts(leads: list[np.ndarray], fs_hz: float) -> tuple[tuple[str, str], ...]:
-    """A warning if the amplitude is not plausible for an ECG."""
-    second = int(fs_hz)
-    seconds = [uv[: len(uv) // second * second].reshape(-1, second) for uv in leads if np.ptp(uv)]
-    typical_uv = float(np.median(np.ptp(np.concatenate(seconds), axis=1))) if seconds and len(seconds[0]) else PLAUSIBLE_UV[0]
-    if PLAUSIBLE_UV[0] <= typical_uv <= PLAUSIBLE_UV[1]:
-        return ()
-    return (("implausible amplitude", f"{typical_uv / 1000:.3g} mV within a second: is the scale in the header right?"),)

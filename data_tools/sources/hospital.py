@@ -1,7 +1,8 @@
 """Files exported by hospitals: one ECG per file, in any mix of the FORMATS below and in any folders.
 
 The format is detected from a file's content. Only the signals of the twelve leads and the patient's id, age and sex are read:
-no names, dates, statements or comments. If a file has only I and II, then III, aVR, aVL and aVF are computed.
+no names, dates, statements or comments. If a file has only I and II, then III, aVR, aVL and aVF are computed. The scale that a
+file states can be wrong; such records are listed as `implausible amplitude` in rejects.csv.
 """
 
 import posixpath
@@ -13,6 +14,7 @@ from hashlib import sha256
 import numpy as np
 
 from data_tools.errors import ReadError
+from data_tools.prepare import rate_ratio
 from data_tools.record import EcgRecord, Header, clean_age, clean_sex
 from data_tools.sources import aecg, dicom, edf, muse_xml, philips_xml, scp
 from data_tools.sources.base import Format, Source, path_name, record_stem
@@ -24,8 +26,10 @@ FORMATS |= {"hl7-aecg": aecg.FORMAT, "scp-ecg": scp.FORMAT, "edf": edf.FORMAT}
 HEAD_BYTES = 4096  # enough to detect the format
 MAX_BYTES = max(one.max_bytes for one in FORMATS.values())
 ENDINGS = (".xml", ".dcm", ".scp", ".ecg", ".edf")  # files with these endings must be readable
+PLAUSIBLE_UV = (100, 4000)  # median over leads and seconds of the range within a second; 340 to 3,440 in 1,800 ECGs
 # What anonymised files have instead of a patient's id
 NOBODY = {"anonymous", "anonymized", "anonymised", "anon", "unknown", "none", "null", "n/a", "na", "0", "-", ".", "?"}
+NOBODY |= {"unk", "noid", "no id", "unidentified", "test", "not available"}
 
 
 class HospitalFiles(Source):
@@ -95,16 +99,19 @@ class HospitalFiles(Source):
         signals = _with_limb_leads({lead: uv for lead, uv in found.signals.items() if changes(uv)})
         if len({len(uv) for uv in signals.values()}) != 1:
             raise ReadError("sample count", "the leads have different lengths" if signals else "no lead was measured")
+        rate_ratio(found.fs_hz)  # refuses unsupported rates
         patient, age, sex = _patient(found.patient), clean_age(found.age), clean_sex(found.sex)
         record = EcgRecord(_record_name(key), np.array(list(signals.values())), found.fs_hz, tuple(signals), "uV", source=kind)
-        return replace(record, patient=patient, age=age, sex=sex, warnings=found.warnings)
+        doubts = _doubts(record.signal, found.fs_hz)
+        return replace(record, patient=patient, age=age, sex=sex, warnings=(*found.warnings, *doubts))
 
 
 def _record_name(key: str) -> str:
-    """A name from the file's path. A DICOM file's name is often a UID without an ending, in folders named by UIDs."""
-    stem = record_stem(key if key.lower().endswith(ENDINGS) else f"{key}.")
+    """A name from the file's path. A DICOM file's name is often a UID without an ending, in folders named by UIDs. A name that
+    would lose letters, brackets or its end gets a hash, or different files could have the same name."""
+    stem = record_stem(key if key.lower().endswith(ENDINGS) else f"{key}.", longest=None)
     try:
-        return path_name(key, stem)
+        return path_name(key, stem) if key.isascii() and not set("[]{}") & set(key) else _hashed(stem, key)
     except ReadError:  # too long
         return _hashed(stem, key)
 
@@ -120,12 +127,23 @@ def _patient(text: str | None) -> str | None:
 
 def _hashed(stem: str, text: str) -> str:
     """A unique name of letters, digits, _ and - for a text that has other characters or is too long."""
-    return f"{stem[:43]}_{sha256(text.encode()).hexdigest()[:20]}"
+    return f"{stem[:43]}_{sha256(text.encode(errors='surrogatepass')).hexdigest()[:20]}"
 
 
 def changes(uv: np.ndarray) -> bool:
     """Whether a lead ever changes; if not, it was not connected."""
     return bool(np.fmax.reduce(uv, initial=-np.inf) != np.fmin.reduce(uv, initial=np.inf))
+
+
+def _doubts(leads: np.ndarray, fs_hz: float) -> tuple[tuple[str, str], ...]:
+    """A warning if the amplitude is not plausible for an ECG."""
+    second = int(fs_hz)
+    seconds = leads[:, : leads.shape[1] // second * second].reshape(-1, second)
+    ranges = np.fmax.reduce(seconds, axis=1) - np.fmin.reduce(seconds, axis=1)
+    typical_uv = float(np.median(ranges[np.isfinite(ranges)])) if np.isfinite(ranges).any() else PLAUSIBLE_UV[0]
+    if PLAUSIBLE_UV[0] <= typical_uv <= PLAUSIBLE_UV[1]:
+        return ()
+    return (("implausible amplitude", f"{typical_uv / 1000:.3g} mV within a second: is the scale in the file right?"),)
 
 
 def _with_limb_leads(signals: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

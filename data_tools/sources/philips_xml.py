@@ -35,7 +35,7 @@ def decode(data: bytes) -> Decoded:
     if root.tag != "restingecgdata":
         raise ReadError("unknown format", f"not Philips XML: its root is {root.tag[:40]}")
     version = root.findtext("documentinfo/documentversion", "").strip()
-    if not version.startswith(("1.03", "1.04")):
+    if version not in ("1.03", "1.04", "1.04.01"):
         raise ReadError("format version", f"{version[:20] or 'none'}, 1.03 to 1.04.01 are read")
     waveforms = root.findall("waveforms/parsedwaveforms")
     if len(waveforms) != 1:
@@ -57,7 +57,8 @@ def decode(data: bytes) -> Decoded:
     end = int(ECG_S * fs_hz) if height else None
     signals = {name: counts[:end] * uv_per_step for name, counts in leads.items() if name in LEADS}
     patient, number, sex = (root.findtext(f"{_PERSON}/{tag}", "").strip() for tag in ("patientid", "MRN", "sex"))
-    return Decoded(signals, fs_hz, patient or number or None, _age(root), sex)
+    note = ("no calibration pulse", f"{samples / fs_hz:g} s without it: damage and a wrong scale are not noticed")
+    return Decoded(signals, fs_hz, patient or number or None, _age(root), sex, () if height else (note,))
 
 
 FORMAT = Format(lambda head, name: root_tag(head) == "restingecgdata", decode, MAX_BYTES)
@@ -177,7 +178,9 @@ def _pulse(leads: dict[str, np.ndarray], fs_hz: float) -> int:
 
 
 def _age(root: Element) -> float | None:
+    """The age in the largest unit that is not 0, so that 0 years and 5 months are 5 months."""
+    age: float | None = None
     for unit, years in AGE_UNITS.items():
         with suppress(ValueError):
-            return float(root.findtext(f"{_PERSON}/age/{unit}", "")) * years
-    return None
+            age = age or float(root.findtext(f"{_PERSON}/age/{unit}", "")) * years
+    return age

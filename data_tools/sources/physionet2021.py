@@ -35,6 +35,11 @@ class PhysioNet2021(WfdbSource):
             if place != "ptb-xl" or not any(self.root.exists(f"ptb-xl/{name}") for name in FOLDERS):
                 yield from with_orphans(self.root.names(place), ".mat")
 
+    def has_headers(self) -> bool:
+        """Whether it has records: hospitals may have a folder named `training`, too."""
+        keys = self.keys()
+        return any(key.endswith(".hea") for key in keys)
+
     def source_of(self, key: str) -> str:
         return _database(self.root.url, key.rpartition("/")[0]) or self.name
 
@@ -51,9 +56,9 @@ class PhysioNet2021(WfdbSource):
 
     def notes(self) -> list[str]:
         if _patients(self.root, self.table) or not any(map(self.root.exists, ("training/ptb-xl", "ptb-xl/g1"))):
-            return []
+            return super().notes()
         why = "so this archive's PTB-XL records have no patient, and no gallery or probe role: pass it with --patients"
-        return [f"{self.root.url}: no {TABLE}, {why}"]
+        return [f"{self.root.url}: no {TABLE}, {why}", *super().notes()]
 
 
 @lru_cache(maxsize=256)  # a folder has a thousand records

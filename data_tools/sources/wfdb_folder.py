@@ -12,7 +12,6 @@ from data_tools.sources.wfdb_header import WfdbHeader
 
 class WfdbFolder(WfdbSource):
     name = "wfdb"
-    others = 0  # number of hospitals' files, which are left out
 
     def keys(self) -> Iterator[str]:
         self.others = 0
@@ -26,9 +25,8 @@ class WfdbFolder(WfdbSource):
 
     def notes(self) -> list[str]:
         why = "a plain WFDB folder without tables: patients are unknown, so gallery and probe stay empty"
-        notes = [f"{self.root.url}: {why}. If it belongs to a known archive, pass that as SRC, or set --source"]
-        what = f"{self.others:,} files of hospitals' formats were left out beside WFDB records: --source hospital reads them"
-        return [*notes, f"{self.root.url}: {what}"] if self.others else notes
+        note = f"{self.root.url}: {why}. If it belongs to a known archive, pass that as SRC, or set --source"
+        return [note, *super().notes()]
 
     def check(self, header: WfdbHeader) -> None:
         """Accept any leads and files."""

@@ -2,7 +2,7 @@
 
 check_private(tmp_path, "dicom", content, patient="4711")     the content has SECRET and BORN in every field that holds text
 @given(DAMAGE)                                                flips, cuts, repeats and gaps
-def test_damaged_bytes(damage): check_damage("dicom", damage.to(content), truth)     truth: microvolts by lead
+def test_damaged_bytes(damage): check_damage("dicom", damage.to(content), truth, 500)     truth: microvolts by lead
 """
 
 from collections.abc import Mapping
@@ -101,11 +101,13 @@ DAMAGE = st.builds(
 )
 
 
-def check_damage(kind: str, data: bytes, truth: Mapping[str, np.ndarray]) -> None:
-    """Refused, or every lead that is read is right up to scale and offset: damage may turn a gain into another valid one."""
+def check_damage(kind: str, data: bytes, truth: Mapping[str, np.ndarray], fs_hz: float, rate: bytes = b"") -> None:
+    """Refused, or every lead that is read is right up to scale and offset: damage may turn a gain into another valid one. The
+    sampling rate is right, too, unless the damage is in `rate`, the bytes that state it."""
     found = decoded(kind, data)
     if isinstance(found, ReadError):
         return
+    assert found.fs_hz == fs_hz or rate not in data
     for lead, uv in found.signals.items():
         if lead in truth and not found.warnings:
             measured = np.isfinite(uv)

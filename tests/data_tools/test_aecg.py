@@ -1,5 +1,6 @@
 """HL7 aECG: right microvolts for any units, order and namespaces, and only from the rhythm."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 
 from data_tools.errors import ReadError
 from data_tools.record import LEADS
+from data_tools.sources import open_sources, prepared
 from data_tools.sources.aecg import MISSING
 from data_tools.sources.base import Decoded
 from data_tools.sources.hospital import HospitalFiles
@@ -109,6 +111,20 @@ def test_equivalent_files_give_the_same_ecg(text: str | bytes) -> None:
     check_truth(read(text))
 
 
+def test_leads_derived_from_easi_are_not_read_as_measured() -> None:
+    derived = "".join(lead(name).replace(f"LEAD_{name}", f"LEAD_d{name}") for name in ("I", "II", "III"))
+    assert set(read(aecg(series(TIME + derived + lead("V1")))).signals) == {"V1"}
+    check_truth(read(aecg(series(TIME + leads() + derived))))
+    check_truth(read(aecg(series(TIME + leads().replace("LEAD_AV", "LEAD_aV")))))
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="needs the shared files")
+def test_a_real_file_with_13_samples_is_refused(tmp_path: Path) -> None:
+    shutil.copy(SHARED / "bad_aecg_no_waveform.xml", tmp_path)
+    (source,) = open_sources(str(tmp_path))
+    assert str(prepared(source, "bad_aecg_no_waveform.xml")) == "too short: 0.026 s"
+
+
 def test_origins_are_added_and_unmeasured_samples_are_nan() -> None:
     gap = np.array([3, MISSING, 7])
     found = read(
@@ -187,8 +203,11 @@ SMALL = aecg(series(TIME + lead("I", np.rint(SHORT["I"] / 2.5).astype(int)), mor
 DIGITS = slice(SMALL.index(b"<digits>", SMALL.index(b"LEAD_I")) + 8, SMALL.index(b"</digits>", SMALL.index(b"LEAD_I")))
 
 
+RATE = SMALL[SMALL.index(b'"RHYTHM"') : SMALL.index(b"<digits>")]
+
+
 @given(damage=DAMAGE)
 @settings(max_examples=200, deadline=None)
 def test_damaged_files_are_refused_or_read_correctly(damage: Damage) -> None:
     """The digits are left alone: the format has no checksum."""
-    check_damage(KIND, damage.to(SMALL, DIGITS), SHORT)
+    check_damage(KIND, damage.to(SMALL, DIGITS), SHORT, 500, RATE)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from data_tools.errors import ReadError
 from data_tools.sources import dicom
 from data_tools.sources.base import Decoded
+from data_tools.verify import FLAGS
 
 pydicom = pytest.importorskip("pydicom")
 IMPLICIT, EXPLICIT = "1.2.840.10008.1.2", "1.2.840.10008.1.2.1"
@@ -161,7 +162,32 @@ def test_unmeasured_samples_are_nan_and_late_channels_are_aligned() -> None:
     }
     channels = [channel(lead, x003a0215=("DS", "3" if lead == "V1" else "0.4")) for lead in TRUTH]
     found = decoded("dicom", file(group(TRUTH, x003a0200=("SQ", channels))))
-    same(found, {lead: uv[:-3] if lead == "V1" else uv[3:] for lead, uv in TRUTH.items()})
+    late = {lead: uv[:-3] if lead == "V1" else uv[3:] for lead, uv in TRUTH.items()}
+    same(found, late)
+    for lead, one in zip(TRUTH, channels, strict=True):  # also stated in seconds, or only so
+        one[0x003A0214] = ("DS", "0.0061" if lead == "V1" else "0")
+        same(decoded("dicom", file(group(TRUTH, x003a0200=("SQ", channels)))), late)
+    for one in channels:
+        del one[0x003A0215]
+    same(decoded("dicom", file(group(TRUTH, x003a0200=("SQ", channels)))), late)
+
+
+@pytest.mark.parametrize("status", ["DISCONNECTED", "OK\\TEST DATA", "invalid", "UNCALIBRATED"])
+def test_channels_that_state_that_they_are_unusable_are_left_out(status: str) -> None:
+    statuses = {"I": "OK", "II": "QUESTIONABLE", "V2": status, "V3": status}
+    channels = [channel(lead, x003a0205=("CS", statuses[lead])) if lead in statuses else channel(lead) for lead in TRUTH]
+    found = decoded("dicom", file(group(TRUTH, x003a0200=("SQ", channels))))
+    word = status.rpartition("\\")[2].upper()
+    same(found, {lead: uv for lead, uv in TRUTH.items() if lead not in ("V2", "V3")})
+    assert isinstance(found, Decoded) and found.warnings == (("channel status", f"left out: V2 {word}, V3 {word}"),)
+    assert found.warnings[0][0] in FLAGS
+
+
+def test_of_two_rates_the_one_with_more_leads_is_read() -> None:
+    slow = {"x003a001a": ("DS", "250")}
+    found = decoded("dicom", file(group(TRUTH), group({"II": TRUTH["II"]}, **slow)))
+    assert same(found).fs_hz == 500
+    assert str(decoded("dicom", file(group(LIMB), group(V, **slow)))).startswith("rhythm waveform: 2 of 2")
 
 
 @pytest.mark.parametrize(("age", "years"), [("006M", 0.5), ("012W", 84 / 365.25), ("61", None), ("0x1Y", None)])
@@ -201,6 +227,11 @@ LONG = {lead: np.zeros(300_100) for lead in ("I", "II")}
         (file(group(TRUTH, {"x003a0210": ("DS", "-1")})), "gain"),
         (file(group(TRUTH, {"x003a0213": ("DS", "inf")})), "gain"),
         (file(group(TRUTH, {"x003a0215": ("DS", "1e9")})), "skew"),
+        (file(group(TRUTH, {"x003a0215": ("DS", "3"), "x003a0214": ("DS", "0.012")})), "skew: 3 and 6 samples"),
+        (file(group(TRUTH, x003a001a=("DS", "30000"))), "sampling rate: 30000.0 Hz"),
+        (file(group(TRUTH, {"x003a0205": ("CS", "TEST DATA")})), "rhythm waveform"),
+        (file(group(TRUTH, x54001004=("UN", [{}])), open_ends=True), "malformed DICOM: (5400,1004) is a sequence"),
+        (file(group(TRUTH, x5400100a=("UN", [{}])), open_ends=True), "malformed DICOM: (5400,100a) is a sequence"),
         (file()[:-100], "malformed DICOM"),
         (file(open_ends=True)[:-8], "malformed DICOM"),
         (file(open_ends=True, x0040b020=("SQ", [{}] * 60_000)), "malformed DICOM"),
@@ -234,12 +265,13 @@ def test_only_id_age_and_sex_of_the_patient_are_read(tmp_path: Path) -> None:
 
 BASE = file()
 SAMPLES = BASE.index(group(TRUTH)[0x54001010][1])
+RATE = encoded({0x003A001A: ("DS", "500"), 0x003A0020: ("SH", "RHYTHM")})
 
 
 @given(DAMAGE)
 @settings(max_examples=60)
 def test_damaged_files_are_refused_or_read_correctly(damage: Damage) -> None:
-    check_damage("dicom", damage.to(BASE, slice(SAMPLES, len(BASE))), TRUTH)
+    check_damage("dicom", damage.to(BASE, slice(SAMPLES, len(BASE))), TRUTH, 500, RATE)
 
 
 @given(
@@ -254,7 +286,7 @@ def test_damaged_channels_are_refused_or_read_correctly(row: int, tag: int, how:
     kind, value = channels[row][tag]
     one = {"drop": None, "empty": (kind, ""), "twice": (kind, value * 2), "junk": (kind, junk)}[how]
     channels[row] = changed(channels[row], {f"x{tag:08x}": one if not isinstance(value, int) or how != "twice" else None})
-    check_damage("dicom", file(group(TRUTH, x003a0200=("SQ", channels))), TRUTH)
+    check_damage("dicom", file(group(TRUTH, x003a0200=("SQ", channels))), TRUTH, 500)
 
 
 def test_a_dicomdir_is_not_taken_for_an_ecg() -> None:

@@ -1,17 +1,19 @@
 """Folders of hospitals' files: formats mixed, files that are none, names, and XML of unknown origin."""
 
 import itertools
+import re
 import shutil
 from pathlib import Path
 
 import fsspec
 import numpy as np
 import pytest
-from handmade import build, crops_of
+from binary_ecgs import edf
+from handmade import build, crops_of, ecg, write_challenge
 from hospital_cases import SHARED, decoded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_dicom import BASE
+from test_dicom import BASE, TRUTH, group
 from test_dicom import file as dicom_file
 from test_muse_xml import lead_xml, muse, steps
 from twins import write_wfdb
@@ -22,7 +24,7 @@ from data_tools.dataset import Dataset
 from data_tools.errors import ReadError
 from data_tools.record import LEADS, VENDORS
 from data_tools.sources import open_sources
-from data_tools.sources.base import read_safely
+from data_tools.sources.base import Decoded, read_safely
 from data_tools.sources.hospital import FORMATS, HospitalFiles
 from data_tools.splits import RoleSources
 from data_tools.storage import folder
@@ -72,8 +74,25 @@ def test_a_mixed_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_beside_wfdb_records_they_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_wfdb(mixed(tmp_path / "src"), "rec_1", "16", LEADS)
     assert main(["shard", f"{tmp_path}/src", "--out", f"{tmp_path}/out", "--plan", "all", "--workers", "1"]) == 0
-    message = "4 files of hospitals' formats were left out beside WFDB records: --source hospital reads them"
+    message = "4 files of hospitals' formats were left out beside wfdb records: --source hospital reads them"
     assert message in capsys.readouterr().err and {kind for kind, _ in crops_of(Dataset.open(f"{tmp_path}/out"))} == {"wfdb"}
+
+
+def test_beside_a_known_archive_they_are_left_out_and_counted(tmp_path: Path) -> None:
+    write_challenge(tmp_path / "src" / "training" / "georgia" / "g1", "E00001", ecg())
+    for name in ("one.xml", "ward/two.DCM"):
+        (tmp_path / "src" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "src" / name).write_bytes(b"")
+    (source,) = open_sources(f"{tmp_path}/src")
+    assert source.name == "physionet2021" and "2 files of hospitals' formats were left out" in source.notes()[-1]
+
+
+def test_a_folder_named_training_is_no_archive_without_records(tmp_path: Path) -> None:
+    (tmp_path / "src" / "training").mkdir(parents=True)
+    for name in ("one.xml", "training/two.xml"):
+        (tmp_path / "src" / name).write_text(muse())
+    (source,) = open_sources(f"{tmp_path}/src")
+    assert [*source.keys()] == ["one.xml", "training/two.xml"] and source.name == "hospital"
 
 
 def test_one_format_of_a_mixed_folder(tmp_path: Path) -> None:
@@ -112,6 +131,49 @@ def test_show_draws_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "notes.txt would be refused: unknown format: none of muse-xml, dicom" in capsys.readouterr().err
 
 
+def test_show_prints_one_line_for_a_damaged_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decode(data: bytes) -> Decoded:
+        raise TypeError("of a bug")
+
+    monkeypatch.setitem(FORMATS, "dicom", FORMATS["dicom"]._replace(decode=decode))
+    assert main(["show", str(mixed(tmp_path / "src") / "two.DCM")]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "two.DCM would be refused: unreadable record: TypeError" in err
+
+
+def test_names_that_lose_letters_or_are_cut_stay_different(tmp_path: Path) -> None:
+    source, long = HospitalFiles(folder(tmp_path)), "x" * 64
+    same = {"a (1).xml": "a_1_", "1.2.3/4.5": "1_2_3_4_5", f"{long}.xml": long, "ward 7/Smith, J.xml": "ward_7_Smith_J"}
+    assert {key: source.name_for(key) for key in same} == same
+    keys = ["李四.xml", "王五.xml", "a [1].xml", "a {1}.xml", "Jürgen.xml", "Jörgen.xml", "李/1.xml", "王/1.xml", "\udce4.xml"]
+    names = [source.name_for(key) for key in [*same, *keys, f"{long}1.xml", f"{long}2.xml", f"ward/{long}"]]
+    assert len(set(names)) == len(names) and max(map(len, names)) == 64
+    assert all(re.fullmatch("[A-Za-z0-9_-]+", name) for name in names)
+    for seed, name in enumerate(keys[:2]):
+        (tmp_path / name).write_text(muse("".join(lead_xml(lead, one + seed) for lead, one in steps().items())))
+    made = build(tmp_path, tmp_path / "out", plan="all")
+    assert not made.rejects() and len(set(made.column("record"))) == 2
+
+
+@pytest.mark.parametrize(("factor", "plausible"), [(0.03, False), (0.2, True), (1, True), (8, False)])
+def test_amplitudes_that_no_heart_has_are_noted_in_every_format(tmp_path: Path, factor: float, plausible: bool) -> None:
+    leads = "".join(lead_xml(name, one, LeadAmplitudeUnitsPerBit=4.88 * factor) for name, one in steps().items())
+    (tmp_path / "one.xml").write_text(muse(leads))
+    (tmp_path / "one.dcm").write_bytes(dicom_file(group(TRUTH, {"x003a0210": ("DS", str(2.5 * factor))})))
+    x = dict(zip(LEADS, ecg() // 2, strict=True))
+    (tmp_path / "one.edf").write_bytes(edf(x, scale=(-32768 * factor, round(32767 * factor), -32768, 32767)))
+    for record in HospitalFiles(folder(tmp_path)):
+        assert [reason for reason, _ in record.warnings] == ([] if plausible else ["implausible amplitude"])
+
+
+def test_samples_that_were_not_measured_do_not_count_in_the_amplitude(tmp_path: Path) -> None:
+    gaps = {lead: np.where(np.arange(len(uv)) % 2, -32768 * 2.5, uv) for lead, uv in TRUTH.items()}
+    (tmp_path / "one.dcm").write_bytes(dicom_file(group(gaps)))
+    assert not HospitalFiles(folder(tmp_path)).read("one.dcm").warnings
+
+
 def test_long_names_are_shortened_and_stay_different(tmp_path: Path) -> None:
     for name in (f"{UID}/{UID}.1", f"{UID}/{UID}.2"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -120,7 +182,9 @@ def test_long_names_are_shortened_and_stay_different(tmp_path: Path) -> None:
     assert len(names) == 2 and {len(name) for name in names} == {64}
 
 
-@pytest.mark.parametrize("text", ["", " ", "Anonymous", "000000", "xxx", "0", "-"])
+@pytest.mark.parametrize(
+    "text", ["", " ", "Anonymous", "000000", "xxx", "0", "-", "UNK", "NoID", "No ID", "Unidentified", "TEST", "not available"]
+)
 def test_what_stands_for_an_unknown_patient_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "one").write_bytes(dicom_file(x00100020=("LO", text)))
     assert HospitalFiles(folder(tmp_path)).read("one").patient is None

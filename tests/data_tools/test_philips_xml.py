@@ -14,6 +14,7 @@ from data_tools.errors import ReadError
 from data_tools.record import LEADS
 from data_tools.sources.base import Decoded
 from data_tools.sources.philips_xml import ECG_S, PULSE_S
+from data_tools.verify import FLAGS
 
 KIND, RATE = "philips-xml", 250
 TRUTH = leads_uv(ECG_S * RATE)
@@ -144,14 +145,24 @@ def test_files_with_more_or_fewer_leads_or_no_pulse_are_read() -> None:
     off = read(philips([*CHUNKS[:11], SPARE]))
     assert not off.signals["V6"].any() and off.signals["V5"].any()
     plain = [chunk(x) for x in stored({name: uv.astype(int) // 5 for name, uv in TRUTH.items()})]
-    check_truth(read(philips([*plain, SPARE], durationperchannel="10000")))
+    check_truth(ten := read(philips([*plain, SPARE], durationperchannel="10000")))
+    eleven = read(philips([SPARE] * 12))
+    for found, seconds in ((ten, "10 s"), (eleven, "11 s")):
+        assert [(reason, detail[:4]) for reason, detail in found.warnings] == [("no calibration pulse", seconds)]
+    assert ten.warnings[0][0] in FLAGS and not off.warnings
 
 
 def test_the_medical_record_number_replaces_a_missing_patient_id() -> None:
     assert read(philips().replace("<patientid>4711</patientid>", "<patientid/><MRN>12</MRN>")).patient == "12"
 
 
-@pytest.mark.parametrize(("age", "years"), [("<years>50</years>", 50.0), ("<days></days>", None), ("<years>?</years>", None)])
+YOUNG = [("<years>0</years><months>6</months>", 0.5), ("<years>0</years><months/>", 0.0)]
+YOUNG += [("<years>3</years><months>5</months>", 3.0), ("<years>0</years><months>0</months><days>7</days>", 7 / 365.25)]
+
+
+@pytest.mark.parametrize(
+    ("age", "years"), [("<years>50</years>", 50.0), ("<days></days>", None), ("<years>?</years>", None), *YOUNG]
+)
 def test_ages_are_converted_to_years(age: str, years: float | None) -> None:
     assert read(philips().replace("<months>18</months>", age)).age == years
 
@@ -171,7 +182,7 @@ MIXED = [*CHUNKS[:7], LOW[7], *CHUNKS[8:]]
         ("", "malformed XML"),
         (philips()[:-40], "malformed XML"),
         ("<sapphire/>", "unknown format"),
-        (philips(version="1.02"), "format version"),
+        *((philips(version=version), "format version") for version in ("1.02", "1.04.02", "1.045", "")),
         (philips().replace("<parsedwaveforms", "<parsedwaveforms/><parsedwaveforms"), "rhythm waveform"),
         (philips(compression="None"), "compression"),
         (philips(compression=None), "compression"),
@@ -210,10 +221,13 @@ def test_invalid_files_are_refused_with_a_reason(text: str, reason: str) -> None
     assert isinstance(found, ReadError) and found.reason == reason
 
 
+STATED = f'samplespersecond="{RATE}"'.encode()
+
+
 @given(damage=DAMAGE)
 @settings(max_examples=80, deadline=None)
 def test_damaged_files_are_refused_or_read_correctly(damage: Damage) -> None:
-    check_damage(KIND, damage.to(philips().encode()), TRUTH)
+    check_damage(KIND, damage.to(philips().encode()), TRUTH, RATE, STATED)
 
 
 @given(
@@ -221,4 +235,4 @@ def test_damaged_files_are_refused_or_read_correctly(damage: Damage) -> None:
     text=st.sampled_from(["", "-1", "nan", "1e308", "0x5", "5 5", "12", "II I", "500", None]),
 )
 def test_unusual_field_values_are_refused_or_read_correctly(name: str, text: str | None) -> None:
-    check_damage(KIND, philips(**{name: text}).encode(), TRUTH)
+    check_damage(KIND, philips(**{name: text}).encode(), TRUTH, RATE, STATED)
