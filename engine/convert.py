@@ -11,8 +11,9 @@ read without running code that may be pickled in them. They may hold a pre-train
 
 --input: the scale of the training signals. The paper's are in millivolts; ECG-FM's were scaled to mean 0 and standard deviation
 1 in each lead of each record (fairseq-signals scripts/preprocess/ecg). auto follows the checkpoint's settings: layernorm (over
-all leads of 5 s) if they set normalize, zscore if one of their paths names ECG-FM or MIMIC-IV-ECG, else millivolt.
---fs: the sampling rate of the training signals, if the settings lack it (DeepECG-SSL: 250). Inputs are resampled to it.
+all leads of 5 s) if they set normalize, zscore if one of their paths names ECG-FM or MIMIC-IV-ECG (printed), else millivolt.
+--fs: the sampling rate of the training signals, if the settings lack it (DeepECG-SSL: 250). Inputs are resampled to it. If the
+settings state another rate, also those of pre-training in a fine-tuned checkpoint, --fs is used and the difference is printed.
 """
 
 import argparse

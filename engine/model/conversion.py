@@ -57,11 +57,15 @@ def _preprocessing(
 ) -> tuple[dict[str, Any], list[str]]:
     """The input described by the checkpoint's settings; arguments take precedence."""
     task, notes = cfg["task"] if isinstance(cfg.get("task"), dict) else {}, []
-    if not (fs_hz := fs_hz or task.get("sample_rate")):
-        fs_hz = 500
+    stated = task.get("sample_rate") or _pretraining_task(cfg).get("sample_rate")
+    if fs_hz is not None and stated and stated != fs_hz:
+        notes.append(f"its settings state {stated} Hz, --fs {fs_hz:g} is used instead: leave it out if that was not intended")
+    elif fs_hz is None and not stated:
         notes.append("its settings do not state a sampling rate: assumed 500 Hz (change with --fs; DeepECG-SSL: 250)")
+    fs_hz = fs_hz if fs_hz is not None else stated or 500
     named: Any = [*LEADS[: config.leads]] if config.leads == len(LEADS) else config.leads
-    scale = _scale(cfg) if scale == "auto" else scale
+    if scale == "auto" and (scale := _scale(cfg)) == "zscore":
+        notes.append("its paths name ECG-FM or MIMIC-IV-ECG: assumed the input zscore (change with --input millivolt)")
     preprocessing = {"fs_hz": fs_hz, "leads": named, "segment_s": 5.0, "scale": scale, "meaning": SCALES[scale]}
     if loaded := task.get("leads_to_load"):
         try:
@@ -77,6 +81,13 @@ def _preprocessing(
     if unnamed:
         notes.append(f"its settings do not name its {config.leads} leads: it can be converted back, but not loaded")
     return preprocessing, notes
+
+
+def _pretraining_task(cfg: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The task's settings in pre-training, which a fine-tuned checkpoint keeps among those of its model."""
+    args = cfg["model"].get("args") or cfg["model"].get("w2v_args")
+    task = args.get("task") if isinstance(args, dict) else None
+    return task if isinstance(task, dict) else {}
 
 
 def _scale(cfg: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ Oracle: the authors' forward pass written from their key names with plain torch,
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,7 @@ def test_predictions_and_embeddings_are_the_authors(case: str, tmp_path: Path, c
     state = saved(tmp_path / "a.pt", size, task)
     (tmp_path / "names.csv").write_text("\ufeffname,pos\n" + "".join(f'"{name}",5\n' for name in NAMES))
     model = engine.load(folder := converted(tmp_path, *options, "--classes", str(tmp_path / "names.csv")))
-    assert capsys.readouterr().err == ""
+    assert (capsys.readouterr().err == "") is (case != "as ECG-FM")
     uv = signal_uv()
     x = torch.from_numpy(prepared((uv / 1e3).reshape(12, 2, 2500).swapaxes(0, 1)).copy()).float()
     encoder = {name.removeprefix("encoder."): w for name, w in state.items() if name.startswith("encoder.")}
@@ -190,6 +191,29 @@ def test_pretrained_at_250_hz(size: dict[str, int], tmp_path: Path, capsys: Any)
     config = build({"start": str(folder), "model": document["model"], "data": {"datasets": ["x"]}})
     with pytest.raises(ConfigError, match="trained at 250 Hz, pre-training is at 500 Hz"):
         read_weights(config)
+
+
+def test_what_is_guessed_or_contradicted_is_noted(tmp_path: Path, capsys: Any) -> None:
+    nested = {"task": {"sample_rate": 250}}  # of pre-training, in a fine-tuned checkpoint
+    for task, options, fs_hz, note in (
+        ({}, [], 250, ""),
+        ({}, ["--fs", "250"], 250, ""),
+        ({}, ["--fs", "500"], 500, "its settings state 250 Hz, --fs 500 is used instead: leave it out if"),
+        ({"sample_rate": 400}, [], 400, ""),
+        (
+            {"data": "/x/mimic_iv_ecg"},
+            [],
+            250,
+            "its paths name ECG-FM or MIMIC-IV-ECG: assumed the input zscore (change with --input",
+        ),
+        ({"data": "/x/mimic_iv_ecg"}, ["--input", "zscore"], 250, ""),
+    ):
+        saved(tmp_path / "a.pt", SMALL, task, 0, args=nested)
+        out = converted(tmp_path, *options)
+        err = capsys.readouterr().err
+        assert json.loads((out / "preprocessing.json").read_text())["fs_hz"] == fs_hz
+        assert err.count("\n") == bool(note) and note in err
+        shutil.rmtree(out)
 
 
 @pytest.mark.parametrize("scale", ["zscore", "layernorm"])
@@ -257,6 +281,7 @@ def test_leads_and_kind_are_inferred_or_refused(tmp_path: Path, capsys: Any) -> 
         ({}, 3, ["--classes", __file__.replace("test_conversion.py", "tiny.py")], "names: must be 3"),
         ({}, 0, ["--classes", "A"], "only pre-trained, without a classifier: leave it out"),
         ({}, 3, ["--fs", "nan"], "fs_hz=nan"),
+        ({"sample_rate": 250}, 3, ["--fs", "0"], "fs_hz=0.0: must be 50 to 2000"),
     ],
 )
 def test_what_cannot_be_converted_is_a_one_line_error(
