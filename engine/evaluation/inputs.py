@@ -207,8 +207,8 @@ def records_of(args: argparse.Namespace, model_input: Input) -> Iterator[RecordT
         if url.endswith(ARRAYS) and Path(url).exists():
             yield from arrays(args, Path(url), model_input)
         elif url.lower().endswith((".hea", *ENDINGS)):
-            source = open_sources(str(Path(url).parent), "wfdb" if url.endswith(".hea") else "hospital")[0]
-            key = Path(url).name
+            place, _, key = (url if "/" in url else f"./{url}").rpartition("/")
+            source = open_sources(place or "/", "wfdb" if url.endswith(".hea") else "hospital", args.anonymous)[0]
             yield RecordToRead(url, source.root.stamp(key), partial(prepared, source, key), source.name_for(key))
         elif "://" in url or Path(url).is_dir():
             try:

@@ -314,6 +314,14 @@ def test_a_dataset_in_a_bucket(dataset: Dataset, crops: Path, embedded: Embedded
     assert embedded("memory://bucket/dataset", batch=2).equals(pq.read_table(crops))
 
 
+def test_one_file_in_a_bucket(archive: Path, embedded: Embedded) -> None:
+    header = next(archive.rglob("*.hea"))
+    for file in (header, header.with_suffix(".mat")):
+        fsspec.filesystem("memory").put(str(file), f"/one/{file.name}")
+    found = embedded(f"memory://one/{header.name}", to="a", per="record")
+    np.testing.assert_array_equal(vectors(found), vectors(embedded(header, to="b", per="record")))
+
+
 @pytest.mark.parametrize(
     "change, named",
     [
