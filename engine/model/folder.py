@@ -25,8 +25,7 @@ import yaml  # type: ignore[import-untyped]
 from safetensors.torch import save_file
 from torch import Tensor
 
-from data_tools.storage import needs_s3
-from engine.common import ConfigError, parse_yaml
+from engine.common import ConfigError, needs_s3, parse_yaml
 
 WEIGHTS, CONFIG, PREPROCESSING, CARD = "model.safetensors", "config.json", "preprocessing.json", "README.md"
 SHA256 = "sha256"  # key in config.json

@@ -26,8 +26,7 @@ from pyarrow import csv as pa_csv
 from pyarrow import parquet
 
 from data_tools.dataset import CLASSES, Dataset
-from data_tools.storage import needs_s3
-from engine.common import ConfigError
+from engine.common import ConfigError, needs_s3
 from engine.data.leakage import OWNER, find_leak, owners, patient_ids, uniforms
 from engine.tasks.config import TaskConfig, TaskKind
 
