@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.compute as pc
+from scipy.stats import binomtest
 
 from data_tools.dataset import Dataset
 from engine.common import ConfigError, parse_leads
@@ -289,7 +290,8 @@ def compared(found: Found, random: Mapping[str, str]) -> dict[str, Any]:
     for key, (facts, samples) in sorted(found.items(), key=lambda one: place[one[0][1:]]):
         about = dict(zip(("model", "task", "leads", "share", "noise"), key, strict=True))
         metrics = {name: float(of_B[0]) for name, of_B in samples.items()}
-        rows.append(about | facts | {"metrics": metrics, "intervals": {name: interval(of_B) for name, of_B in samples.items()}})
+        ends = {name: interval(of_B, facts["patients"] * name.startswith("accuracy")) for name, of_B in samples.items()}
+        rows.append(about | facts | {"metrics": metrics, "intervals": ends})
         for other in dict.fromkeys([random[key[0]], first]):
             for name, of_B in samples.items() if other not in ("", key[0]) else ():
                 gap_B = of_B - found[other, *key[1:]][1][name]
@@ -298,7 +300,10 @@ def compared(found: Found, random: Mapping[str, str]) -> dict[str, Any]:
     return {"rows": rows, "differences": differences}
 
 
-def interval(of_B: Array) -> list[float]:
+def interval(of_B: Array, people: int = 0) -> list[float]:
+    """Percentiles of the resamples; for a share of `people` that is 0 or 1, which resamples never change, Clopper-Pearson's."""
+    if people and of_B[0] in (0, 1):
+        return list(map(float, binomtest(int(of_B[0]) * people, people).proportion_ci()))
     with warnings.catch_warnings(action="ignore"):  # undefined in all resamples: NaN
         ends: list[float] = np.nanpercentile(of_B[1:], (2.5, 97.5)).tolist()
     return ends

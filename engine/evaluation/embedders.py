@@ -69,7 +69,9 @@ def embedders_of(models: Sequence[str], args: Namespace) -> list[Embedder]:
     """`models`: folders, or NAME=FOLDER. Random weights follow the first model of their architecture; the mean beat is last."""
     found, architectures = dict[str, Embedder](), dict[str, str]()
     for text in models:
-        name, _, place = text.rpartition("=") if "=" in text and not Path(text).exists() else ("", "", text)
+        name, equals, place = text.partition("=")
+        if not equals or "/" in name or Path(text).exists():
+            name, place = "", text
         path = Path(place)
         name = name or (path.parent.name if path.name == "model" else path.name)
         if name in found or name in (MEAN_BEAT, RANDOM):

@@ -73,8 +73,10 @@ def labels_to_probe(dataset: Dataset, name: str, url: str) -> TaskLabels | None:
 
 def unlike(y_NK: Array) -> Array:
     """bool [K]: the known labels are not all the same."""
-    low_K, high_K = np.where(np.isnan(y_NK), np.inf, y_NK).min(0), np.where(np.isnan(y_NK), -np.inf, y_NK).max(0)
-    return np.asarray(low_K < high_K)
+    unknown_NK, inf = np.isnan(y_NK), np.inf
+    return np.asarray(
+        np.where(unknown_NK, inf, y_NK).min(0, initial=inf) < np.where(unknown_NK, -inf, y_NK).max(0, initial=-inf)
+    )
 
 
 def probe_rows(dataset: Dataset, labels: TaskLabels | None = None) -> Array:

@@ -15,7 +15,7 @@ import pytest
 
 from data_tools.dataset import Dataset, as_csv
 from engine.__main__ import main
-from engine.evaluation import bench, embedders
+from engine.evaluation import bench, bench_report, embedders
 from engine.evaluation.bench import ProbedRecords, ProbedTask, drawn, probe_scores, resampled, unlike, whitening
 from engine.evaluation.embedders import Vectors
 from engine.evaluation.metrics import Classification, measure, weighted_areas
@@ -76,9 +76,18 @@ def test_every_row_and_its_differences_in_every_file(out: Path) -> None:
     of = ("first", "sex", "V2,I", 1.0, 0.0, "auroc")
     assert ("mean beat", *of) in gaps and ("first", *of) not in gaps
     lines = list(csv.DictReader((out / "bench.csv").open()))
-    assert len(lines) == sum(len(row["metrics"]) for row in found["rows"]) + len(gaps)
+    classes = [line for line in lines if line["class"]]
+    assert len(lines) == sum(len(row["metrics"]) for row in found["rows"]) + len(gaps) + len(classes)
+    of_f = [
+        line
+        for line in classes
+        if line["class"] == "F" and [line[key] for key in bench_report.KEYS] == ["B", "sex", "V2,I", "0.3", "1.0"]
+    ]
+    assert [(line["metric"], float(line["value"])) for line in of_f] == [
+        (name, of["F"]) for name, of in one["per_class"].items()
+    ]
     text = (out / "bench.md").read_text()
-    assert "## identification: accuracy, whitened" in text and "| minus first" in text
+    assert "## identification: accuracy, whitened" in text and "## sex: AUPRC" in text and "| minus first" in text
     assert (out / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -100,6 +109,37 @@ def test_cached_embeddings_are_reused(
     damaged.write_bytes(damaged.read_bytes()[:-100])
     assert main([*again, *TASKS[1:]]) == 0 and len(made) == 1
     assert damaged.stat().st_size == (out / damaged.relative_to(copy)).stat().st_size
+
+
+def test_a_model_under_two_names_does_not_differ_from_itself(
+    out: Path, models: list[str], dataset: Dataset, tmp_path: Path
+) -> None:
+    shutil.copytree(out, copy := tmp_path / "OUT")
+    twin = models[1].replace("first=", "twin=")
+    assert (
+        main(["bench", *models[:2], twin, "--data", dataset.root.url, *TASKS, *LEADS, "--seed", "3", "--out", str(copy)]) == 0
+    )
+    found = json.loads((copy / "bench.json").read_text())["differences"]
+    gaps = [gap for gap in found if (gap["model"], gap["against"]) == ("twin", "first")]
+    assert {gap["metric"] for gap in gaps} >= {"auroc", "auprc", "mae", "accuracy", "accuracy_whitened"}
+    assert all(gap["difference"] == 0 and gap["interval"] == [0, 0] for gap in gaps)
+    pair = [[gap for gap in found if (gap["model"], gap["against"]) == (name, "random weights")] for name in ("first", "twin")]
+    assert [gap | {"model": "twin"} for gap in pair[0]] == pair[1] and any(gap["difference"] for gap in pair[0])
+
+
+def test_identification_equals_a_direct_computation(out: Path, models: list[str], dataset: Dataset) -> None:
+    """The probes have noise, the gallery has none."""
+    beats, of = embedders.embedders_of([], bench.Namespace(seed=3))[-1], bench.identities(dataset, dataset, ["V2,I"])
+    found = json.loads((out / "bench.json").read_text())["rows"]
+    for level in (0.0, 1.0):
+        a, b = (
+            embedders.embedded(beats, dataset, rows, noise, "V2,I", out / "parts").of(rows).c_BSD[:, 0, : beats.compared]
+            for rows, noise in ((of.gallery, 0.0), (of.probe, level))
+        )
+        a, b = (c / np.linalg.norm(c, axis=1, keepdims=True) for c in (a, b))
+        direct = of.patient_B[of.gallery][(b @ a.T).argmax(1)] == of.patient_B[of.probe]
+        (row,) = [r for r in found if (r["model"], r["task"], r["noise"]) == ("mean beat", "identification", level)]
+        assert row["metrics"]["accuracy"] == pytest.approx(direct.mean()) and row["n"] == len(direct)
 
 
 def test_trained_on_one_dataset_and_tested_on_another(
@@ -192,6 +232,25 @@ def test_whitened_halves_differ_equally_in_every_direction() -> None:
     assert np.isfinite(whitening(few)[1]).all() and np.isfinite(whitening(few[:1] * 0)[1]).all()
 
 
+def test_the_covariance_is_shrunk_by_the_formula() -> None:
+    """By hand: 6 crops of width 8 with covariance diag(6, 1, 0, ...), so tr = 7 and tr of the square = 37. OAS shrinks by
+    (0.75 * 37 + 49) / (6.75 * (37 - 49 / 8)) = 0.36827 towards 7 / 8."""
+    c_BSD = np.zeros((6, 2, 8), np.float32)
+    c_BSD[0, 1, 0], c_BSD[1, 1, 1] = 6 * 2**0.5, 6**0.5 * 2**0.5
+    matrix = whitening(c_BSD)[1]
+    shrunk = np.diag([4.1126, 0.95397] + [0.32224] * 6)
+    np.testing.assert_allclose(np.linalg.inv(matrix @ matrix.T), shrunk, atol=1e-4)
+
+
+def test_if_none_or_all_are_found_the_interval_is_the_exact_one() -> None:
+    key, facts = ("A", "identification", "12", None, 0.0), {"n": 25, "patients": 20}
+    samples = {"accuracy": np.zeros(21), "accuracy_whitened": np.ones(21), "auroc": np.ones(21)}
+    (row,) = bench.compared({key: (facts, samples)}, {"A": ""})["rows"]
+    assert row["intervals"]["accuracy"] == pytest.approx([0, 1 - 0.025 ** (1 / 20)])
+    assert row["intervals"]["accuracy_whitened"] == pytest.approx([0.025 ** (1 / 20), 1])
+    assert row["intervals"]["auroc"] == [1, 1]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -207,6 +266,8 @@ def test_whitened_halves_differ_equally_in_every_direction() -> None:
         (["--tasks", "sex", "sex"], "two tasks have the same name"),
         (["--tasks", "sex", "--models", "A=nowhere"], "nowhere: no such folder"),
         (["--tasks", "sex", "--models", "nowhere/x", "nowhere/x"], "nowhere/x: no such folder"),
+        (["--tasks", "sex", "--models", "A=none/lr=1"], " none/lr=1: no such folder"),
+        (["--tasks", "sex", "--models", "none/lr=1/RUN"], " none/lr=1/RUN: no such folder"),
     ],
 )
 def test_refusals_are_one_line(
@@ -232,6 +293,7 @@ def test_models_with_equal_names(models: list[str], dataset: Dataset, capsys: py
 
 def test_the_commands_in_the_docs_are_valid() -> None:
     page = (Path(bench.__file__).parents[2] / "docs" / "comparing.md").read_text()
+    assert bench_report.OVER in " ".join(page.split())
     commands = re.findall(r"^    omnilead bench (.*)$", page.replace("\\\n", ""), re.MULTILINE)
     assert len(commands) == 1 and parse("bench", shlex.split(commands[0])).share == [0.01, 0.1, 1.0]
     words = {word for words in re.findall(r"`(--[^`]*)`", page) for word in words.split() if word.startswith("--")}
