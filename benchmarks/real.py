@@ -5,9 +5,10 @@
 
 `dataset`: DIR/all, and for pre-training DIR/fold-K, with the records of all patients but the K-th fold's. `score` writes what
 `omnilead bench` does; the models fold-0, fold-1, ... count as one, each on its own fold. Diagnosis: a linear probe on the other
-folds, one of which chooses the penalty; all held-out records are scored together, for the Challenge's classes with enough
-positives. Identification: the other half of each held-out record, and a patient's second session, among the first halves of
-everyone, whitened by the other folds. The notes are McNemar's exact tests.
+folds, one of which chooses the penalty. AUROC and AUPRC of a class are means over the folds in which it has positives and
+negatives, since the scores of five probes are not on one scale; a class with few positives, or with none among the training
+records of a fold in a draw, is left out. Identification: the other half of each held-out record, and a patient's second
+session, among the first halves of everyone, whitened by the other folds. The notes are McNemar's exact tests.
 
 Axes: F folds, B crops, S halves, D width, N records or halves, K classes.
 """
@@ -47,7 +48,7 @@ from engine.evaluation.bench import (
 from engine.evaluation.bench_report import write
 from engine.evaluation.embedders import Vectors, embedded, embedders_of
 from engine.evaluation.metrics import Array, identification
-from engine.evaluation.probe import ProbeData, fit_scaled, linear
+from engine.evaluation.probe import ProbeData, fit_scaled, linear, unlike
 from engine.evaluation.results import nullable
 
 FOLDS, BOTH = "folds.json", "with real ECGs"
@@ -125,7 +126,8 @@ def score(options: argparse.Namespace) -> int:
                 hits.setdefault((task, leads), {})[name] = hit
     random = {name: embedders[of[0]].random for name, of in models.items()}
     document = compared(found, random) | {"data": str(options.data), "fingerprint": dataset.fingerprint, "models": random}
-    document["notes"] = [f"Diagnosis: {', '.join(crops.classes)}.", *(exact(*key, of) for key, of in hits.items())]
+    unknown = f"{crops.unlabelled} records without a SNOMED code are left out, also those whose statements have none"
+    document["notes"] = [f"Diagnosis: {', '.join(crops.classes)}; {unknown}.", *(exact(*key, of) for key, of in hits.items())]
     write(nullable(document), options.out)
     return 0
 
@@ -138,6 +140,7 @@ class RealCrops:
         source, name = dataset.table(["source", "record"]).to_pydict().values()
         record_B = np.unique([f"{a}/{b}" for a, b in zip(source, name, strict=True)], return_inverse=True)[1]
         known_B = np.array([bool(codes) for codes in dataset.table(["dx"])["dx"].to_pylist()])
+        self.unlabelled = len(np.unique(record_B[~known_B]))
         rows = np.argsort(record_B, kind="stable")
         rows = rows[known_B[rows]]
         begins = np.flatnonzero(np.diff(record_B[rows], prepend=-1))
@@ -155,19 +158,28 @@ class RealCrops:
         self.second = rest[np.unique(self.people_B[rest], return_index=True)[1]]
 
     def diagnosis(self, vectors_F: Sequence[Vectors], share: float) -> Scored:
+        """Means over the folds where a class has both labels, each with the weights of its own records, then over the draws."""
         of, draws, samples = self.records, list(drawn(self.records.patient_N, share)), dict[str, Any]()
         weight_NB, fold_N, x_FND = resampled(of.patient_N), self.fold_B[of.rows[of.begins]], [*map(of.means, vectors_F)]
-        for at, weight_B in weighted(draws):
-            scores_NK = np.zeros(of.y_NK.shape)
-            for fold, x_ND in enumerate(x_FND):
-                test_N, valid_N = fold_N == fold, fold_N == (fold + 1) % len(x_FND)
-                train_N = np.isin(np.arange(len(fold_N)), at) & ~test_N & ~valid_N
-                data = ProbeData(x_ND[train_N], of.y_NK[train_N], x_ND[valid_N], of.y_NK[valid_N], x_ND[test_N])
-                scores_NK[test_N] = fit_scaled(linear, data).scores_NK
-            for name, values_KB in by_class("multilabel", of.y_NK, scores_NK, weight_NB).items():
-                samples[name] = samples.get(name, 0) + weight_B * values_KB
-        facts = {"n": len(of.y_NK), "patients": len(np.unique(of.patient_N)), "classes": len(self.classes), "draws": len(draws)}
-        return facts, over_classes(samples)
+        folds, drawn_RN = range(len(x_FND)), [np.isin(np.arange(len(fold_N)), at) for at in draws]
+        test_FN, valid_FN = ([fold_N == (fold + ahead) % len(x_FND) for fold in folds] for ahead in (0, 1))
+        train_RFN = [[at_N & ~test_FN[fold] & ~valid_FN[fold] for fold in folds] for at_N in drawn_RN]
+        used_K = np.any([unlike(of.y_NK[test_N]) for test_N in test_FN], 0)
+        used_K &= np.all([unlike(of.y_NK[train_N]) for train_FN in train_RFN for train_N in train_FN], 0)
+        if not used_K.any():
+            raise ConfigError(f"--share {share:g}: no class has positives in every draw and fold: use a larger share")
+        y_NK, names = of.y_NK[:, used_K], np.array(self.classes)
+        for train_FN, weight_B in weighted(train_RFN):
+            parts: dict[str, list[Array]] = {}
+            for x_ND, train_N, valid_N, test_N in zip(x_FND, train_FN, valid_FN, test_FN, strict=True):
+                data = ProbeData(x_ND[train_N], y_NK[train_N], x_ND[valid_N], y_NK[valid_N], x_ND[test_N])
+                scores_NK = fit_scaled(linear, data).scores_NK
+                for name, values_KB in by_class("multilabel", y_NK[test_N], scores_NK, weight_NB[test_N]).items():
+                    parts.setdefault(name, []).append(values_KB)
+            for name, mean_KB in over_classes({name: np.stack(of_F) for name, of_F in parts.items()}).items():  # over folds
+                samples[name] = samples.get(name, 0) + weight_B * mean_KB
+        facts = {"n": len(y_NK), "patients": len(np.unique(of.patient_N)), "draws": len(draws)}
+        return facts | {"classes": int(used_K.sum()), "left_out": names[~used_K].tolist()}, over_classes(samples)
 
     def identification(self, vectors_F: Sequence[Vectors], task: str, width: int | None) -> tuple[Scored, Array]:
         """The metrics, and the hits of whitened embeddings."""
