@@ -7,6 +7,7 @@
 A step of a plan is a command. NAME is its folder below DIR, and MAKES the file or folder in it that exists once it is done.
 `each` repeats it for all combinations of values. In a command {out} is DIR, {GROUP} stands for NAME=FOLDER of each earlier
 step GROUP/NAME, other names in braces are the plan's `values`. A step runs after those whose folders its command names.
+The steps real-* are skipped if the folders with real ECGs that real-data names are absent.
 DIR/evidence.json, .md and .png are written from all scores that are there; the record is published by copying it:
 
     cp DIR/evidence.json benchmarks/results/evidence_MACHINE_DATE.json && python -m benchmarks.report
@@ -46,6 +47,11 @@ class Step(Job):
         return f"{self.name}/{self.makes}"
 
 
+class StepFolder(WorkDir):
+    def done(self, job: Job) -> bool:
+        return (self.path / job.result).exists()
+
+
 class StepPlan(JobPlan):
     @property
     def ordered(self) -> list[Job]:
@@ -70,9 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    folder = WorkDir(options.out.absolute())
+    folder = StepFolder(options.out.absolute())
     tree = read_yaml(find_config(options.plan, "evidence", "PLAN"))
     plan = read_plan(tree, folder.path, options.only)
+    skip_absent(plan, folder)
     left = forecast(plan, folder, options.jobs)
     if options.dry_run:
         for job in plan.ordered:
@@ -110,14 +117,15 @@ def read_plan(tree: Tree, out: Path, only: str = "") -> StepPlan:
 def filled(tree: Tree, out: Path) -> Iterator[Step]:
     """The plan's steps in its order, which is also that of running."""
     scale = ReproductionScale.read(tree["scale"]).settings["pretrain"] | tree.get("settings", {})
-    words = {"out": str(out), "scale": shlex.join(word for pair in as_arguments(scale) for word in ("--set", pair))}
+    scale_words = shlex.join(word for pair in as_arguments(scale) for word in ("--set", pair))
+    words = {"out": shlex.quote(str(out)), "scale": scale_words}
     values = {key: value.format_map(words) if isinstance(value, str) else value for key, value in tree["values"].items()}
     names: list[str] = []
     for entry in tree["steps"]:
         each = {key: values[of] if isinstance(of, str) else of for key, of in entry.get("each", {}).items()}
         groups: dict[str, str] = {}
         for group, slash, name in (name.partition("/") for name in names):
-            groups[group] = f"{groups.get(group, '')} {name or group}={out}/{group}{slash}{name}".strip()
+            groups[group] = f"{groups.get(group, '')} {name or group}={words['out']}/{group}{slash}{name}".strip()
         for combination in itertools.product(*each.values()):
             known = groups | values | words | dict(zip(each, combination, strict=True))
             name, command = entry["name"].format_map(known), shlex.split(entry["run"].format_map(known))
@@ -156,8 +164,17 @@ def forecast(plan: StepPlan, folder: WorkDir, jobs: int) -> str:
     return f"{len(missing)} of {len(plan.jobs)} steps left: about {duration(seconds)}, {jobs} at a time"
 
 
+def skip_absent(plan: StepPlan, folder: WorkDir) -> None:
+    """Leaves out the steps real-* if the folders with real ECGs are absent."""
+    first = plan.jobs.get("real-data")
+    paths = [word for word in first.command if "/" in word] if first and not folder.done(first) else []
+    if absent := [path for path in paths if not (path.startswith(str(folder.path)) or Path(report.ROOT, path).exists())]:
+        print(f"{absent[0]}: no such folder: the steps real-* are skipped: name ECGs of yours in the plan's `real`", flush=True)
+        plan.jobs = {name: job for name, job in plan.jobs.items() if not name.startswith("real-")}
+
+
 def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
-    """DIR/evidence.json, .md and .png, of all scores that are there."""
+    """DIR/evidence.json, .md and .png, of all scores that are there. Names the steps that are done but never ran here."""
     found = {
         "synthetic": read_json(folder.path / "bench/bench.json"),
         "real": read_json(folder.path / "real-scores/bench.json"),
@@ -168,8 +185,11 @@ def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
     if not results:
         return print("no scores yet", flush=True)
     record = environment() | {"benchmark": "evidence", "config": {"plan": plan} | tree, "results": results}
+    del record["page_cache"]  # nothing was timed
     record["config"]["device"] = "cuda" if record["hardware"]["gpus"] else "cpu"
-    record["input"] = {"archive": f"plan {plan}"}
+    steps = read_plan(tree, folder.path).ordered
+    outside = [step.name for step in steps if (folder.path / step.result).exists() and not folder.file(step, "json").exists()]
+    record["input"] = {"archive": f"plan {plan}", "made_outside": outside}
     write_json(folder.path / "evidence.json", record)
     (part,) = report.load(folder.path / "evidence.json")
     write_whole(folder.path / "evidence.md", "\n\n".join([tables.headline(part), *report.published(part)]) + "\n")

@@ -10,7 +10,7 @@ others are as `omnilead bench` writes them.
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from engine.evaluation.bench_report import write
 from engine.evaluation.metrics import Array, challenge_statistic
 from engine.evaluation.results import CHOSEN, EvalOptions, by_record, chosen_task, identify, nullable, score_task
 from engine.model.inference import THRESHOLD
+from engine.reproduction.workdir import read_json
 
 RANDOM = "random"
 
@@ -58,7 +59,7 @@ def score(options: argparse.Namespace) -> int:
         named = "; ".join(f"{start} {' '.join(of)}" for start, of in seeds.items())
         raise ConfigError(f"seeds {named}: name the same for each")
     names = sorted(starts, key=RANDOM.__eq__)
-    notes = ["Means over seeds of pre-training and fine-tuning; intervals over patients and seeds."]
+    notes = ["Means over seeds of pre-training and fine-tuning."]
     for start in names:
         samples: dict[str, Any] = {}
         each: dict[str, list[float]] = {}
@@ -71,14 +72,25 @@ def score(options: argparse.Namespace) -> int:
                 samples[name] = samples.get(name, 0) + weight_B * of_B
                 each.setdefault(name, []).append(float(of_B[0]))
         found[start, options.task, options.leads, None, 0.0] = facts | {"each": each}, samples
-        ended = [json.loads((run / "result.json").read_text()).get("converged") for run in runs]
-        if False in ended:
-            notes.append(f"{options.task}, leads {options.leads}, {start}: {ended.count(False)} of {len(ended)} not converged.")
+        notes += [f"{options.task}, leads {options.leads}, {start}: {said}." for said in remarks(runs)]
     models = {name: RANDOM if RANDOM in names and name != RANDOM else "" for name in names}
     document = {"data": options.data, "models": models, **compared(found, models), "notes": notes}
     options.out.mkdir(parents=True, exist_ok=True)
     write(nullable(document), options.out)
     return 0
+
+
+def remarks(runs: Sequence[Path]) -> Iterator[str]:
+    """Why these runs may be worse than they could be: their training was too short, or the best learning rate was not tried."""
+    ended = [json.loads((run / "result.json").read_text()) for run in runs]
+    if short := [one for one in ended if one.get("converged") is False]:
+        last = sum(one.get("validations_since") == 0 for one in short)
+        yield f"{len(short)} of {len(ended)} not converged" + f", {last} of them best at the last step" * bool(last)
+    for facts in (read_json(run / "run.json") for run in runs):
+        if rates := sorted((row[0] for row in facts.get("rates", ())), key=float):
+            chosen = f"{facts['config']['train']['lr']:g}"
+            ends = [end for end, rate in (("lowest", rates[0]), ("highest", rates[-1])) if rate == chosen]
+            yield from (f"the chosen learning rate, {chosen}, is the {end} tried" for end in ends)
 
 
 def scores_of(run: Path, dataset: Dataset, leads: str) -> Scored:

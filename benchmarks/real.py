@@ -106,7 +106,7 @@ def folds_of(dataset: Dataset, folds: int) -> Array:
 def score(options: argparse.Namespace) -> int:
     folds = int(json.loads((options.data / FOLDS).read_text())["folds"])
     dataset, found = Dataset.open(str(options.data / "all")), dict[tuple[Any, ...], Scored]()
-    hits: dict[tuple[str, ...], dict[str, Array]] = {}
+    hits: dict[tuple[str, str], dict[str, Array]] = {}
     crops = RealCrops(dataset, folds, options.positives)
     embedders = {one.name: one for one in embedders_of(options.models, Namespace(**DEFAULTS))}
     own = [name for name in (f"fold-{fold}" for fold in range(folds)) if name in embedders]

@@ -31,8 +31,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 TABLES, README = ROOT / "benchmarks" / "RESULTS.md", ROOT / "README.md"
 BEGIN, END = "<!-- results: made by benchmarks.report -->", "<!-- end of results -->"
 OF_RECORD = ("format", "date", "git", "hardware", "versions", "page_cache")
-NEEDED = ("git.commit", "versions.python", "hardware.cpu", "hardware.cores", "hardware.load_before")
-NEEDED += (*OF_RECORD, "benchmark", "config", "input.archive", "results")
+NEEDED: tuple[str, ...] = ("git.commit", "versions.python", "hardware.cpu", "hardware.cores", "hardware.load_before")
+NEEDED += (*OF_RECORD[:-1], "benchmark", "config", "input.archive", "results")
 SIGNED = ("overhead_pct", "loop_pct", "loader_pct", "stall_pct")  # may be 0 or less; all others must be above 0
 TEN_MILLION = 10_000_000
 Parts = dict[tuple[str, str], Part]  # by benchmark and device
@@ -87,6 +87,8 @@ def check(part: Part) -> None:
         raise RecordError(f"format {part['format']}: only 1 is supported")
     if benchmark not in tables.TABLES or device_of(part) not in ("cpu", "cuda"):
         raise RecordError(f"there is no benchmark {benchmark!r} on {device_of(part)!r}")
+    if "page_cache" not in part and benchmark != "evidence":
+        raise RecordError("incomplete: it lacks page_cache")
     if "dataset" not in part["input"] and benchmark not in ("step", "cost", "evidence"):
         raise RecordError("incomplete: it lacks input.dataset")
     if device_of(part) == "cuda" and not part["hardware"].get("gpus"):
@@ -254,7 +256,8 @@ def whole(parts: Sequence[Part]) -> str:
 
 def published(part: Part) -> Iterator[str]:
     heading, make = tables.TABLES[part["benchmark"]]
-    yield f"### {heading}" + (f", on {machine(part)}" if device_of(part) == "cuda" else "")
+    tuned = "; fine-tuned models" * ("fine-tuned" in part["results"])
+    yield f"### {heading}{tuned}" + (f", on {machine(part)}" if device_of(part) == "cuda" else "")
     yield from make(part)
     yield tables.note(part)
 
@@ -326,7 +329,7 @@ def bar_chart(spreads: dict[str, Any], title: str, unit: str, predicted: list[fl
 
 def share_curves(part: Part) -> Figure:
     """AUROC of diagnosis against the share of labels: synthetic beside real ECGs, 12 leads and lead I."""
-    rows, models = [], {}
+    rows, models = list[Result](), dict[str, str]()
     for where, document in part["results"].items():
         shown = {
             name for name, random in document["models"].items() if name in (*tables.BASELINES, *list(document["models"])[:1])

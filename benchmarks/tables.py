@@ -189,7 +189,7 @@ def evidence(part: Part) -> Iterator[str]:
 
 
 def headline(part: Part) -> str:
-    """Four rows of the evidence, for README.md."""
+    """Four rows of the evidence, for README.md. Names that end in a number are seeds of one config."""
     body = []
     for where, task, metric, leads, share in HEADLINE:
         document = part["results"].get(where, {})
@@ -198,6 +198,10 @@ def headline(part: Part) -> str:
         gaps = [row for row in document.get("differences", ()) if (asked | {"metric": metric}).items() <= row.items()]
         for model in list(rows)[:1]:
             cells = [scored(rows[name]["metrics"][metric], rows[name]["intervals"][metric]) for name in (model, *BASELINES)]
+            prefix, _, number = model.rpartition("-")
+            others = [of["metrics"][metric] for name, of in rows.items() if re.fullmatch(rf"{re.escape(prefix)}-\d+", name)]
+            if number.isdecimal() and len(others) > 1:
+                cells[0] += f", seeds {min(others):.3f} to {max(others):.3f}"
             cells += [
                 scored(gap["difference"], gap["interval"], "+")
                 for gap in gaps
@@ -215,7 +219,7 @@ def scored(value: float, ends: Sequence[float], sign: str = "") -> str:
 
 
 TABLES: dict[str, tuple[str, Callable[[Part], Iterator[str]]]] = {
-    "evidence": ("Does pre-training help? Linear probes on frozen embeddings, identification, and fine-tuning", evidence),
+    "evidence": ("Does pre-training help? Linear probes on frozen embeddings, and identification", evidence),
     "ingest": ("Archive to dataset: records (read, ingest, plan, synth) or GB (verify)", rates),
     "loader": ("Dataset to batches: crops of 10 s as float32 millivolts in torch (gather: as stored, int16)", loader),
     "step": ("One training step: crops of 10 s", step),
@@ -281,7 +285,8 @@ def note(part: Part) -> str:
     where += f", {hardware['cores']} cores" + ("" if on_gpu else " shared with others")
     when = "uncommitted changes, " * bool(part["git"]["dirty"]) + part["date"][:10]
     if name == "evidence":
-        return f"{where}, {when}; {facts['archive']}; in brackets 95 % intervals over patients; {file}."
+        outside = f"; made outside the plan: {', '.join(names)}" if (names := facts.get("made_outside")) else ""
+        return f"{where}, {when}; {facts['archive']}{outside}; {file}. {bench_report.INTERVALS}"
     amount = next((f"{facts[unit]:,} {unit} ({facts['archive']}) in the page cache" for unit in UNITS if unit in facts), "")
     what = facts["archive"] if name in ("step", "cost") else amount + f", {facts.get('threads')} threads" * ("threads" in facts)
     many = f"{fewest} to {repeats} runs" if fewest < repeats else f"{repeats} runs"

@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 def run_of(folder: Path, name: str, converged: bool = True, **model: Any) -> str:
     save_model(folder / name / "model", **model)
-    (folder / name / "result.json").write_text(json.dumps({"converged": converged}))
+    (folder / name / "result.json").write_text(json.dumps({"converged": converged, "validations_since": 10 * converged}))
     return f"{name}={folder / name}"
 
 
@@ -27,6 +27,9 @@ def test_means_over_seeds_and_their_differences(dataset: Dataset, tmp_path: Path
     runs = [run_of(tmp_path, f"diagnosis-12-random-{seed}", head=DIAGNOSIS) for seed in (1, 2)]
     runs += [run_of(tmp_path, f"diagnosis-12-w2v-x-{n + 1}", not n, head=DIAGNOSIS, layers=2 - n) for n in (0, 1)]
     runs += [run_of(tmp_path, "diagnosis-1-random-1", head=DIAGNOSIS), run_of(tmp_path, "identification-12-random-1")]
+    tried = [["0.0001", 25, "0.9", "yes"], ["1e-05", 25, "0.8", "yes"]]
+    facts = {"config": {"train": {"lr": 1e-4}}, "rates": tried}
+    (tmp_path / "diagnosis-12-w2v-x-1/run.json").write_text(json.dumps(facts))
     words = ["--data", dataset.root.url, "--out", str(tmp_path / "out"), "--task"]
     assert finetuned.main([*runs, *words, "diagnosis"]) == 0
     found: Row = json.loads((tmp_path / "out/bench.json").read_text())
@@ -47,7 +50,14 @@ def test_means_over_seeds_and_their_differences(dataset: Dataset, tmp_path: Path
         assert gap["model"] == "w2v-x" and of[0] == pytest.approx(random["each"][gap["metric"]][0], abs=1e-9)
         assert gap["difference"] == pytest.approx((of[1] - of[0]) / 2, abs=1e-6)
         assert gap["interval"][0] <= gap["difference"] <= gap["interval"][1]
-    assert found["notes"][-1] == "diagnosis, leads 12, w2v-x: 1 of 2 not converged."
+    assert found["notes"][1:] == [
+        "diagnosis, leads 12, w2v-x: 1 of 2 not converged, 1 of them best at the last step.",
+        "diagnosis, leads 12, w2v-x: the chosen learning rate, 0.0001, is the highest tried.",
+    ]
+    text = (tmp_path / "out/bench.md").read_text()
+    assert (
+        f"{tuned['each']['auroc'][0]:.3f}, {tuned['each']['auroc'][1]:.3f}" in text and "over test patients and seeds" in text
+    )
 
     assert finetuned.main([*runs, *words, "identification"]) == 0
     (row,) = json.loads((tmp_path / "out/bench.json").read_text())["rows"]
