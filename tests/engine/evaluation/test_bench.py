@@ -261,7 +261,7 @@ def test_if_none_or_all_are_found_the_interval_is_the_exact_one() -> None:
         (["--tasks", "ptbxl-form", "--labels", "."], "--tasks ptbxl-form: no ptbxl-form.parquet in --labels .: "),
         (["--tasks", "sex", "--share", "0.01"], "no class has positives and negatives in both: use a larger share"),
         (["--tasks", "sex", "--leads", "13"], "leads='13': no lead is called"),
-        (["--tasks", "same.csv"], "same.csv: --share 1 of"),
+        (["--tasks", "same.csv"], "same.csv: all labels of the split train are the same"),
         (["--tasks", "folds.csv"], "folds 1, 2: at least 3 are needed"),
         (["--tasks", "sex", "sex"], "two tasks have the same name"),
         (["--tasks", "sex", "--models", "A=nowhere"], "nowhere: no such folder"),
