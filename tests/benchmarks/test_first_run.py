@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import first_run
 from benchmarks.measure import CaseError
+from engine import embed
 from engine.training.loop import Loop
 
 
@@ -18,7 +19,9 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Loop, "train", Loop.train)  # which `train` replaces
 
 
-def test_every_check(tmp_path: Path) -> None:
+def test_every_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probed, main = list[str](), embed.main
+    monkeypatch.setattr(embed, "main", lambda words: probed.append(words[1]) or main(words))  # type: ignore[func-returns-value]
     words = [
         str(tmp_path),
         "--model",
@@ -42,7 +45,8 @@ def test_every_check(tmp_path: Path) -> None:
     assert list(tmp_path.glob("profile-*.trace.json.gz"))
     train = found["train"]
     assert train["last"]["step"] >= train["first"]["step"] == 1
-    assert train["trained"] != train["random"]
+    assert len(set(probed)) == 2 and probed[1] == f"{probed[0]}-random"
+    assert train["trained"]["records"] == train["random"]["records"]
 
 
 def test_failures_are_recorded_and_retried(
