@@ -93,8 +93,8 @@ def test_our_run_becomes_their_checkpoint(tmp_path: Path) -> None:
     assert convert.main(["to-fairseq", str(tmp_path / "run"), str(tmp_path / "no" / "such" / "b.pt")]) == 0
     assert convert.main(["from-fairseq", str(tmp_path / "no" / "such" / "b.pt"), str(tmp_path / "again")]) == 0
     assert same(*(load_file(tmp_path / p / "model.safetensors") for p in ("run/model", "again")))
-    fsspec.filesystem("memory").put(str(tmp_path / "run"), "/bucket/run", recursive=True)
-    assert convert.main(["to-fairseq", "memory://bucket/run", str(tmp_path / "c.pt")]) == 0
+    fsspec.filesystem("memory").put(str(tmp_path / "run"), "/converted/run", recursive=True)
+    assert convert.main(["to-fairseq", "memory://converted/run", str(tmp_path / "c.pt")]) == 0
     assert same(*(torch.load(tmp_path / p, weights_only=False)["model"] for p in ("c.pt", "no/such/b.pt")))
 
 
