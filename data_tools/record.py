@@ -79,6 +79,11 @@ def patient_source(source: str) -> str:
     return VENDORS[0] if source in VENDORS else source
 
 
+def lead_name(text: str) -> str:
+    """In the spelling of LEADS if it is one of them."""
+    return LEADS[LEAD_INDEX[text.upper()]] if text.upper() in LEAD_INDEX else text
+
+
 def unit_name(text: str) -> str:
     """Normalise a unit: `mv`, `mV`, `MV` -> `mV`. Unknown units are refused; a guess could be wrong by a factor of 1,000."""
     try:

@@ -37,8 +37,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     ):
         example = f"example: omnilead convert {command} {source} {out}"
         sub = commands.add_parser(command, help=text, description=text, epilog=example)
-        given, what = Path if command == "from-fairseq" else str, "a checkpoint; or a run or model folder, s3://, hf://org/name"
-        sub.add_argument("source", type=given, metavar=source, help=what)
+        sub.add_argument("source", metavar=source, help="a checkpoint; or a run or model folder, s3://, hf://org/name")
         sub.add_argument("out", type=Path, metavar=out, help="where to write it: a new file, or for a model a new folder")
         if command == "from-fairseq":
             scales = ("auto", "millivolt", "zscore", "layernorm")
@@ -64,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         if args.command == "from-fairseq":
-            for note in from_fairseq(args.source, args.out, args.input, args.fs, args.classes):
+            for note in from_fairseq(Path(args.source), args.out, args.input, args.fs, args.classes):
                 print(f"note: {args.source}: {note}", file=sys.stderr)
         elif args.command == "to-fairseq":
             to_fairseq(args.source, args.out)

@@ -12,7 +12,7 @@ from xml.etree.ElementTree import Element
 import numpy as np
 
 from data_tools.errors import ReadError
-from data_tools.record import AGE_UNITS, LEAD_INDEX, LEADS
+from data_tools.record import AGE_UNITS, lead_name
 from data_tools.sources.base import Decoded, Format
 from data_tools.sources.safe_xml import MAX_BYTES, root_tag, tree
 
@@ -37,7 +37,7 @@ def decode(data: bytes) -> Decoded:
     if len(leads) > MAX_LEADS:
         raise ReadError("signal count", f"over {MAX_LEADS} leads")
     _check(fields, _WAVEFORM)
-    if twice := [name for name, count in Counter(map(_name, leads)).items() if count > 1]:
+    if twice := [name for name, count in Counter(lead_name(lead.get("LeadID", "")) for lead in leads).items() if count > 1]:
         raise ReadError("duplicated lead", twice[0][:10])
     signals = {name: uv for name, uv in map(_samples, leads) if uv is not None}
     person = next((_fields(one) for one in root.iterfind("PatientDemographics")), {})
@@ -68,15 +68,9 @@ def _number(fields: Fields, name: str) -> float:
         return np.nan
 
 
-def _name(fields: Fields) -> str:
-    """A lead's name, in the spelling of LEADS if it is one of them."""
-    name = fields.get("LeadID", "")
-    return LEADS[LEAD_INDEX[name.upper()]] if name.upper() in LEAD_INDEX else name
-
-
 def _samples(fields: Fields) -> tuple[str, np.ndarray | None]:
     """A lead's name and its microvolts, None if it was off. Counts and checksum must match if the file states them."""
-    name = _name(fields)
+    name = lead_name(fields.get("LeadID", ""))
     _check(fields, _LEAD)
     if "LeadAmplitudeUnits" not in fields:
         raise ReadError("unknown unit", f"lead {name[:10]} states none")

@@ -13,7 +13,7 @@ from xml.etree.ElementTree import Element
 import numpy as np
 
 from data_tools.errors import ReadError
-from data_tools.record import AGE_UNITS, LEAD_INDEX, LEADS
+from data_tools.record import AGE_UNITS, LEADS, lead_name
 from data_tools.sources.base import Decoded, Format
 from data_tools.sources.safe_xml import MAX_BYTES, root_tag, tree
 
@@ -94,7 +94,7 @@ def _lead_names(stated: Stated) -> list[str]:
     labels, kind = stated.get("leadlabels", [""])[0].split(), stated.get("acquisitiontype", [""])[0]
     if not labels and kind in ("STD-12", "10-WIRE"):
         labels = list(LEADS)
-    names = [LEADS[LEAD_INDEX[label.upper()]] if label.upper() in LEAD_INDEX else label for label in labels]
+    names = list(map(lead_name, labels))
     count = _number(stated, "numberofleads" if "numberofleads" in stated else "numberchannelsallocated")
     if not 0 < len(names) == count <= MAX_LEADS:
         raise ReadError("signal count", f"{count:g} leads, of which {len(names)} are named")

@@ -36,7 +36,7 @@ from engine.data.preprocess import Input, SignalError
 from engine.evaluation.predict import CropBatch, dataset_batches
 from engine.model.inference import crops
 
-Per = Literal["crop", "record", "half"]
+Per = Literal["crop", "record", "half", "first"]
 PART_BATCHES = 16
 COLUMNS = {"source": pa.string(), "record": pa.string(), "patient": pa.string(), "row": pa.int64(), "start_s": pa.float64()}
 

@@ -5,7 +5,8 @@
         missing = make(source, output, model.input, "crop", parts)
     table = whole(source, output, model.input, "half")                # the same without files
 
-`per`: one row for each half of 5 s, each crop of 10 s (the mean of its halves) or each record (the mean of all its halves).
+`per`: one row for each half of 5 s, each crop's first half, each crop of 10 s (the mean of its halves) or each record (the mean
+of all its halves).
 Parts (engine.evaluation.inputs) are kept in F.parquet.parts/ until the table is complete; a damaged part is computed again, one
 of another job is refused. Under torchrun or deepspeed, rank r of W computes parts r, r + W, ..., and the rank that finishes
 last joins all of them. Ranks share nothing but the folder: none waits for another.
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from pyarrow import csv
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -114,8 +116,14 @@ def tables(
 ) -> Iterator[tuple[int, pa.Table]]:
     """Yields the table of each part."""
     empty = set(parts)
+
+    def prepare(uv_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
+        x_RLT = model_input.halves(uv_BLT, halves_B)  # normalised over the whole crop
+        first_B = torch.from_numpy(np.cumsum(halves_B, dtype=np.int64) - halves_B)
+        return x_RLT.index_select(0, first_B.to(x_RLT.device)) if per == "first" else x_RLT
+
     with closing(source.batches(parts, progress)) as batches:
-        given = predict(batches, model_input.halves, output.forward, output.model.device)
+        given = predict(batches, prepare, output.forward, output.model.device)
         for part, group in groupby(given, key=lambda batch: batch[0].crops.part):
             empty.remove(part)
             yield part, _table(list(group), output, per)
@@ -125,12 +133,13 @@ def tables(
 
 def _table(given: list[tuple[CropBatch, np.ndarray]], output: Output, per: Per) -> pa.Table:
     crops = pa.concat_tables([batch.crops.table.select(list(COLUMNS)) for batch, _ in given])
-    crop_H = np.repeat(np.arange(len(crops)), np.concatenate([batch.halves_B for batch, _ in given]))
+    halves_B = np.concatenate([batch.halves_B for batch, _ in given])
+    crop_H = np.repeat(np.arange(len(crops)), 1 if per == "first" else halves_B)
     record_B = np.concatenate([batch.crops.record_B for batch, _ in given])
     y_HD = np.concatenate([y_HD for _, y_HD in given])
     if not np.isfinite(y_HD).all():
         raise OutputError(NOT_FINITE)
-    group_H = {"half": np.arange(len(crop_H)), "crop": crop_H, "record": record_B[crop_H]}[per]
+    group_H = {"half": np.arange(len(crop_H)), "first": crop_H, "crop": crop_H, "record": record_B[crop_H]}[per]
     first = np.flatnonzero(np.diff(group_H, prepend=-1))
     y_ND = np.add.reduceat(y_HD, first) / np.diff(first, append=len(y_HD))[:, None].astype(np.float32)
     rows = crops.take(crop_H[first])

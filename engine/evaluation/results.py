@@ -26,7 +26,7 @@ from engine.common import ConfigError, OutputError, describe_leads, environment,
 from engine.data.augmenter import FS_HZ, none_measured
 from engine.data.leakage import conflicting_splits, patient_ids
 from engine.data.preprocess import Input
-from engine.evaluation.inputs import DatasetSource, no_leads
+from engine.evaluation.inputs import DatasetSource, Per, no_leads
 from engine.evaluation.metrics import Array, MetricError, bootstrap, challenge_statistic, identification, statistic_of
 from engine.evaluation.outputs import RESUMABLE, Output, ParquetParts, embeddings, make, matrix, vectors, whole
 from engine.model.config import validated
@@ -290,9 +290,8 @@ def identify(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> Ide
             require(side, dataset, f"id={role}", "patients of ptb-xl with two sessions: shard --id-sources names others")
         (gallery, probe), left_out = _measured(dataset, model_input, gallery, probe)
         rows = np.union1d(gallery, probe)
-        c_RD, crop_R = _outputs(embeddings(model), dataset, rows, model_input, options)
-        first_B = np.searchsorted(crop_R, np.arange(len(rows)))
-        gallery_PD, probe_QD = (c_RD[first_B[np.searchsorted(rows, side)]] for side in (gallery, probe))
+        c_BD, _ = _outputs(embeddings(model), dataset, rows, model_input, options, "first")
+        gallery_PD, probe_QD = (c_BD[np.searchsorted(rows, side)] for side in (gallery, probe))
     notes += left_out
     ids = patients[gallery].tolist(), patients[probe].tolist()
     return IdentificationResult(gallery_PD, ids[0], probe_QD, ids[1], _facts(dataset, options, model_input), notes)
@@ -361,18 +360,20 @@ def _facts(dataset: Dataset, options: EvalOptions, model_input: Input) -> dict[s
     return {"model": options.name, **data, "role": options.role, "leads": describe_leads(model_input.seen)}
 
 
-def _outputs(output: Output, dataset: Dataset, rows: Array, model_input: Input, options: EvalOptions) -> tuple[Array, Array]:
+def _outputs(
+    output: Output, dataset: Dataset, rows: Array, model_input: Input, options: EvalOptions, per: Per = "half"
+) -> tuple[Array, Array]:
     """Outputs [R, D] of the halves of these crops, and the position in `rows` of each. Ranks share the parts."""
-    model, crop_R = output.model, np.repeat(np.arange(len(rows)), dataset.column("halves")[rows])
-    source = DatasetSource(dataset, rows, options.batch, "half", pin=model.device.type == "cuda")
+    model, crop_R = output.model, np.repeat(np.arange(len(rows)), dataset.column("halves")[rows] if per == "half" else 1)
+    source = DatasetSource(dataset, rows, options.batch, per, pin=model.device.type == "cuda")
     if options.kept is None:
-        return matrix(whole(source, output, model_input, "half")), crop_R
-    job: dict[str, Any] = {"model": model.digest, "data": dataset.fingerprint, "leads": model_input.seen}
+        return matrix(whole(source, output, model_input, per)), crop_R
+    job: dict[str, Any] = {"model": model.digest, "data": dataset.fingerprint, "leads": model_input.seen, "per": per}
     job |= {"output": output.forward.__name__, "rows": sha256(rows.tobytes()).hexdigest()}
     job |= {"batch": options.batch, "device": model.device.type}
     with ParquetParts(options.kept, job, *environment()[:2]) as parts:
         if not parts.finished:
-            make(source, output, model_input, "half", parts)
+            make(source, output, model_input, per, parts)
         _wait_for_ranks()  # the last one has joined the parts
         if not options.kept.exists():
             shared = ": do all ranks write to the same folder?" * (parts.world > 1)
