@@ -47,7 +47,7 @@ def test_every_command_of_a_shipped_plan_is_one_that_its_program_takes(name: str
     assert "real-data" in plan.jobs["real-scores"].needs
     tuned = [job for job in plan.ordered if job.kind == "finetune"]
     first = [job for job in tuned if "--lr" in job.command]
-    assert len(first) == 4 and all(
+    assert len(first) == 6 and all(
         {one.name for one in first} & {job.name, *job.needs} for job in tuned
     )  # one's rate is chosen
     for job in (job for job in plan.ordered if job.kind == "evaluate"):
