@@ -33,7 +33,6 @@ from engine.reproduction.workdir import WorkDir, read_json, write_json
 
 Tree = dict[str, Any]
 COMMANDS = "commands.json"
-LISTS = ("rows", "differences", "notes")
 
 
 @dataclass(frozen=True)
@@ -180,7 +179,9 @@ def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
         "real": read_json(folder.path / "real-scores/bench.json"),
     }
     tuned = [*map(read_json, sorted(folder.path.glob("evaluate/*/bench.json")))]
-    found["fine-tuned"] = {**tuned[-1], **{key: [row for one in tuned for row in one[key]] for key in LISTS}} if tuned else {}
+    rows = {key: [row for one in tuned for row in one[key]] for key in ("rows", "differences")}
+    notes = [*dict.fromkeys(note for one in tuned for note in one["notes"])]
+    found["fine-tuned"] = {**tuned[-1], **rows, "notes": notes} if tuned else {}
     results = {name: one | {"data": Path(one["data"]).name} for name, one in found.items() if one}
     if not results:
         return print("no scores yet", flush=True)

@@ -195,9 +195,11 @@ def drawn(patient_N: Array, share: float) -> Iterator[Array]:
 
 
 def weighted(draws: Sequence[Any]) -> Iterator[tuple[Any, Array]]:
-    """Each draw with its weights [B]: in the mean over the draws, and in resamples of the draws."""
-    weight_RB = resampled(np.arange(len(draws))) / len(draws) if len(draws) > 1 else np.ones((1, RESAMPLES + 1))
-    return zip(draws, weight_RB, strict=True)
+    """Each draw with its weights [B]: in the mean over the draws, and in resamples. These have one draw fewer, so that their
+    means vary as means of all draws do (Rao and Wu 1988)."""
+    n, fewer = len(draws), max(1, len(draws) - 1)
+    weight_BR = np.random.default_rng(1).multinomial(fewer, np.full(n, 1 / n), RESAMPLES) / fewer
+    return zip(draws, np.vstack([np.full(n, 1 / n), weight_BR]).T, strict=True)
 
 
 def resampled(group_N: Array) -> Array:

@@ -22,7 +22,7 @@ MAIN |= {"challenge": "Challenge score at 0.5", "challenge_chosen": "Challenge s
 MAIN |= {"accuracy": "accuracy, cosine", "accuracy_whitened": "accuracy, whitened"}
 KEYS = ("model", "task", "leads", "share", "noise")
 OVER = (
-    "over test patients and, at small shares, the drawn labelled patients (of five draws, so about 10 % too narrow there), "
+    "over test patients and, at small shares, the drawn labelled patients, "
     "not over the gallery, the labelled patients of a share drawn once, or the seed of pre-training"
 )
 INTERVALS = f"In brackets: 95 % intervals {OVER}. Differences use the same resamples."

@@ -16,7 +16,7 @@ import pytest
 from data_tools.dataset import Dataset, as_csv
 from engine.__main__ import main
 from engine.evaluation import bench, bench_report, embedders
-from engine.evaluation.bench import ProbedRecords, ProbedTask, drawn, probe_scores, resampled, unlike, whitening
+from engine.evaluation.bench import ProbedRecords, ProbedTask, drawn, probe_scores, resampled, unlike, weighted, whitening
 from engine.evaluation.embedders import Vectors
 from engine.evaluation.metrics import Classification, measure, weighted_areas
 from engine.evaluation.probe import ProbeData, linear
@@ -206,6 +206,16 @@ def test_areas_for_many_weightings_at_once() -> None:
     direct = np.stack([np.concatenate(one.areas(w)) for w in weight.T], 1)
     np.testing.assert_allclose(weighted_areas(y, score, weight.astype(np.float32)), direct, rtol=1e-6)
     assert np.isnan(weighted_areas(np.zeros(90), score, weight)).all()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_means_over_resampled_draws_vary_as_means_over_all_draws_do(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "RESAMPLES", 4000)
+    value_R = np.array([1.0, 4, 2, 8, 5])[:n]
+    mean_B = np.sum([value * weight_B for value, weight_B in weighted(value_R)], axis=0)
+    assert mean_B[0] == pytest.approx(value_R.mean())
+    expected = value_R.var(ddof=1) / n if n > 1 else 0
+    assert mean_B[1:].var() == pytest.approx(expected, rel=0.1)
 
 
 def test_small_shares_are_subsets_of_larger_ones_and_patients_stay_whole() -> None:
