@@ -141,14 +141,14 @@ def said(job: Job) -> str:
 
 
 def same_commands(plan: StepPlan, folder: WorkDir) -> None:
-    """Refuses results of other commands than the plan's."""
-    path = folder.path / COMMANDS
+    """Refuses results of other commands than the plan's, and what was made from them."""
+    path, other = folder.path / COMMANDS, set[str]()
     now, before = {job.name: said(job).replace(str(folder.path), "DIR") for job in plan.ordered}, read_json(path)
     for job in plan.ordered:
-        if folder.done(job) and before.get(job.name, now[job.name]) != now[job.name]:
-            raise ConfigError(
-                f"{folder.path}/{job.name}: made by another command than this plan's: remove it, or use another --out"
-            )
+        if before.get(job.name, now[job.name]) != now[job.name] or other & {*job.needs}:
+            other.add(job.name)
+    if old := [f"{folder.path}/{job.name}" for job in plan.ordered if job.name in other and folder.done(job)]:
+        raise ConfigError(f"made by other commands than this plan's: {', '.join(old)}: remove them, or use another --out")
     write_json(path, before | now)
 
 
@@ -178,7 +178,8 @@ def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
         "synthetic": read_json(folder.path / "bench/bench.json"),
         "real": read_json(folder.path / "real-scores/bench.json"),
     }
-    tuned = [*map(read_json, sorted(folder.path.glob("evaluate/*/bench.json")))]
+    steps = read_plan(tree, folder.path).ordered
+    tuned = [one for step in steps if step.kind == "evaluate" and (one := read_json(folder.path / step.result))]
     rows = {key: [row for one in tuned for row in one[key]] for key in ("rows", "differences")}
     notes = [*dict.fromkeys(note for one in tuned for note in one["notes"])]
     found["fine-tuned"] = {**tuned[-1], **rows, "notes": notes} if tuned else {}
@@ -188,7 +189,6 @@ def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
     record = environment() | {"benchmark": "evidence", "config": {"plan": plan} | tree, "results": results}
     del record["page_cache"]  # nothing was timed
     record["config"]["device"] = "cuda" if record["hardware"]["gpus"] else "cpu"
-    steps = read_plan(tree, folder.path).ordered
     outside = [step.name for step in steps if (folder.path / step.result).exists() and not folder.file(step, "json").exists()]
     record["input"] = {"archive": f"plan {plan}", "made_outside": outside}
     write_json(folder.path / "evidence.json", record)

@@ -183,7 +183,7 @@ def _connect(url: str, anonymous: bool) -> Any:
 
 
 def needs_s3(url: str, error: ImportError) -> str:
-    return f"{url} needs the extra s3: pip install 'omnilead[s3]' ({error})"
+    return f"{url} needs the extra s3: pip install 'omnilead[s3]' ({error})" if url.startswith("s3:") else f"{url}: {error}"
 
 
 async def _get_s3(fs: Any, path: str, start: int, size: int) -> tuple[bytes, int]:

@@ -37,7 +37,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     ):
         example = f"example: omnilead convert {command} {source} {out}"
         sub = commands.add_parser(command, help=text, description=text, epilog=example)
-        sub.add_argument("source", metavar=source, help="a checkpoint; or a run or model folder, s3://, hf://org/name")
+        what = "a checkpoint, local" if command == "from-fairseq" else "a run or model folder, local or s3://, hf://org/name"
+        sub.add_argument("source", metavar=source, help=what)
         sub.add_argument("out", type=Path, metavar=out, help="where to write it: a new file, or for a model a new folder")
         if command == "from-fairseq":
             scales = ("auto", "millivolt", "zscore", "layernorm")
@@ -63,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         if args.command == "from-fairseq":
+            if "://" in args.source:
+                raise ConfigError(f"{args.source}: download the checkpoint first")
             for note in from_fairseq(Path(args.source), args.out, args.input, args.fs, args.classes):
                 print(f"note: {args.source}: {note}", file=sys.stderr)
         elif args.command == "to-fairseq":

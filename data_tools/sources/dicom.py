@@ -58,6 +58,9 @@ def decode(data: bytes) -> Decoded:
     together = [[*same] for _, same in groupby(rhythms, key=lambda one: one.time)]
     most = max((sum(len(one.leads) for one in same) for same in together), default=0)
     chosen = [same for same in together if sum(len(one.leads) for one in same) == most]
+    unusable = ", ".join(f"{lead} {status}" for one in (chosen or [groups])[0] for lead, status in one.unusable.items())
+    if not rhythms and unusable:
+        raise ReadError("channel status", unusable)
     if len(chosen) != 1:
         raise ReadError("rhythm waveform", f"{len(chosen)} of {len(groups)} waveforms with ECG leads, 1 is read")
     if len({lead for one in chosen[0] for lead in one.leads}) != most:
@@ -68,7 +71,7 @@ def decode(data: bytes) -> Decoded:
     notes: list[tuple[str, str]] = []
     if kind not in ECG_CLASSES:
         notes.append(("SOP class", f"{kind or 'an unknown one'} is not an ECG class: read for its ECG leads"))
-    if unusable := ", ".join(f"{lead} {status}" for one in chosen[0] for lead, status in one.unusable.items()):
+    if unusable:
         notes.append(("channel status", f"left out: {unusable}"))
     return Decoded(signals, chosen[0][0].fs_hz, _text(file, _PATIENT), years, _text(file, _SEX), tuple(notes))
 

@@ -34,8 +34,9 @@ class PtbXl(WfdbSource):
 
     def notes(self) -> list[str]:
         if self._folder() == FOLDERS[0]:
-            return []
-        return [f"{self.root.url}: no records500, so records100 is read: 100 Hz, resampled to 500 Hz, with nothing above 50 Hz"]
+            return super().notes()
+        what = "no records500, so records100 is read: 100 Hz, resampled to 500 Hz, with nothing above 50 Hz"
+        return [f"{self.root.url}: {what}", *super().notes()]
 
     def tables(self) -> bytes:
         return self.root.read(TABLE, MAX_TABLE)

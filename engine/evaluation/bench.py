@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.compute as pc
-from scipy.stats import binomtest
 
 from data_tools.dataset import Dataset
 from engine.common import ConfigError, parse_leads
@@ -32,8 +31,8 @@ from engine.data.augmenter import none_measured
 from engine.data.leakage import overlap, patient_ids
 from engine.evaluation.bench_report import write
 from engine.evaluation.embedders import Embedder, Vectors, embedded, embedders_of
-from engine.evaluation.metrics import Array, identification, statistic_of, weighted_areas
-from engine.evaluation.probe import IDENTITY, ProbeData, fit_scaled, labels_to_probe, linear, unlike
+from engine.evaluation.metrics import Array, exact_interval, identification, statistic_of, weighted_areas
+from engine.evaluation.probe import IDENTITY, SPLITS, ProbeData, fit_scaled, labels_to_probe, linear, require_unlike, unlike
 from engine.evaluation.results import EvalOptions, load_task, nullable, require, shown_input
 from engine.tasks.labels import TaskLabels, read_task
 
@@ -146,7 +145,8 @@ def task_to_probe(word: str, fitted: Dataset, tested: Dataset, shares: Sequence[
     """`tested`: if it is another dataset, it has outputs of the same names, and its own test split."""
     table = word.endswith(TABLES)
     try:
-        labels = labels_to_probe(fitted, "" if table else word, word if table else table_of(how.labels, word))
+        named = ("", word) if table else (word, table_of(how.labels, word))
+        labels = labels_to_probe(fitted, *named, SPLITS if tested is fitted else ("train", "valid"))
         if labels is None:
             raise ConfigError("name a task")
         own = replace(labels.task, folds={}) if table else load_task(word)
@@ -155,6 +155,7 @@ def task_to_probe(word: str, fitted: Dataset, tested: Dataset, shares: Sequence[
         other = labels if tested is fitted else read_task(own, [tested])
         sides = (fitted, labels, "train"), (fitted, labels, "valid"), (tested, other, "test")
         train, valid, test = (records_of(*side, how.leads) for side in sides)
+        require_unlike(other, "test", own.labels or tested.root.url)
         if tested is not fitted and (both := overlap(fitted, np.union1d(train.rows, valid.rows), tested, test.rows)):
             labels.remarks.append(f"Possible leakage: {both} is in train or valid of --data and in test of --test-data.")
     except ConfigError as error:
@@ -240,7 +241,8 @@ def probe_scores(task: ProbedTask, fit: Vectors, tests: Mapping[float, Vectors])
         facts |= {"draws": len(draws), "classes": int(used_K.sum()), "left_out": names[~used_K].tolist()}
         for level, of in sums.items():
             used = names[used_K].tolist()
-            per_class = {name: dict(zip(used, of_KB[:, 0].tolist(), strict=True)) for name, of_KB in of.items()}
+            classes = {name: of_KB[:, 0].tolist() for name, of_KB in of.items() if len(of_KB) == len(used)}
+            per_class = {name: dict(zip(used, values, strict=True)) for name, values in classes.items()}
             yield (share, level), (facts | {"per_class": per_class}, over_classes(of))
 
 
@@ -305,7 +307,7 @@ def compared(found: Found, random: Mapping[str, str]) -> dict[str, Any]:
 def interval(of_B: Array, people: int = 0) -> list[float]:
     """Percentiles of the resamples; for a share of `people` that is 0 or 1, which resamples never change, Clopper-Pearson's."""
     if people and of_B[0] in (0, 1):
-        return list(map(float, binomtest(int(of_B[0]) * people, people).proportion_ci()))
+        return exact_interval(int(of_B[0]) * people, people)
     with warnings.catch_warnings(action="ignore"):  # undefined in all resamples: NaN
         ends: list[float] = np.nanpercentile(of_B[1:], (2.5, 97.5)).tolist()
     return ends

@@ -376,6 +376,11 @@ def over_seeds(values: Sequence[float]) -> tuple[float, float]:
     return float(array.mean()), float(stats.t.ppf(0.975, len(array) - 1) * array.std(ddof=1) / np.sqrt(len(array)))
 
 
+def exact_interval(found: int, people: int) -> list[float]:
+    """95 % interval of a share (Clopper and Pearson)."""
+    return list(map(float, stats.binomtest(found, people).proportion_ci()))
+
+
 def bootstrap(statistic: Callable[[Array], Any], groups: Sequence[Any], n: int = 1000, seed: int = 0) -> Array:
     """95 % percentile interval [2, ...] of a statistic, a function of how often each row was drawn. Patients are drawn with
     all their rows. A resample on which the statistic is undefined (NaN) is left out. NaN if there is only one patient."""

@@ -168,7 +168,7 @@ class ParquetParts:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"{out}: another process is writing it") from None
+            raise OutputError(f"{out}: another process is writing it") from None
         except OSError:  # a file system without locks: two processes would write the same bytes
             pass
         for path in self.folder.glob("*.parquet"):

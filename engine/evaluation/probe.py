@@ -55,8 +55,9 @@ class ProbeFit(NamedTuple):
     error: float  # on the valid rows
 
 
-def labels_to_probe(dataset: Dataset, name: str, url: str) -> TaskLabels | None:
-    """The labels of the task `name`, or of the table `url`, whose kind is guessed; None if neither is given."""
+def labels_to_probe(dataset: Dataset, name: str, url: str, splits: Sequence[str] = SPLITS) -> TaskLabels | None:
+    """The labels of the task `name`, or of the table `url`, whose kind is guessed; None if neither is given. ConfigError if one
+    of `splits` has none."""
     if not (name or url):
         return None
     task = load_task(name) if name else guess(TaskConfig(Path(url).stem[:64], labels=url))
@@ -64,11 +65,16 @@ def labels_to_probe(dataset: Dataset, name: str, url: str) -> TaskLabels | None:
     if task.kind == "identity":
         raise ConfigError(f"--task {name}: leave it out: identification is then probed")
     labels = read_task(task, [dataset])
-    if empty := [split for split in SPLITS if not len(labels.rows(0, split))]:
-        raise ConfigError(f"{url or dataset.root.url}: no record is in the split {empty[0]}: a probe needs {', '.join(SPLITS)}")
-    if same := [split for split in ("train", "test") if not unlike(labels.y[0][labels.rows(0, split)]).any()]:
-        raise ConfigError(f"{url or dataset.root.url}: all labels of the split {same[0]} are the same: nothing to learn")
+    if empty := [split for split in splits if not len(labels.rows(0, split))]:
+        raise ConfigError(f"{url or dataset.root.url}: no record is in the split {empty[0]}: a probe needs {', '.join(splits)}")
+    for split in (split for split in splits if split != "valid"):
+        require_unlike(labels, split, url or dataset.root.url)
     return labels
+
+
+def require_unlike(labels: TaskLabels, split: str, where: str) -> None:
+    if not unlike(labels.y[0][labels.rows(0, split)]).any():
+        raise ConfigError(f"{where}: all labels of the split {split} are the same: nothing to learn or to score")
 
 
 def unlike(y_NK: Array) -> Array:

@@ -27,7 +27,15 @@ from engine.data.augmenter import FS_HZ, none_measured
 from engine.data.leakage import conflicting_splits, patient_ids
 from engine.data.preprocess import Input
 from engine.evaluation.inputs import DatasetSource, Per, no_leads
-from engine.evaluation.metrics import Array, MetricError, bootstrap, challenge_statistic, identification, statistic_of
+from engine.evaluation.metrics import (
+    Array,
+    MetricError,
+    bootstrap,
+    challenge_statistic,
+    exact_interval,
+    identification,
+    statistic_of,
+)
 from engine.evaluation.outputs import RESUMABLE, Output, ParquetParts, embeddings, make, matrix, vectors, whole
 from engine.model.config import validated
 from engine.model.inference import THRESHOLD, HeadInfo, TrainedModel
@@ -174,7 +182,9 @@ class IdentificationResult:
 
     @cached_property
     def interval(self) -> list[float]:
-        hits = self.scores["hits"]
+        hits, people = self.scores["hits"], len(set(self.probe_ids))
+        if hits.mean() in (0, 1):  # resamples would all agree
+            return exact_interval(int(hits[0]) * people, people)
         ends: list[float] = bootstrap(lambda weight: weight @ hits / weight.sum(), self.probe_ids, self.resamples).tolist()
         return ends
 

@@ -3,6 +3,7 @@
 import hashlib
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,11 +80,12 @@ def _last(place: Any) -> str:
 def pull(repo: str, out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out}: exists and is not an empty folder: choose another name")
-    partial = out.with_name(f"{out.name}.partial")
     with model_folder(f"hf://{repo}") as (folder, _):
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(folder, partial)
-        partial.replace(out)
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out) as partial:
+            shutil.copytree(folder, partial, dirs_exist_ok=True)
+            for file in sorted(Path(partial).iterdir(), key=lambda file: file.name == CONFIG):  # without it, it is no model
+                file.replace(out / file.name)
 
 
 def fetched(repo: str) -> Path:

@@ -18,7 +18,7 @@ from engine.training.task import TrainingTask
 from engine.training.train import train
 
 RATES = "rates.json"
-OF_A_RUN = shutil.ignore_patterns("checkpoints", ".*", "tensorboard")  # not copied to RUN
+NOT_COPIED = shutil.ignore_patterns("model", "checkpoints", ".*", "tensorboard")
 
 
 def train_rates(config: RunConfig, task: type[TrainingTask], profile: int = 0) -> bool:
@@ -41,10 +41,13 @@ def train_rates(config: RunConfig, task: type[TrainingTask], profile: int = 0) -
         tried.append({"lr": rate, "run": place.name} | json.loads((place / RESULT).read_text()))
         write_whole(run / RATES, json.dumps(tried, indent=1) + "\n")
     best = max(tried, key=lambda row: row["best"] if row["higher_is_better"] else -row["best"])
-    shutil.copytree(run / best["run"], run, ignore=OF_A_RUN, dirs_exist_ok=True)
+    shutil.copytree(run / best["run"], run, ignore=NOT_COPIED, dirs_exist_ok=True)
     shown = [[f"{row['lr']:g}", row["step"], f"{row['best']:.4f}", "yes" if row["converged"] else "no"] for row in tried]
     facts = json.loads((run / "run.json").read_text())
     write_whole(run / "run.json", json.dumps(facts | {"rates": shown}, indent=1) + "\n")
+    shutil.rmtree(run / ".model", ignore_errors=True)
+    shutil.rmtree(run / "model", ignore_errors=True)
+    shutil.copytree(run / best["run"] / "model", run / ".model").replace(run / "model")  # last: what has a model is whole
     end = {max(rates): ", the highest tried", min(rates): ", the lowest tried"}.get(best["lr"], "")
     say("\n".join(f"lr {row['lr']:g}: {row['text']}" for row in tried))
     say(f"done: {run / 'model'} is that of lr {best['lr']:g}{end}, {write_report(run)}")

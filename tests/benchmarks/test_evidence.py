@@ -93,8 +93,14 @@ def test_what_is_done_is_not_done_again(plan: Path, tmp_path: Path, capsys: pyte
     said = capsys.readouterr()
     assert "1 of 4 steps left" in said.out and "three failed: left no valid three/f" in said.err and "Traceback" not in said.err
     plan.write_text(plan.read_text().replace("two/f !", "two/f ?"))
-    assert run(plan, out) == 2 and "/evaluate/two: made by another command than this plan's" in capsys.readouterr().err
+    refusal = "benchmarks.evidence: made by other commands than this plan's: "
+    assert run(plan, out) == 2 and f"{refusal}{out}/evaluate/two: remove them" in capsys.readouterr().err
     assert (out / "one/a/f").read_text() == "kept"
+    plan.write_text(plan.read_text().replace("two/f ?", "two/f !").replace("/f {x}", "/f {x}{x}"))
+    assert run(plan, out) == 2 and f"{refusal}{out}/one/a, {out}/one/b, {out}/evaluate/two:" in capsys.readouterr().err
+    (out / "one/a/f").unlink()  # and what was made from it is still refused
+    (out / "one/b/f").unlink()
+    assert run(plan, out) == 2 and f"{refusal}{out}/evaluate/two:" in capsys.readouterr().err
 
 
 def test_without_real_ecgs_their_steps_are_skipped(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,27 +157,30 @@ def test_the_record_of_all_scores(plan: Path, tmp_path: Path) -> None:
     for folder in ("one/a", "one/b", "jobs"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "f").touch()
-    (tmp_path / "jobs/one_b.json").write_text('{"seconds": 1}')
+    for name in ("one_b", "evaluate_diagnosis-12"):
+        (tmp_path / f"jobs/{name}.json").write_text('{"seconds": 1}')
     for place, models in (("bench", ("A-1", "A-2", *names[1:])), ("real-scores", names)):
         (tmp_path / place).mkdir(parents=True)
         (tmp_path / place / "bench.json").write_text(json.dumps(document(models, (0.9, 0.8, 0.7, 0.6)[: len(models)])))
-    for n in ("1", "12"):
+    tree = read_yaml(plan)
+    tree["steps"][1] |= {"name": "evaluate/diagnosis-{n}", "each": {"n": ["1", "12"]}, "makes": "bench.json"}
+    for n in ("1", "12", "of an older plan"):
         (tmp_path / f"evaluate/diagnosis-{n}").mkdir(parents=True)
         tuned = document(("A", "random weights"), (0.5, 0.25)) | {"notes": [f"{n} leads: 1 of 2 not converged."]}
         each = {"each": {"auroc": [0.125, 0.875], "accuracy_whitened": [0.5, 0.5]}}
         tuned["rows"] = [row | each | {"share": None} for row in tuned["rows"] if row["leads"] == n]
         (tmp_path / f"evaluate/diagnosis-{n}/bench.json").write_text(json.dumps(tuned | {"differences": []}))
-    evidence.write_record(evidence.WorkDir(tmp_path), read_yaml(plan), "mine")
+    evidence.write_record(evidence.WorkDir(tmp_path), tree, "mine")
     (part,) = report.load(tmp_path / "evidence.json")
     assert list(part["results"]) == ["synthetic", "real", "fine-tuned"] and "A-2" in part["results"]["synthetic"]["models"]
-    assert part["input"]["made_outside"] == ["one/a"] and "page_cache" not in part
+    assert part["input"]["made_outside"] == ["one/a", "evaluate/diagnosis-1"] and "page_cache" not in part
     text = (tmp_path / "evidence.md").read_text()
     assert (
         "| synthetic: diagnosis, lead I, 1 % of labels, AUROC (n = 50) | 0.900 (0.890 to 0.910), seeds 0.800 to 0.900 |" in text
     )
     assert "12 leads, 100 % of labels, AUROC (n = 50) | 0.900 (0.890 to 0.910) | 0.800 (" in text  # real: one seed
-    assert "; made outside the plan: one/a; [evidence.json]" in text and "identification; fine-tuned models\n" in text
-    assert "| of each seed |" in text and "| 0.125, 0.875 |" in text
+    assert "; made outside the plan: one/a, evaluate/diagnosis-1; [evidence.json]" in text and "identification; fine-tuned models\n" in text
+    assert "older plan" not in text and "| of each seed |" in text and "| 0.125, 0.875 |" in text
     assert text.count(bench_report.OF_TUNED) == 1 and text.count(bench_report.INTERVALS) == 3
     assert text.count("+0.125 (+0.100 to +0.150) |") >= 4
     assert text.count("0.500 (0.490 to 0.510)") >= 2 and all(f"{n} leads: 1 of 2 not converged." in text for n in (1, 12))

@@ -181,6 +181,9 @@ def test_channels_that_state_that_they_are_unusable_are_left_out(status: str) ->
     same(found, {lead: uv for lead, uv in TRUTH.items() if lead not in ("V2", "V3")})
     assert isinstance(found, Decoded) and found.warnings == (("channel status", f"left out: V2 {word}, V3 {word}"),)
     assert found.warnings[0][0] in FLAGS
+    every = [channel(lead, x003a0205=("CS", status)) for lead in TRUTH]
+    refused = str(decoded("dicom", file(group(TRUTH, x003a0200=("SQ", every)))))
+    assert refused.startswith(f"channel status: I {word}, II {word}")
 
 
 def test_of_two_rates_the_one_with_more_leads_is_read() -> None:
@@ -229,7 +232,7 @@ LONG = {lead: np.zeros(300_100) for lead in ("I", "II")}
         (file(group(TRUTH, {"x003a0215": ("DS", "1e9")})), "skew"),
         (file(group(TRUTH, {"x003a0215": ("DS", "3"), "x003a0214": ("DS", "0.012")})), "skew: 3 and 6 samples"),
         (file(group(TRUTH, x003a001a=("DS", "30000"))), "sampling rate: 30000.0 Hz"),
-        (file(group(TRUTH, {"x003a0205": ("CS", "TEST DATA")})), "rhythm waveform"),
+        (file(group(TRUTH, {"x003a0205": ("CS", "TEST DATA")})), "channel status: I TEST DATA"),
         (file(group(TRUTH, x54001004=("UN", [{}])), open_ends=True), "malformed DICOM: (5400,1004) is a sequence"),
         (file(group(TRUTH, x5400100a=("UN", [{}])), open_ends=True), "malformed DICOM: (5400,100a) is a sequence"),
         (file()[:-100], "malformed DICOM"),

@@ -157,9 +157,12 @@ def test_a_record_that_the_table_lacks_is_read_with_a_warning(tmp_path: Path) ->
 def test_records100_alone_is_ptbxl(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = {"patient_id": 7, "sex": 1, "age": 60, "scp_codes": "{'AFIB': 0.0}"}
     write_ptbxl(tmp_path / "src", dict.fromkeys((1, 2, 3), row), fs=100)
+    (tmp_path / "src" / "one.dcm").touch()
     given = ["--source", kind, "--id-share", "1", "--workers", "1"]
     assert main(["shard", str(tmp_path / "src"), "--out", str(tmp_path / "out"), *given]) == 0
-    assert "no records500, so records100 is read" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "no records500, so records100 is read" in said
+    assert ("1 files of hospitals' formats were left out" in said) == (kind == "auto")
     made = Dataset.open(str(tmp_path / "out"))
     assert made.meta["sources"][0]["licence"] == PtbXl.licence
     crops = crops_of(made)

@@ -66,6 +66,10 @@ def same(one: Any, other: Any) -> bool:
     return list(one) == list(other) and all(torch.equal(one[k], other[k]) and one[k].dtype == other[k].dtype for k in one)
 
 
+def test_a_checkpoint_is_a_local_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "s3://b/x.pt: download the checkpoint first" in refused(capsys, "from-fairseq", "s3://b/x.pt", tmp_path / "out")
+
+
 @pytest.mark.parametrize("spelled", ["parametrizations", "weight_g"])
 def test_round_trip_is_exact(spelled: str, tmp_path: Path) -> None:
     first = saved(tmp_path / "a.pt", model={k: v.half() for k, v in reversed(weights(spelled).items())})

@@ -1,6 +1,7 @@
 """Fine-tuning for diagnosis and identification: what is trained, validated, exported, refused."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -391,6 +392,8 @@ def test_the_best_of_several_learning_rates(
     ended = finetune(tmp_path, url, base, "diagnosis", train__lr=rates)
     assert ended.ok and "lr 0.0003: not converged: best auroc 0.8000 at step 2, and 1 v" in ended.output, ended.output
     assert "model is that of lr 0.0003, " in ended.output
+    copied = set(os.listdir(run / "lr-0.0003")) - {"checkpoints", "tensorboard", ".lock"}
+    assert copied <= set(os.listdir(run)) and not (run / ".model").exists()
     tried = json.loads((run / "rates.json").read_text())
     assert [(row["lr"], row["step"], row["best"]) for row in tried] == [(1e-4, 4, 0.7), (3e-4, 2, 0.8), (1e-3, 2, 0.6)]
     model, chosen = engine.load(run), engine.load(run / "lr-0.0003")

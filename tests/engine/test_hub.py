@@ -32,7 +32,11 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def test_a_pushed_model_can_be_pulled(
-    server: Hub, saved_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: Hub,
+    saved_model: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     definition = {"name": "rhythm", "kind": "multilabel", "labels": "wards/Jane Doe/labels.csv", "was": "/mnt/Jane Doe/a.csv"}
     run = saved_model(head={"task": "diagnosis", "classes": ["ST/T", "AF"], "definition": definition}).parent
@@ -57,9 +61,14 @@ def test_a_pushed_model_can_be_pulled(
     assert config["sha256"]["README.md"] == hashlib.sha256(files["README.md"]).hexdigest()
 
     out = tmp_path / "pulled"
-    (tmp_path / "pulled.partial" / "from an interrupted download").mkdir(parents=True)
-    assert main(["pull", "ward/ecg@v1", str(out)]) == 0
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == files and not (tmp_path / "pulled.partial").exists()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    monkeypatch.chdir(tmp_path / "empty")
+    for place in (str(out), ".", str(tmp_path / "link")):
+        assert main(["pull", "ward/ecg@v1", place]) == 0
+        assert {path.name: path.read_bytes() for path in Path(place).iterdir()} == files
+        for path in (tmp_path / "empty").iterdir():
+            path.unlink()
     mine, theirs = engine.load(run), engine.load("hf://ward/ecg")
     assert theirs.digest == engine.load(out).digest and theirs.encoder.width == mine.encoder.width
     assert all(theirs.state_dict()[name].equal(weights) for name, weights in mine.state_dict().items())

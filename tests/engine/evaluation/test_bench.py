@@ -168,6 +168,26 @@ def test_trained_on_one_dataset_and_tested_on_another(
     assert main([*common, *words, str(tmp_path / "wrong")]) == 2 and "no column 'tall'" in capsys.readouterr().err
 
 
+def test_two_columns_of_numbers_and_a_test_split_in_the_other_dataset_only(
+    models: list[str], dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = dict(zip(*dataset.table(["record", "patient"]).to_pydict().values(), strict=True))
+    people, header = list(dict.fromkeys(records.values())), ["record", "hr", "qtc", "split"]
+    for name, splits in (("train", ["train", "valid"]), ("test", ["test"])):
+        split_of = {person: splits[i % len(splits)] for i, person in enumerate(people)}
+        cells = [[name, i % 9 + 0.5, i % 7, split_of[of]] for i, (name, of) in enumerate(records.items())]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "two.csv").write_text(as_csv([header, *cells]))
+    both = ["--data", dataset.root.url, "--test-data", dataset.root.url, "--test-labels", f"{tmp_path}/test"]
+    words = ["bench", *models[:2], *both, "--tasks", f"{tmp_path}/train/two.csv", "--out", f"{tmp_path}/OUT"]
+    assert main(words) == 0
+    one = json.loads((tmp_path / "OUT" / "bench.json").read_text())["rows"][0]
+    assert one["per_class"] == {} and one["classes"] == 2 and one["metrics"]["mae"] > 0
+    (tmp_path / "test" / "two.csv").write_text(as_csv([header, *([record, 1.5, 2, "test"] for record in records)]))
+    assert main(words) == 2
+    assert f"{tmp_path}/test/two.csv: all labels of the split test are the same" in capsys.readouterr().err
+
+
 def made_task(kind: Any = "multilabel", test: int = 60) -> tuple[ProbedTask, Vectors]:
     """Vectors and labels by hand: 200 records of two halves, the last ones tested; two of each patient."""
     c_BSD = RNG.normal(size=(200, 2, 5)).astype(np.float32)

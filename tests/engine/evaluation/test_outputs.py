@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from data_tools.dataset import Dataset, DatasetError
-from engine.common import ConfigError
+from engine.common import ConfigError, OutputError
 from engine.evaluation import predict as predicting
 from engine.evaluation.inputs import COLUMNS, EmbeddedCrops
 from engine.evaluation.outputs import ParquetParts, embeddings, tables
@@ -68,7 +68,7 @@ def test_parts_of_another_job_and_files_in_the_way_are_refused(tmp_path: Path) -
     (tmp_path / "out.parts").unlink()
     with ParquetParts(out, JOB) as parts:
         parts.write(0, part(0))
-        with pytest.raises(ConfigError, match="another process"):
+        with pytest.raises(OutputError, match="another process"):
             ParquetParts(out, JOB)
     with pytest.raises(ConfigError, match="batch was 16, now 8"):
         ParquetParts(out, JOB | {"batch": 8})

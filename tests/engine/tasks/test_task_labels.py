@@ -218,6 +218,9 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         read_table("s3://b/l.csv")
     with pytest.raises(ConfigError, match=r"s3://b/run needs the extra s3"):
         engine.load("s3://b/run")
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(ConfigError, match=r"gs://b/l.csv: Please install gcsfs"):
+        read_table("gs://b/l.csv")
 
 
 def test_invalid_tasks_are_refused(dataset: Dataset) -> None:
