@@ -268,25 +268,19 @@ def _values(task: TaskConfig, table: LabelTable) -> tuple[TaskConfig, tuple[str,
 
 
 def _parsed(task: TaskConfig, table: LabelTable, name: str, column: pa.Array) -> np.ndarray:
+    coded = column.dictionary_encode()
+    texts = coded.dictionary.to_pylist()
     if task.kind == "regression":
-        try:
-            numbers = pc.cast(column, pa.float32()).to_numpy(zero_copy_only=False)
-        except pa.ArrowInvalid:
-            numbers = np.array([_number(text) for text in column.to_pylist()], np.float32)
-        wrong, mend = np.isinf(numbers), "a number"
+        values, mend = [float(text) if _numbers([text]) else np.inf for text in texts], "a number"
     else:
-        coded = column.dictionary_encode()
-        values = [BOOLEANS.get(text.lower(), np.inf) for text in coded.dictionary.to_pylist()]
-        indices = pc.fill_null(coded.indices, len(values)).to_numpy(zero_copy_only=False)
-        numbers = np.array([*values, np.nan], np.float32)[indices]
-        wrong, mend = np.isinf(numbers), "0 or 1, true or false, yes or no"
-    if wrong.any():
-        raise ConfigError(f"{_cell(table, name, int(wrong.argmax()))} is not {mend}; leave it empty if unknown")
-    return np.asarray(numbers)
-
-
-def _number(text: str | None) -> float:
-    return np.nan if text is None else float(text) if _numbers([text]) else np.inf
+        values, mend = [BOOLEANS.get(text.lower(), np.inf) for text in texts], "0 or 1, true or false, yes or no"
+    with np.errstate(over="ignore"):  # too large for float32: infinite, which is refused
+        numbers = np.array([*values, np.nan], np.float32)
+    number_N = numbers[pc.fill_null(coded.indices, len(values)).to_numpy(zero_copy_only=False)]
+    wrong_N = np.isinf(number_N)
+    if wrong_N.any():
+        raise ConfigError(f"{_cell(table, name, int(wrong_N.argmax()))} is not {mend}; leave it empty if unknown")
+    return np.asarray(number_N)
 
 
 def _cell(table: LabelTable, column: str, row: int) -> str:
