@@ -203,11 +203,10 @@ def writable(place: Path, flag: str) -> None:
         raise ConfigError(f"{flag} {place}: no permission to write in {folder}: choose another folder")
 
 
-@contextmanager
-def writing(place: Path, flag: str) -> Iterator[None]:
-    """Turns an OSError while a result is written into an OutputError."""
+def write_result(place: Path, text: str, flag: str) -> None:
+    """Writes a command's result to the file that `flag` names; an OutputError if that fails."""
     try:
-        yield
+        write_whole(place, text)
     except OSError as error:
         raise OutputError(f"{flag} {place}: {error.strerror or error}: free disk space, or choose another path") from None
 

@@ -31,7 +31,7 @@ from engine.data.leakage import OWNER, find_leak, owners, patient_ids, uniforms
 from engine.tasks.config import TaskConfig, TaskKind
 
 SPLITS = ("", "train", "valid", "test")  # by their numbers in TaskLabels.split
-SPLIT_OF = {"train": 1, "valid": 2, "val": 2, "validation": 2, "dev": 2, "test": 3, "gallery": 3, "probe": 3}
+SPLIT_OF = {"": 0, "train": 1, "valid": 2, "val": 2, "validation": 2, "dev": 2, "test": 3, "gallery": 3, "probe": 3}
 RESERVED = ("record", "source", "patient", "fold", "split")
 OWN_COLUMNS = ("age", "sex")  # a dataset's own columns
 BOOLEANS = {"0": 0, "0.0": 0, "false": 0, "no": 0, "1": 1, "1.0": 1, "true": 1, "yes": 1}
@@ -289,10 +289,9 @@ def _cell(table: LabelTable, column: str, row: int) -> str:
 
 def _coded(split: pa.ChunkedArray) -> np.ndarray:
     """Split names as numbers: 0 where there is none, -1 if the name is unknown."""
-    names, numbers = pa.array(SPLIT_OF), np.array([*SPLIT_OF.values(), -1, 0], np.int8)
-    text = pc.utf8_lower(split)
-    at = pc.if_else(pc.is_in(text, pa.array(["", None])), len(names) + 1, pc.fill_null(pc.index_in(text, names), len(names)))
-    return np.asarray(numbers[at.to_numpy()])
+    known = pc.index_in(pc.utf8_lower(pc.fill_null(split, "")), pa.array(SPLIT_OF))
+    numbers = np.array([*SPLIT_OF.values(), -1], np.int8)
+    return np.asarray(numbers[pc.fill_null(known, -1).to_numpy()])
 
 
 def _splits(
