@@ -1,6 +1,6 @@
 """Writes a comparison of models as tables and a figure: bench.json, bench.md, bench.csv and bench.png.
 
-write(document, Path("OUT"))        # returns the tables, aligned for a terminal
+write(document, Path("OUT"))        # the tables are aligned for a terminal
 """
 
 import io
@@ -32,8 +32,7 @@ MARKS, CROSSES = "os^Dv<>", "x+*dPXp"
 Row = dict[str, Any]
 
 
-def write(document: Row, out: Path) -> str:
-    text, image = markdown(document), io.BytesIO()
+def write(document: Row, out: Path) -> None:
     lines: list[Sequence[Any]] = [[*KEYS, "metric", "against", "value", "low", "high", "class"]]
     for row in document["rows"]:
         lines += [[*_key(row), name, "", value, *row["intervals"][name], ""] for name, value in row["metrics"].items()]
@@ -41,12 +40,11 @@ def write(document: Row, out: Path) -> str:
             lines += [[*_key(row), name, "", value, "", "", label] for label, value in of.items()]
     for gap in document["differences"]:
         lines.append([*_key(gap), gap["metric"], gap["against"], gap["difference"], *gap["interval"], ""])
-    picture(document).savefig(image, format="png", dpi=150)
-    write_whole(out / "bench.md", text)
+    picture(document).savefig(image := io.BytesIO(), format="png", dpi=150)
+    write_whole(out / "bench.md", markdown(document))
     write_whole(out / "bench.csv", as_csv(lines))
     write_whole(out / "bench.png", image.getvalue())
     write_whole(out / "bench.json", json.dumps(document, indent=1) + "\n")
-    return text
 
 
 def panels(document: Row) -> dict[tuple[str, str], list[Row]]:
