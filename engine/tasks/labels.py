@@ -195,8 +195,7 @@ def _joined(task: TaskConfig, datasets: Sequence[Dataset]) -> LabelTable:
     crops = pa.concat_tables([dataset.table(["source", "record"]) for dataset in datasets])
     key = pc.binary_join_element_wise(crops["source"], crops["record"], "/").combine_chunks().dictionary_encode()
     keys, key_of_crop = key.dictionary, key.indices.to_numpy()
-    first = np.empty(len(keys), np.int64)
-    first[key_of_crop[::-1]] = np.arange(len(crops))[::-1]
+    first = np.unique(key_of_crop, return_index=True)[1]
     by_source, record = "source" in cells.column_names, cells["record"].combine_chunks()
     targets = keys if by_source else crops["record"].take(pa.array(first)).combine_chunks()
     found = np.full(len(record), -1)
