@@ -14,7 +14,7 @@ import stat
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -339,11 +339,11 @@ def links_in(place: Folder) -> str:
     return f" ({link} is a link, and such folders are not entered: name the folder itself)" if link else ""
 
 
-def prefetch(call: Callable[[Item], T], items: Iterable[Item]) -> Iterator[T]:
-    """Yield call(item) for each item in order, with many concurrent calls."""
+def prefetch(call: Callable[[Item], T], items: Iterable[Item], threads: int = REQUESTS) -> Generator[T, None, None]:
+    """Yield call(item) for each item in order, with concurrent calls."""
     queue = iter(items)
-    with ThreadPoolExecutor(REQUESTS) as pool:
-        pending = deque(pool.submit(call, item) for item in islice(queue, 2 * REQUESTS))
+    with ThreadPoolExecutor(threads) as pool:
+        pending = deque(pool.submit(call, item) for item in islice(queue, 2 * threads))
         try:
             while pending:
                 yield pending.popleft().result()

@@ -69,7 +69,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     precision = "precision of the encoder; auto: bf16 on a GPU if the model was trained in bf16, else fp32"
     add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help=precision)
     add("--anonymous", action="store_true", help="read public s3:// data without credentials")
-    parser.set_defaults(began=False)
     return parser.parse_args(arguments)
 
 

@@ -32,6 +32,7 @@ from data_tools.cli import guard_streams, is_memory, show
 from data_tools.plugins import blame
 from data_tools.plugins import plugin as plugin
 from data_tools.storage import needs_s3 as needs_s3
+from data_tools.storage import prefetch as prefetch
 from data_tools.storage import sync as sync
 from data_tools.storage import write_whole as write_whole
 
@@ -202,11 +203,10 @@ def writable(place: Path, flag: str) -> None:
         raise ConfigError(f"{flag} {place}: no permission to write in {folder}: choose another folder")
 
 
-@contextmanager
-def writing(place: Path, flag: str) -> Iterator[None]:
-    """Turns an OSError while a result is written into an OutputError."""
+def write_result(place: Path, text: str, flag: str) -> None:
+    """Writes a command's result to the file that `flag` names; an OutputError if that fails."""
     try:
-        yield
+        write_whole(place, text)
     except OSError as error:
         raise OutputError(f"{flag} {place}: {error.strerror or error}: free disk space, or choose another path") from None
 

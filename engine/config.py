@@ -27,7 +27,7 @@ from engine.data.augmenter import HALF
 from engine.data.loader import LoaderConfig, PipelineConfig
 from engine.model.config import ModelConfig, ObjectiveConfig, current_settings
 from engine.model.draws import max_masked
-from engine.tasks.config import TaskConfig, current_task
+from engine.tasks.config import TaskConfig
 
 CPUINFO = Path("/proc/cpuinfo")
 SHOWN = 80  # characters of a wrong value
@@ -229,8 +229,6 @@ def build(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # type: ign
     tree = merge(kind.defaults, tree)
     if isinstance(tree.get("model"), dict):
         tree = tree | {"model": current_settings(tree["model"])}
-    if "task" in kind.model_fields and isinstance(tree.get("head"), dict):
-        tree = merge(tree, {"task": current_task(tree.pop("head"))})
     train, augment = tree.get("train"), tree.get("augment")
     if "rates" in kind.model_fields and isinstance(train, dict) and isinstance(rates := train.get("lr"), list) and rates:
         tree = tree | {"train": train | {"lr": rates[0]}, "rates": rates if len(rates) > 1 else []}

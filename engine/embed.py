@@ -19,7 +19,7 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from engine.common import ARRAYS, RUN_CODE, ConfigError, Parser, interruptible, one_blas_thread, writable
+from engine.common import ARRAYS, RUN_CODE, ConfigError, Parser, interruptible, one_blas_thread, positive, writable
 
 PER = ("crop", "record", "half")
 PROBE = """Score the embeddings of a model on the splits of a dataset: linear probe, k-NN, identification.
@@ -83,8 +83,8 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
     add("--leads", metavar="L", help='12, 6, 3, 2, 1 or names such as "I,II,V2"; other leads are set to zero (default: all)')
     add("--fs", type=float, metavar="HZ", help="sampling rate of .npy and .npz files")
     add("--unit", help="unit of .npy and .npz files: V, mV, uV (mV)")
-    add("--batch", type=int, metavar="N", help="crops encoded at a time (16, on a GPU 256)")
-    add("--workers", type=int, metavar="N", help="reading threads (a quarter of the cores; with a GPU, all)")
+    add("--batch", type=positive, metavar="N", help="crops encoded at a time (16, on a GPU 256)")
+    add("--workers", type=positive, metavar="N", help="reading threads (a quarter of the cores; with a GPU, all)")
     add("--device", default="auto", help="cpu, cuda, cuda:1, ... (auto: a GPU if there is one)")
     precision = "precision of the encoder; auto: bf16 on a GPU if the model was trained in bf16, else fp32"
     add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help=precision)
@@ -92,7 +92,6 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
     add("--on-corrupt", choices=("stop", "skip"), default="stop", help=corrupt)
     add("--anonymous", action="store_true", help="read public s3:// data without credentials")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # added by deepspeed's launcher; LOCAL_RANK is used instead
-    parser.set_defaults(began=False)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -105,8 +104,6 @@ def check(args: argparse.Namespace) -> None:
 def check_inputs(args: argparse.Namespace) -> None:
     if (args.fs is not None or args.unit) and not any(url.endswith(ARRAYS) for url in args.data):
         raise ConfigError("--fs and --unit are for .npy and .npz files, and --data names none: leave them out")
-    if any(given is not None and given < 1 for given in (args.workers, args.batch)):
-        raise ConfigError(f"--batch {args.batch}, --workers {args.workers}: must be at least 1")
     for option in ("out", "json"):
         if place := getattr(args, option, None):
             writable(place, f"--{option}")

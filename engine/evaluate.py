@@ -26,7 +26,7 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from data_tools.cli import show
-from engine.common import RUN_CODE, ConfigError, OutputError, Parser, interruptible, read_yaml, writable, write_whole, writing
+from engine.common import RUN_CODE, ConfigError, OutputError, Parser, interruptible, positive, read_yaml, writable, write_result
 
 CLASSES_SHOWN = 12  # printed on the terminal
 NAMES = {"challenge": "challenge at 0.5", "challenge_chosen": "challenge, chosen"}  # thresholds
@@ -66,17 +66,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--role", choices=("test", "valid"), default="test", help="the split to score (test)")
     add("--json", type=Path, metavar="F", help="write the scores as JSON")
     add("--report", type=Path, metavar="F.html", help="write an HTML page with curves and tables")
-    add("--batch", type=int, default=32, metavar="N", help="crops of 10 s encoded at a time (32)")
+    add("--batch", type=positive, default=32, metavar="N", help="crops of 10 s encoded at a time (32)")
     add("--device", default="auto", help="cpu, cuda, cuda:1, ... (auto: a GPU if there is one)")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # added by deepspeed's launcher; LOCAL_RANK is used instead
     add("--anonymous", action="store_true", help="read public s3:// data without credentials")
-    parser.set_defaults(began=False)
     return parser.parse_args(arguments)
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    if args.batch < 1:
-        raise ConfigError(f"--batch {args.batch}: must be at least 1")
     for flag, place in (("--json", args.json), ("--report", args.report)):
         if place is not None:
             writable(place, flag)
@@ -104,11 +101,9 @@ def evaluate(args: argparse.Namespace) -> int:
     document = result.document()
     text = "\n".join(lines(document)) + "\n"
     if args.json:
-        with writing(args.json, "--json"):
-            write_whole(args.json, json.dumps(document, indent=1) + "\n")
+        write_result(args.json, json.dumps(document, indent=1) + "\n", "--json")
     if args.report:
-        with writing(args.report, "--report"):
-            write_whole(args.report, evaluation_report.build(result, dataset))
+        write_result(args.report, evaluation_report.build(result, dataset), "--report")
         text += f"{args.report}\n"
     if kept:
         kept.unlink()

@@ -1,9 +1,8 @@
 """Writes a comparison of models as tables and a figure: bench.json, bench.md, bench.csv and bench.png.
 
-write(document, Path("OUT"))        # returns the tables, aligned for a terminal
+write(document, Path("OUT"))        # the tables are aligned for a terminal
 """
 
-import csv
 import io
 import json
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from data_tools.dataset import as_csv
 from engine.common import write_whole
 
 MAIN = {"auroc": "AUROC", "auprc": "AUPRC", "mae": "mean absolute error"}
@@ -32,22 +32,19 @@ MARKS, CROSSES = "os^Dv<>", "x+*dPXp"
 Row = dict[str, Any]
 
 
-def write(document: Row, out: Path) -> str:
-    text, lines, image = markdown(document), io.StringIO(), io.BytesIO()
-    table = csv.writer(lines, lineterminator="\n")
-    table.writerow([*KEYS, "metric", "against", "value", "low", "high", "class"])
+def write(document: Row, out: Path) -> None:
+    lines: list[Sequence[Any]] = [[*KEYS, "metric", "against", "value", "low", "high", "class"]]
     for row in document["rows"]:
-        table.writerows([*_key(row), name, "", value, *row["intervals"][name], ""] for name, value in row["metrics"].items())
+        lines += [[*_key(row), name, "", value, *row["intervals"][name], ""] for name, value in row["metrics"].items()]
         for name, of in row.get("per_class", {}).items():
-            table.writerows([*_key(row), name, "", value, "", "", label] for label, value in of.items())
+            lines += [[*_key(row), name, "", value, "", "", label] for label, value in of.items()]
     for gap in document["differences"]:
-        table.writerow([*_key(gap), gap["metric"], gap["against"], gap["difference"], *gap["interval"], ""])
-    picture(document).savefig(image, format="png", dpi=150)
-    write_whole(out / "bench.md", text)
-    write_whole(out / "bench.csv", lines.getvalue())
+        lines.append([*_key(gap), gap["metric"], gap["against"], gap["difference"], *gap["interval"], ""])
+    picture(document).savefig(image := io.BytesIO(), format="png", dpi=150)
+    write_whole(out / "bench.md", markdown(document))
+    write_whole(out / "bench.csv", as_csv(lines))
     write_whole(out / "bench.png", image.getvalue())
     write_whole(out / "bench.json", json.dumps(document, indent=1) + "\n")
-    return text
 
 
 def panels(document: Row) -> dict[tuple[str, str], list[Row]]:

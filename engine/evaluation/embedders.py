@@ -91,12 +91,11 @@ def embedders_of(models: Sequence[str], args: Namespace) -> list[Embedder]:
             digest = hashlib.sha256(key.encode()).hexdigest()
             found[random] = Embedder(random, digest, model.input, drawn.pooled, drawn, random, batch)
     digest = hashlib.sha256(Path(mean_beat.__file__).read_bytes()).hexdigest()
-    beats = Embedder(MEAN_BEAT, digest, Input(ALL, ALL), _mean_beats, compared=12 * mean_beat.BEAT)
-    return [*found.values(), beats]
 
+    def beats(x_RLT: Tensor) -> Tensor:
+        return torch.from_numpy(mean_beat.mean_beats(x_RLT.numpy()))
 
-def _mean_beats(x_RLT: Tensor) -> Tensor:
-    return torch.from_numpy(mean_beat.mean_beats(x_RLT.numpy()))
+    return [*found.values(), Embedder(MEAN_BEAT, digest, Input(ALL, ALL), beats, compared=12 * mean_beat.BEAT)]
 
 
 def embedded(one: Embedder, dataset: Dataset, rows: Array, noise: float, leads: str, folder: Path) -> Vectors:

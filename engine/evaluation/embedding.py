@@ -11,7 +11,7 @@ import torch
 
 from data_tools.cli import keep_freed_memory, show
 from data_tools.dataset import DataError
-from engine.common import ConfigError, OutputError, cores_per_rank, environment, write_whole, writing
+from engine.common import ConfigError, OutputError, cores_per_rank, environment, write_result
 from engine.data.preprocess import Input
 from engine.evaluation.inputs import dataset_of, dataset_source, open_data
 from engine.evaluation.outputs import RESUMABLE, Output, ParquetParts, make, whole
@@ -26,7 +26,7 @@ PERMANENT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR
 
 def command(name: str, args: argparse.Namespace, work: Callable[[argparse.Namespace], int], flag: str = "--out") -> int:
     """Runs a command after its arguments are read; returns the exit code. `flag`: the option that args.out comes from."""
-    resumable = RESUMABLE if args.out else ""
+    args.began, resumable = False, RESUMABLE if args.out else ""
     try:
         return work(args)
     except (ConfigError, DataError) as error:
@@ -83,8 +83,7 @@ def score(args: argparse.Namespace, output: Output, model_input: Input) -> int:
     halves = whole(source, output, model_input, args.per)
     scores = probe(dataset, halves, labels) | {"precision": args.precision}
     if args.json:
-        with writing(args.json, "--json"):
-            write_whole(args.json, json.dumps(nullable(scores), indent=1) + "\n")
+        write_result(args.json, json.dumps(nullable(scores), indent=1) + "\n", "--json")
     return show(report(scores) + "\n")
 
 

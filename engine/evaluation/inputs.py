@@ -13,9 +13,8 @@ import hashlib
 import json
 import sys
 import zipfile
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import partial
 from itertools import islice
@@ -29,7 +28,7 @@ from tqdm.auto import tqdm
 
 from data_tools.dataset import META, Dataset
 from data_tools.sources import ENDINGS, DataError, Prepared, ReadError, open_sources, prepared
-from engine.common import ARRAYS, LEADS, ConfigError, describe_leads, leads_in_order
+from engine.common import ARRAYS, LEADS, ConfigError, describe_leads, leads_in_order, prefetch
 from engine.data.augmenter import none_measured
 from engine.data.npz import ArrayError, load_npz, npz_names, open_npy
 from engine.data.preprocess import Input, SignalError
@@ -104,10 +103,7 @@ class RecordSource:
 
     def batches(self, parts: Sequence[int], progress: Callable[[int], Any]) -> Generator[CropBatch, None, None]:
         numbers = (number for part in parts for number in self._numbers(part))
-        with (
-            ThreadPoolExecutor(self.workers, "records") as pool,
-            closing(results_in_order(pool, self.read, numbers, 4 * self.workers)) as records,
-        ):
+        with closing(prefetch(self.read, numbers, self.workers)) as records:
             for part in parts:
                 crops = self._crops(part, records, progress)
                 while chunk := list(islice(crops, self.batch)):
@@ -126,21 +122,6 @@ class RecordSource:
 
 
 CropSource = DatasetSource | RecordSource
-
-
-def results_in_order(
-    pool: ThreadPoolExecutor, call: Callable[[int], Any], numbers: Iterator[int], limit: int
-) -> Generator[Any, None, None]:
-    """Yields call(number) for all numbers in order, prefetching at most `limit` results."""
-    pending: deque[Future[Any]] = deque(pool.submit(call, number) for number in islice(numbers, limit))
-    try:
-        while pending:
-            result = pending.popleft().result()
-            pending.extend(pool.submit(call, number) for number in islice(numbers, 1))
-            yield result
-    finally:
-        for future in pending:
-            future.cancel()
 
 
 def open_data(args: argparse.Namespace, model_input: Input) -> tuple[dict[str, Any], Callable[[], CropSource]]:

@@ -390,6 +390,5 @@ def bootstrap(statistic: Callable[[Array], Any], groups: Sequence[Any], n: int =
     drawn = np.array([statistic(drawn_P[patient_N]) for drawn_P in draws], float)
     if patients == 1:
         return np.full((2, *drawn.shape[1:]), np.nan)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # undefined on all of them: NaN
+    with warnings.catch_warnings(action="ignore"):  # undefined on all of them: NaN
         return np.asarray(np.nanpercentile(drawn, (2.5, 97.5), axis=0))

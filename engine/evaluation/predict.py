@@ -9,9 +9,8 @@ Reading, copying and computing overlap: a batch is launched before waiting for t
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from itertools import chain
+from itertools import chain, islice
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset, DatasetError
+from engine.common import prefetch
 from engine.data.device import Upload, download
 from engine.data.order import Places
 from engine.data.reader import CropReader, read_ahead
@@ -27,7 +27,6 @@ from engine.data.staging import Staging
 
 CACHE_SHARDS = 8  # shards of a remote dataset cached on the local disk
 SPARSE = 0.5  # below this share of the shards' bytes, crops are read one by one
-REQUESTS = 16  # in parallel, for single crops
 
 log = logging.getLogger(__name__)
 
@@ -108,8 +107,8 @@ def _single_crops(dataset: Dataset, batches: Sequence[np.ndarray], on_corrupt: s
             log.warning("skipped: %s", error)
             return None
 
-    with ThreadPoolExecutor(REQUESTS, "crops") as pool:
-        for batch in batches:
-            if good := [crop for crop in pool.map(read, batch.tolist()) if crop]:
-                rows = np.array([row for row, _ in good])
-                yield CropBatch(np.stack([uv_LT for _, uv_LT in good]), dataset.column("halves")[rows], rows)
+    crops = prefetch(read, np.concatenate(batches).tolist())
+    for batch in batches:
+        if good := [crop for crop in islice(crops, len(batch)) if crop]:
+            rows = np.array([row for row, _ in good])
+            yield CropBatch(np.stack([uv_LT for _, uv_LT in good]), dataset.column("halves")[rows], rows)

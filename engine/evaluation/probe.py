@@ -102,21 +102,14 @@ def probe(dataset: Dataset, halves: pa.Table, labels: TaskLabels | None = None) 
     scores: dict[str, Any] = {"task": of_task.task.name, "kind": of_task.task.kind} if labels else {}
     of_split = {split: np.flatnonzero(np.isin(row_H, of_task.rows(0, split))) for split in SPLITS}
     if all(map(len, of_split.values())):
-        parts = [records(dataset, row_H[at], c_HD[at], of_task.y[0]) for at in of_split.values()]
-        for name, found in fitted(parts, of_task).items():
-            scores[name] = {key: found[key] for key in (*METRICS, "chosen")} if labels is None else found
-        scores["records"] = {split: len(x) for split, (x, _) in zip(SPLITS, parts, strict=True)}
+        train, valid, (test_ND, y_NK) = (records(dataset, row_H[at], c_HD[at], of_task.y[0]) for at in of_split.values())
+        data = ProbeData(*train, *valid, test_ND, of_task.task.kind)
+        for name, fit in PROBES.items():
+            one = fit_scaled(fit, data)
+            found = measure(data.kind, y_NK, one.scores_NK, classes=of_task.classes) | {"chosen": one.chosen}
+            scores[name] = found if labels else {key: found[key] for key in (*METRICS, "chosen")}
+        scores["records"] = dict(zip(SPLITS, map(len, (data.train_ND, data.valid_ND, test_ND)), strict=True))
     return scores if labels else scores | identified(dataset, row_H, c_HD)
-
-
-def fitted(parts: Sequence[tuple[Array, Array]], of: TaskLabels) -> dict[str, dict[str, float]]:
-    """Test metrics of each probe, and the parameter chosen on valid."""
-    (train, y), (valid, valid_y), (test, test_y) = parts
-    data, found = ProbeData(train, y, valid, valid_y, test, of.task.kind), {}
-    for name, fit in PROBES.items():
-        one = fit_scaled(fit, data)
-        found[name] = measure(of.task.kind, test_y, one.scores_NK, classes=of.classes) | {"chosen": one.chosen}
-    return found
 
 
 def fit_scaled(fit: "Callable[[ProbeData], ProbeFit]", data: ProbeData) -> ProbeFit:

@@ -16,9 +16,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-
 import jinja2
 import numpy as np
 
@@ -156,7 +153,7 @@ def build(run: Path) -> str:
 
 
 def kind_of(files: RunFiles) -> str:
-    task = files.fact("config", "task", "name") or files.fact("config", "head", "task")
+    task = files.fact("config", "task", "name")
     return f"Fine-tuning: {task}" if task else "Pre-training"
 
 
@@ -230,8 +227,8 @@ def summary(files: RunFiles, best: float | None) -> Iterator[tuple[str, str, str
 
 
 def chosen_by(files: RunFiles) -> tuple[str, int]:
-    """The metric that chooses the best step, and 1 if higher is better, else -1; older runs do not name it."""
-    name = str(files.fact("best") or ("score" if len(files.held_out.curve("score")[0]) else "loss"))
+    """The metric that chooses the best step, and 1 if higher is better, else -1. A damaged run.json does not name it."""
+    name = str(files.fact("best") or "loss")
     return name, -1 if name in LOWER_IS_BETTER else 1
 
 

@@ -17,7 +17,6 @@ import yaml  # type: ignore[import-untyped]
 
 from engine.common import ConfigError, write_whole
 from engine.reproduction.plan import Job, JobPlan
-from engine.tasks.config import current_task
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class WorkDir:
             (self.path / name).mkdir(parents=True, exist_ok=True)
         for name, settings in {"data": {"scale": plan.scale.name} | asdict(plan.data), **plan.settings}.items():
             path = self.path / "settings" / f"{name}.json"
-            old, new = _current(read_json(path)), json.loads(json.dumps(settings))
+            old, new = read_json(path), json.loads(json.dumps(settings))
             changed = [key for key in {**old, **new} if old and old.get(key) != new.get(key) and key != "path"]
             if changed:
                 key = changed[0]
@@ -62,13 +61,6 @@ class WorkDir:
             write_json(path, new)
         for start, tree in plan.starts.items():
             write_whole(self.path / start, yaml.safe_dump(tree, sort_keys=False))
-
-
-def _current(settings: dict[str, Any]) -> dict[str, Any]:
-    """Converts an earlier version's section `head` into `task`."""
-    head = {key.removeprefix("head."): value for key, value in settings.items() if key.startswith("head.")}
-    rest = {key: value for key, value in settings.items() if not key.startswith("head.")}
-    return rest | {f"task.{key}": value for key, value in current_task(head).items()}
 
 
 def read_json(path: Path) -> dict[str, Any]:

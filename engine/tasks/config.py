@@ -4,9 +4,8 @@ TaskConfig("rhythm", "multiclass", labels="rhythm.csv")
 TaskConfig("age", "regression", columns=("age",), unit="years", split="8:1:1")      # the dataset's own ages
 """
 
-from collections.abc import Mapping
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -46,10 +45,3 @@ class TaskConfig:
         assigned = [fold for folds in self.folds.values() for fold in folds]
         if twice := [fold for fold in assigned if assigned.count(fold) > 1]:
             raise ConfigError(f"task.folds: {twice[0]!r} is in two splits: name each fold once")
-
-
-def current_task(head: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts a section `head` of an earlier version into `task`. Unknown keys are kept, so that they are refused."""
-    name = head.get("task")
-    named = {} if name is None else {"name": name, "kind": OLD_TASKS.get(name, name)}
-    return named | {key: value for key, value in head.items() if key != "task"}

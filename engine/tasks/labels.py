@@ -31,7 +31,7 @@ from engine.data.leakage import OWNER, find_leak, owners, patient_ids, uniforms
 from engine.tasks.config import TaskConfig, TaskKind
 
 SPLITS = ("", "train", "valid", "test")  # by their numbers in TaskLabels.split
-SPLIT_OF = {"train": 1, "valid": 2, "val": 2, "validation": 2, "dev": 2, "test": 3, "gallery": 3, "probe": 3}
+SPLIT_OF = {"": 0, "train": 1, "valid": 2, "val": 2, "validation": 2, "dev": 2, "test": 3, "gallery": 3, "probe": 3}
 RESERVED = ("record", "source", "patient", "fold", "split")
 OWN_COLUMNS = ("age", "sex")  # a dataset's own columns
 BOOLEANS = {"0": 0, "0.0": 0, "false": 0, "no": 0, "1": 1, "1.0": 1, "true": 1, "yes": 1}
@@ -195,8 +195,7 @@ def _joined(task: TaskConfig, datasets: Sequence[Dataset]) -> LabelTable:
     crops = pa.concat_tables([dataset.table(["source", "record"]) for dataset in datasets])
     key = pc.binary_join_element_wise(crops["source"], crops["record"], "/").combine_chunks().dictionary_encode()
     keys, key_of_crop = key.dictionary, key.indices.to_numpy()
-    first = np.empty(len(keys), np.int64)
-    first[key_of_crop[::-1]] = np.arange(len(crops))[::-1]
+    first = np.unique(key_of_crop, return_index=True)[1]
     by_source, record = "source" in cells.column_names, cells["record"].combine_chunks()
     targets = keys if by_source else crops["record"].take(pa.array(first)).combine_chunks()
     found = np.full(len(record), -1)
@@ -268,25 +267,19 @@ def _values(task: TaskConfig, table: LabelTable) -> tuple[TaskConfig, tuple[str,
 
 
 def _parsed(task: TaskConfig, table: LabelTable, name: str, column: pa.Array) -> np.ndarray:
+    coded = column.dictionary_encode()
+    texts = coded.dictionary.to_pylist()
     if task.kind == "regression":
-        try:
-            numbers = pc.cast(column, pa.float32()).to_numpy(zero_copy_only=False)
-        except pa.ArrowInvalid:
-            numbers = np.array([_number(text) for text in column.to_pylist()], np.float32)
-        wrong, mend = np.isinf(numbers), "a number"
+        values, mend = [float(text) if _numbers([text]) else np.inf for text in texts], "a number"
     else:
-        coded = column.dictionary_encode()
-        values = [BOOLEANS.get(text.lower(), np.inf) for text in coded.dictionary.to_pylist()]
-        indices = pc.fill_null(coded.indices, len(values)).to_numpy(zero_copy_only=False)
-        numbers = np.array([*values, np.nan], np.float32)[indices]
-        wrong, mend = np.isinf(numbers), "0 or 1, true or false, yes or no"
-    if wrong.any():
-        raise ConfigError(f"{_cell(table, name, int(wrong.argmax()))} is not {mend}; leave it empty if unknown")
-    return np.asarray(numbers)
-
-
-def _number(text: str | None) -> float:
-    return np.nan if text is None else float(text) if _numbers([text]) else np.inf
+        values, mend = [BOOLEANS.get(text.lower(), np.inf) for text in texts], "0 or 1, true or false, yes or no"
+    with np.errstate(over="ignore"):  # too large for float32: infinite, which is refused
+        numbers = np.array([*values, np.nan], np.float32)
+    number_N = numbers[pc.fill_null(coded.indices, len(values)).to_numpy(zero_copy_only=False)]
+    wrong_N = np.isinf(number_N)
+    if wrong_N.any():
+        raise ConfigError(f"{_cell(table, name, int(wrong_N.argmax()))} is not {mend}; leave it empty if unknown")
+    return np.asarray(number_N)
 
 
 def _cell(table: LabelTable, column: str, row: int) -> str:
@@ -295,10 +288,9 @@ def _cell(table: LabelTable, column: str, row: int) -> str:
 
 def _coded(split: pa.ChunkedArray) -> np.ndarray:
     """Split names as numbers: 0 where there is none, -1 if the name is unknown."""
-    names, numbers = pa.array(SPLIT_OF), np.array([*SPLIT_OF.values(), -1, 0], np.int8)
-    text = pc.utf8_lower(split)
-    at = pc.if_else(pc.is_in(text, pa.array(["", None])), len(names) + 1, pc.fill_null(pc.index_in(text, names), len(names)))
-    return np.asarray(numbers[at.to_numpy()])
+    known = pc.index_in(pc.utf8_lower(pc.fill_null(split, "")), pa.array(SPLIT_OF))
+    numbers = np.array([*SPLIT_OF.values(), -1], np.int8)
+    return np.asarray(numbers[pc.fill_null(known, -1).to_numpy()])
 
 
 def _splits(

@@ -34,7 +34,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     ("door", "arguments"),
     [
         (evaluate.main, ["--model", "m", "--data", "d", "--role", "x"]),
+        (evaluate.main, ["--model", "m", "--data", "d", "--batch", "0"]),
         (embed.main, ["--model", "m"]),
+        (embed.main, ["--model", "m", "--data", "d", "--out", "o.parquet", "--workers", "0"]),
         (picture.main, []),
         (pretrain.main, ["--nothing"]),
         (convert.main, ["to-onnx"]),

@@ -330,7 +330,6 @@ def test_one_file_in_a_bucket(archive: Path, embedded: Embedded) -> None:
         (["--data", __file__], f"{__file__}: "),
         (["--data", "DATASET", "B"], "--data "),
         (["--leads", "I,V9"], "'V9'"),
-        (["--batch", "0"], "--batch 0"),
         (["--device", "cuda:7"], "--device cuda:7"),
         (["--data", "EMPTY"], "`omnilead shard --source`"),
         (["--model", "no/model"], "no/model: "),

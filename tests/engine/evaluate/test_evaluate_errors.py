@@ -51,7 +51,6 @@ def test_arguments_and_files_are_checked_before_the_work(pretrained: Path, tmp_p
     refused("none: ", tmp_path / "none")
     refused("--json .*none", pretrained, "--json", tmp_path / "none" / "f.json")
     refused(f"--report {tmp_path}: ", pretrained, "--report", tmp_path)
-    refused("--batch 0", pretrained, "--batch", 0)
     refused("the same file", pretrained, "--json", tmp_path / "f", "--report", tmp_path / ".." / tmp_path.name / "f")
     if not torch.cuda.is_available():
         refused("--device cuda", pretrained, "--device", "cuda")

@@ -6,10 +6,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from engine.evaluation.metrics import measure
 from engine.evaluation.probe import (
     PROBES,
     ProbeData,
-    fitted,
+    fit_scaled,
     linear,
     logistic,
     nearest,
@@ -19,8 +20,6 @@ from engine.evaluation.probe import (
     standardised,
     votes,
 )
-from engine.tasks.config import TaskConfig
-from engine.tasks.labels import TaskLabels
 
 RNG = np.random.default_rng(0)
 
@@ -126,9 +125,9 @@ def test_regression_at_any_scale() -> None:
     rng = np.random.default_rng(1)
     x = rng.normal(size=(700, 5))
     y = (x @ rng.normal(size=(5, 2)) + 0.1 * rng.normal(size=(700, 2))) * [3, 3000] + [60, 1e4]
-    task = TaskConfig("ef", "regression", columns=("ef", "bnp"))
-    labels = TaskLabels(task, ("ef", "bnp"), [y], [])
-    found = fitted([(x[a:b], y[a:b]) for a, b in ((0, 400), (400, 500), (500, 700))], labels)
+    data = ProbeData(x[:400], y[:400], x[400:500], y[400:500], x[500:], "regression")
+    fits = {name: fit_scaled(fit, data) for name, fit in PROBES.items()}
+    found = {name: measure("regression", y[500:], fit.scores_NK) | {"chosen": fit.chosen} for name, fit in fits.items()}
     assert found["linear"]["r2"] > 0.99 and 0.5 < found["nearest"]["r2"] < 1
     assert "mae" in report({"task": "ef", "records": dict.fromkeys(("train", "valid", "test"), 1), **found})
 

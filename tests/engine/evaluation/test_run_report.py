@@ -85,7 +85,7 @@ def test_all_that_is_logged_is_drawn() -> None:
 def test_scores_are_drawn_and_the_first_best_step_is_marked(tmp_path: Path) -> None:
     figures = {"loss": 0.2, "challenge": 0.1, "auroc": 0.6, "auprc": 0.3, "accuracy": 0.4, "f_measure": 0.2}
     scores = {0: 0.9, 10: 0.25, 20: 0.75, 30: 0.75, 40: NAN}
-    facts = {"config": {"head": {"task": "diagnosis"}}, "best": "auroc", "chance": {"valid/auroc": 0.5, "valid/auprc": 0.1}}
+    facts = {"config": {"task": {"name": "diagnosis"}}, "best": "auroc", "chance": {"valid/auroc": 0.5, "valid/auprc": 0.1}}
     steps = [{"step": s, "crops_seen": s, "loss": 1 / s, "accuracy": 0.5} for s in range(1, 41)]
     validation = [{"step": step, **figures, "auroc": score} for step, score in scores.items()]
     html = run_report.build(make(tmp_path / "dx", *steps, validation=validation, facts=facts))
