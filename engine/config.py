@@ -25,7 +25,7 @@ from engine.common import ConfigError, find_config, flatten, merge, overridden, 
 from engine.data.augment import AugmentConfig
 from engine.data.augmenter import HALF
 from engine.data.loader import LoaderConfig, PipelineConfig
-from engine.model.config import ModelConfig, ObjectiveConfig, current_settings
+from engine.model.config import ModelConfig, ObjectiveConfig
 from engine.model.draws import max_masked
 from engine.tasks.config import TaskConfig, current_task
 
@@ -227,8 +227,6 @@ def load(
 def build(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # type: ignore[assignment]
     """Validated settings from nested dicts."""
     tree = merge(kind.defaults, tree)
-    if isinstance(tree.get("model"), dict):
-        tree = tree | {"model": current_settings(tree["model"])}
     if "task" in kind.model_fields and isinstance(tree.get("head"), dict):
         tree = merge(tree, {"task": current_task(tree.pop("head"))})
     train, augment = tree.get("train"), tree.get("augment")

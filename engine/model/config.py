@@ -34,7 +34,6 @@ from pydantic.dataclasses import dataclass
 from engine.common import OWN, ConfigError
 
 STRICT = ConfigDict(strict=True, extra="forbid")
-OBSOLETE = ("attention", "position")  # settings of earlier versions, now `kernels`
 ENCODERS = {"": "engine.model.encoder:Encoder", "resnet": "engine.model.resnet:ResNet"}
 SHOWN = 80  # characters of a wrong value in a message
 Count = Annotated[int, Field(ge=1, le=65_536)]  # bounded, as configs may be untrusted
@@ -146,11 +145,6 @@ def validated(kind: type[Kind], settings: Mapping[str, Any], section: str) -> Ki
         key, value = ".".join(map(str, (section, *first["loc"][:1]))), repr(first["input"])
         value = value if len(value) <= SHOWN else f"{value[:SHOWN]}..."
         raise ConfigError(f"{key}={value}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
-
-
-def current_settings(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the settings that no longer exist from a model that an earlier version saved."""
-    return {name: value for name, value in model.items() if name not in OBSOLETE}
 
 
 def flops_per_segment(config: ModelConfig, samples: int = 2500, negatives: int = 100, local: bool = True) -> float:

@@ -1,7 +1,6 @@
 """Encoder and quantiser against straightforward implementations; the settings, and the model's cost."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
@@ -11,11 +10,9 @@ from tiny import SMALL
 from torch import nn
 
 from engine.common import ConfigError
-from engine.config import build
 from engine.model.config import (
     ModelConfig,
     ObjectiveConfig,
-    current_settings,
     flops_per_crop,
     flops_per_segment,
     kept_per_crop,
@@ -195,10 +192,3 @@ def test_wrong_objectives_are_refused(wrong: dict[str, object]) -> None:
         ObjectiveConfig(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"objective\.local=0 and objective\.contrast=0"):
         ObjectiveConfig(local=0, contrast=0)
-
-
-def test_settings_of_earlier_versions_are_read() -> None:
-    old = dataclasses.asdict(SMALL) | {"attention": "short", "position": "blocks"}
-    del old["kernels"]
-    assert validated(ModelConfig, current_settings(old), "model") == SMALL
-    assert build({"model": json.loads(json.dumps(old))}).model == SMALL
