@@ -26,6 +26,7 @@ from augmenting import (
     signal,
 )
 from scipy.spatial.transform import Rotation
+from data_tools.dataset import Dataset
 
 from engine.common import ConfigError
 from engine.data import picture
@@ -290,9 +291,10 @@ def test_sets_of_noise_by_name_or_by_list() -> None:
     assert AugmentConfig(noise="").kinds == AugmentConfig().kinds == ()
 
 
-def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert picture.main([str(tmp_path / "out.png"), "--lead", "V2"]) == 0
+def test_the_picture(small: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert picture.main([str(tmp_path / "out.png"), "--data", small.root.url, "--crop", "3"]) == 0
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
-    assert picture.main([str(tmp_path / "none.png"), "--data", str(tmp_path)]) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and err.startswith("engine.data.picture: ")
+    for wrong in ([str(tmp_path)], [small.root.url, "--crop", "20"]):
+        assert picture.main([str(tmp_path / "none.png"), "--data", *wrong]) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and err.startswith("engine.data.picture: ")
