@@ -213,8 +213,6 @@ class Order:
         return self._at((first[:, None] + parts.reshape(-1)).reshape(-1))
 
     def _at(self, position: np.ndarray) -> Places:
-        if len(position) and position[0] < 0:
-            raise OrderError(f"position {position[0]}: must be 0 or more")
         dataset, turn = deal(position, self._quotas)
         row, epoch = np.empty((2, len(position)), np.int64)
         for d, rows in enumerate(self.rows):

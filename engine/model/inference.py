@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError, safe_open
@@ -133,14 +132,13 @@ class TrainedModel(nn.Module):
         return self.input.halves(torch.from_numpy(ecg.uv_BLT), np.array(ecg.halves)).to(self.device)
 
     @torch.inference_mode()
-    def embed(self, signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str = "mV", unit_norm: bool = False) -> Tensor:
+    def embed(self, signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str = "mV") -> Tensor:
         """Embed an ECG [L, T] -> [D], or several [B, L, T] -> [B, D] (numpy or torch): the mean over its segments of 5 s.
 
         leads: the names of the rows, in any order; other leads are zeros, for which random lead masking has prepared the model.
-        NaN (in int16 -32768) means not measured. unit_norm: scale to length 1, for cosines. `crops` lists what is refused.
+        NaN (in int16 -32768) means not measured. `crops` lists what is refused.
         """
         c_BD = self._means(self.pooled, self.encoder.width, signal, fs_hz, leads, unit)
-        c_BD = F.normalize(c_BD, dim=-1) if unit_norm else c_BD
         return c_BD if getattr(signal, "ndim", None) == 3 else c_BD[0]
 
     @torch.inference_mode()

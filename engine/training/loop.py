@@ -84,11 +84,11 @@ class Loop:
         before = {number: signal.signal(number, self._on_signal) for number in asking}
         any_rank = AnyRank(self.ranks)
         self.engine.train()
-        batches, batch = iter(self.loader), None
+        batches, batch, patience = iter(self.loader), None, self.config.train.patience
         try:
             if self.config.train.validate_every and self.progress.step == 0:
                 self._validate()  # the untrained model: the first point of the curves
-            while self.progress.step < self.total and not self._is_stale():
+            while self.progress.step < self.total and not 0 < patience <= self.progress.stale:  # early stopping
                 batch = self._next_batch(batches)
                 losses = self._step(batch)
                 self._after_step(losses, batch)
@@ -108,10 +108,6 @@ class Loop:
             batches.close()  # type: ignore[attr-defined]
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-    def _is_stale(self) -> bool:
-        """Early stopping."""
-        return 0 < self.config.train.patience <= self.progress.stale
 
     def _on_signal(self, *_: Any) -> None:
         self.terminated = True

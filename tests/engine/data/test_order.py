@@ -327,10 +327,8 @@ def test_an_invalid_order_is_a_one_line_error(wrong: dict[str, object], message:
 @pytest.mark.parametrize(
     "call, arguments, message",
     [
-        (Order.places, (-1, 5), "position -1"),
         (Order.slice, (0, 0, 3), "train.batch_crops=10 cannot be shared equally by 3 ranks"),
         (Order.slice, (0, 0, 0), "by 0 ranks"),
-        (Order.batch, (-1,), "position -10"),
     ],
 )
 def test_invalid_positions_and_world_sizes_are_refused(

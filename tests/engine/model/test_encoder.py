@@ -14,7 +14,6 @@ from engine.model.config import (
     ModelConfig,
     ObjectiveConfig,
     flops_per_crop,
-    flops_per_segment,
     kept_per_crop,
     masked_share,
     validated,
@@ -37,8 +36,8 @@ def test_flops_are_those_counted_by_hand() -> None:
     conv = 1250 * 24 * 256 + (625 + 312 + 156) * 512 * 256
     encoder = 156 * 256 * 768 + 156 * 48 * 128 * 768 + 12 * (156 * (4 * 768**2 + 2 * 768 * 3072) + 2 * 156**2 * 768)
     bare = 3 * 2 * (conv + encoder)
-    assert flops_per_segment(ModelConfig(), local=False) == bare
-    heads = flops_per_segment(ModelConfig()) - bare
+    assert flops_per_crop(ModelConfig(), local=False) == 2 * bare
+    heads = flops_per_crop(ModelConfig()) / 2 - bare
     per_token = 768 * 256 + 256 * 640 + 256 * 256 + 640 * 128 + 101 * 256
     assert heads == pytest.approx(6 * per_token * 156 * masked_share(ModelConfig(), 156))
     assert round(flops_per_crop(ModelConfig()) / 1e9, 1) == 175.9
