@@ -106,9 +106,9 @@ class StageTimer:
     """
 
     def __init__(self) -> None:
-        self._begin()
+        self.restart()
 
-    def _begin(self) -> None:
+    def restart(self) -> None:
         self.crops, self._since, self._busy_s = 0, time.perf_counter(), defaultdict[str, float](float)
 
     @contextmanager
@@ -123,10 +123,14 @@ class StageTimer:
     def add(self, stage: str, seconds: float) -> None:
         self._busy_s[stage] += seconds
 
+    def pause(self, seconds: float) -> None:
+        """Leave out time that was not training, such as validation."""
+        self._since += seconds
+
     def snapshot(self) -> dict[str, float]:
         seconds, crops = max(time.perf_counter() - self._since, 1e-9), self.crops
         shares = {f"data_{stage}_pct": 100 * busy / seconds for stage, busy in sorted(self._busy_s.copy().items())}
-        self._begin()
+        self.restart()
         return {"crops_per_s": crops / seconds, "data_bytes_per_s": crops * CROP_BYTES / seconds, "data_wait_pct": 0.0} | shares
 
 

@@ -30,7 +30,7 @@ from engine.evaluation.run_files import DIAGNOSTICS, write_diagnostics
 from engine.objectives.contrastive import sum_over_ranks
 from engine.training import checkpoint
 from engine.training.distributed import AnyRank, Ranks
-from engine.training.loggers import RunLogger, Throughput, memory_gb, peak_tflops
+from engine.training.loggers import RunLogger, memory_gb, peak_tflops
 from engine.training.optimizer import GuardedAdamW, lr_at
 from engine.training.task import TrainingTask
 
@@ -70,8 +70,8 @@ class Loop:
     def __post_init__(self) -> None:
         t = self.config.train
         self.micro, _ = micro_batch(self.config, self.ranks.world)
-        peak = peak_tflops(t, self.ranks.device)
-        self.throughput = Throughput(self.task.flops_per_crop, self.ranks.world, peak)
+        self.peak_flops = self.ranks.world * peak_tflops(t, self.ranks.device) * 1e12
+        self.loader.meter.restart()
         self.recent: deque[tuple[int, Places]] = deque(maxlen=t.max_nonfinite)
         self.adam.skipped.fill_(self.progress.skipped_steps)
         self.adam.in_a_row.fill_(self.progress.in_a_row)
@@ -140,7 +140,6 @@ class Loop:
             self.adam.count_skipped()
         self.progress.step += 1
         self.progress.crops_seen = self.loader_state["crops_seen"]
-        self.throughput.done(t.batch_crops)
         self.recent.append((step, batch.places))
         return reports
 
@@ -164,7 +163,8 @@ class Loop:
             say(f"skipped as unreadable: {'; '.join(bad.reason for bad in batch.skipped)}")
         if warning := self.task.warning(values):
             say(f"warning: {warning}")
-        progress = self.progress
+        progress, speed = self.progress, self.loader.meter.snapshot()
+        crops_per_s = speed["crops_per_s"] * self.ranks.world
         row = {
             "step": progress.step,
             "crops_seen": progress.crops_seen,
@@ -173,8 +173,9 @@ class Loop:
             "grad_norm": float(self.adam.norm),
             "skipped_steps": int(self.adam.skipped),
             "memory_gb": memory_gb(self.ranks.device),
+            "crops_per_s": crops_per_s,
+            "mfu": crops_per_s * self.task.flops_per_crop / self.peak_flops,
         }
-        speed = self.loader.meter.snapshot() | self.throughput.snapshot()  # crops_per_s: of all ranks
         self.logger.log(values | speed | self.task.extra_metrics(progress.step - 1) | row)
 
     def _not_finite(self) -> str:
@@ -202,7 +203,7 @@ class Loop:
             self.progress.stale += 1
         if self.logger is not None and row:
             self.logger.log_validation({"step": self.progress.step, "crops_seen": self.progress.crops_seen} | row)
-        self.throughput.pause(time.perf_counter() - started_s)
+        self.loader.meter.pause(time.perf_counter() - started_s)
 
     def _diagnose(self, batch: Batch) -> None:
         with torch.compiler.set_stance("force_eager"):

@@ -229,9 +229,8 @@ def compile_model(model: Any, how: str, **options: Any) -> None:
     options = options or {"options": INDUCTOR_OPTIONS}
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch._inductor")  # torch's own
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # TF32 is off on purpose
-    warnings.filterwarnings(
-        "ignore", message="The .grad attribute of a Tensor that is not a leaf"
-    )  # dynamo reads it, not this code
+    # dynamo reads it, not this code
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     if how == "step":
         model.compile(**options)
     elif how == "layers":
