@@ -25,7 +25,7 @@ from engine.common import ConfigError, find_config, flatten, merge, overridden, 
 from engine.data.augment import AugmentConfig
 from engine.data.augmenter import HALF
 from engine.data.loader import LoaderConfig, PipelineConfig
-from engine.model.config import ModelConfig, ObjectiveConfig, current_settings
+from engine.model.config import ModelConfig, ObjectiveConfig
 from engine.model.draws import max_masked
 from engine.tasks.config import TaskConfig
 
@@ -227,8 +227,6 @@ def load(
 def build(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # type: ignore[assignment]
     """Validated settings from nested dicts."""
     tree = merge(kind.defaults, tree)
-    if isinstance(tree.get("model"), dict):
-        tree = tree | {"model": current_settings(tree["model"])}
     train, augment = tree.get("train"), tree.get("augment")
     if "rates" in kind.model_fields and isinstance(train, dict) and isinstance(rates := train.get("lr"), list) and rates:
         tree = tree | {"train": train | {"lr": rates[0]}, "rates": rates if len(rates) > 1 else []}

@@ -49,7 +49,9 @@ def test_python_runs(
 ) -> None:
     """With the tests' dataset and a small model; an endless loop is left after its first iteration."""
     (tmp_path / "dataset").symlink_to(dataset.root.url)
-    saved_model("RUN/model", head={"task": "diagnosis", "classes": ["AF", "NSR"]})
+    saved_model(
+        "RUN/model", head={"task": "diagnosis", "kind": "multilabel", "classes": ["AF", "NSR"], "thresholds": [0.5, 0.5]}
+    )
     (tmp_path / "KEYFILE").write_bytes(bytes(range(32)))
     monkeypatch.chdir(tmp_path)
     if "engine.pretrain(" in block:  # hours: tests/engine/training/test_trainings_from_python.py trains from Python

@@ -9,7 +9,7 @@ their parameters differently and recompute the limb leads from I and II.
 
 Shapes: B crops, S adjacent halves or views, L leads, T samples, K components. x is [B, S, L, T] float32 millivolts; p holds
 [B, S, 1 or L, 1 or K]. DALI has no B axis. numpy and torch turn one half (S = 1) into two views if p has parameters for two.
-`python -m engine.data.picture augmentations.png` draws every augmentation.
+`python -m engine.data.picture augmentations.png --data DATASET` draws every augmentation.
 """
 
 import functools
@@ -17,9 +17,11 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from engine.common import ALL, OWN, ConfigError, parse_leads
 
@@ -35,46 +37,43 @@ WANDER_COMPONENTS = 3
 TAU = 2 * math.pi
 FINE = 50  # samples in a fine step of _factored_cosines: about the square root of T
 
+STRICT = ConfigDict(strict=True, extra="forbid")
+Millivolts = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
 Array = Any  # numpy array, torch tensor or DALI node
 Product = tuple[Array, Array]  # gain [.., S, 1|L, 1], wave [.., S, 1|L, T]
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True, config=STRICT)
 class AmplitudeMv:
     """Largest amplitude of each kind of noise, as in the paper; the authors' code has 0.1 (tasks/ecg_pretraining.py:136)."""
 
-    powerline: float = 0.5  # mains hum
-    emg: float = 0.5  # muscle noise
-    wander: float = 0.5  # baseline wander
-    shift: float = 0.5  # jumps of the baseline
-
-    def __post_init__(self) -> None:
-        for kind in PAPER_NOISE:
-            _within(f"augment.amplitude_mv.{kind}", getattr(self, kind), 0, 10)
+    powerline: Millivolts = 0.5  # mains hum
+    emg: Millivolts = 0.5  # muscle noise
+    wander: Millivolts = 0.5  # baseline wander
+    shift: Millivolts = 0.5  # jumps of the baseline
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True, config=STRICT)
 class ThreeKG:
     """3KG: the heart seen from another angle (Gopal et al. 2021; fairseq-signals perturb_ecg_dataset.py:120-199)."""
 
-    angle_deg: float = 45.0  # largest angle of the dipole's three rotations; each is uniform within +- this
-    scale: float = 1.5  # largest scale factor; one for each axis, uniform from 1 to this
-    time_mask: float = 0.5  # share of the samples to zero, in one cyclic window per lead
-
-    def __post_init__(self) -> None:
-        _within("augment.threekg.angle_deg", self.angle_deg, 0, 180)
-        _within("augment.threekg.scale", self.scale, 1, 10)
-        _within("augment.threekg.time_mask", self.time_mask, 0, 0.99)
+    # largest angle of the dipole's three rotations; each is uniform within +- this
+    angle_deg: Annotated[float, Field(ge=0, le=180, allow_inf_nan=False)] = 45.0
+    # largest scale factor; one for each axis, uniform from 1 to this
+    scale: Annotated[float, Field(ge=1, le=10, allow_inf_nan=False)] = 1.5
+    # share of the samples to zero, in one cyclic window per lead
+    time_mask: Annotated[float, Field(ge=0, le=0.99, allow_inf_nan=False)] = 0.5
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True, config=STRICT)
 class AugmentConfig:
-    rlm: float = 0.5  # random lead masking: probability of zeroing each lead of each half; 0 = off
+    # random lead masking: probability of zeroing each lead of each half; 0 = off
+    rlm: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.5
     rlm_keep_one: bool = False  # never mask all leads of a half (the paper's masking can)
     noise: str | tuple[str, ...] = ()  # kinds of noise, or a set: physio3, physio4, authors_physio3, authors_physio4
     amplitude_mv: AmplitudeMv = field(default_factory=AmplitudeMv)
-    powerline_hz: int = 50  # 60 in the Americas; authors_powerline picks 50 or 60 at random
-    powerline_components: int = 1  # number of harmonics of powerline_hz
+    powerline_hz: Literal[50, 60] = 50  # 60 in the Americas; authors_powerline picks 50 or 60 at random
+    powerline_components: Annotated[int, Field(ge=1, le=4)] = 1  # number of harmonics of powerline_hz
     per_lead: bool = False  # draw noise parameters for each lead instead of once for all; white noise always differs by lead
     dependency: bool | None = None  # recompute the limb leads from I and II after adding noise; None: for authors_* only
     threekg: ThreeKG | None = None
@@ -83,7 +82,6 @@ class AugmentConfig:
     extra: str = ""  # your own function(x_BSLT, generator) as file.py:function, applied after the others: engine.data.extra
 
     def __post_init__(self) -> None:
-        _within("augment.rlm", self.rlm, 0, 1)
         if self.rlm == 1 and not self.rlm_keep_one:
             raise ConfigError("augment.rlm=1: this masks every lead: use less than 1, or rlm_keep_one: true")
         for kind in self.kinds:
@@ -92,10 +90,6 @@ class AugmentConfig:
                 raise ConfigError(f"augment.noise={self.noise!r}: unknown kind {kind!r}: use {known}")
         if len(set(map(formula, self.kinds))) < len(self.kinds):
             raise ConfigError(f"augment.noise={self.noise!r}: a kind occurs twice: give each once, the paper's or the authors'")
-        if self.powerline_hz not in (50, 60):
-            raise ConfigError(f"augment.powerline_hz={self.powerline_hz!r}: not a mains frequency: use 50 or 60")
-        if self.powerline_components not in (1, 2, 3, 4):
-            raise ConfigError(f"augment.powerline_components={self.powerline_components!r}: must be 1 to 4 (below 250 Hz)")
         if self.per_lead and any(kind in AUTHORS_NOISE for kind in self.kinds):
             raise ConfigError("augment.per_lead=True: the authors' kinds fix what is drawn per lead: use false")
         if self.extra and not OWN.fullmatch(self.extra):
@@ -129,11 +123,6 @@ class AugmentConfig:
     def noise_leads(self) -> tuple[int, ...]:
         """Leads that get noise: all of them if some leads are later computed from others."""
         return ALL if self.refits_limb_leads or self.threekg else self.output_leads
-
-
-def _within(key: str, value: float, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:  # also refuses NaN
-        raise ConfigError(f"{key}={value!r}: must be a number from {low} to {high}")
 
 
 def formula(kind: str) -> str:

@@ -45,9 +45,9 @@ FROM_DIPOLE = _TO_12 @ DOWER  # [12, 3]
 class _Draw:
     """Random numbers [B, S, leads, slots]. Slot n is the n-th number that a stream draws for a lead."""
 
-    def __init__(self, seed: int, epoch_B: np.ndarray, crop_B: np.ndarray, views: int) -> None:
+    def __init__(self, seed: int, epoch_B: np.ndarray, crop_B: np.ndarray) -> None:
         epoch, crop = np.broadcast_arrays(np.atleast_1d(epoch_B), np.atleast_1d(crop_B))
-        self.key: tuple[Any, ...] = (epoch[:, None, None, None], crop[:, None, None, None], np.arange(views)[:, None, None])
+        self.key: tuple[Any, ...] = (epoch[:, None, None, None], crop[:, None, None, None], np.arange(2)[:, None, None])
         self.seed = seed
 
     def uniform(self, stream: RandomStream, leads: Sequence[int], slots: Sequence[int]) -> np.ndarray:
@@ -62,13 +62,12 @@ def draws(
     seed: int,
     epoch_B: np.ndarray,
     crop_B: np.ndarray,
-    views: int = 2,
     samples: int = 2500,
     measured_BL: np.ndarray | None = None,
 ) -> Params:
-    """Draw parameters for `views` halves or views of each crop. `crop_B`: the augmenter.crop_key of each crop. `measured_BL`:
+    """Draw parameters for both halves or views of each crop. `crop_B`: the augmenter.crop_key of each crop. `measured_BL`:
     bool [B, 12], which leads were recorded; None: all."""
-    draw = _Draw(seed, epoch_B, crop_B, views)
+    draw = _Draw(seed, epoch_B, crop_B)
     p: Params = {}
     if config.threekg:
         p |= _threekg(draw, config.threekg, config.output_leads, samples)
@@ -202,9 +201,9 @@ def _about(axis: int, angle: np.ndarray) -> np.ndarray:
 
 
 @lru_cache(maxsize=1)  # shared by all loaders of a run
-def white_bank(seed: int, size: int = WHITE_BANK) -> np.ndarray:
-    """Standard normal float32 numbers; the full size takes 0.2 s."""
-    return counter.normal(seed, RandomStream.WHITE, np.arange(size)).astype(np.float32)
+def white_bank(seed: int) -> np.ndarray:
+    """Standard normal float32 numbers; they take 0.2 s."""
+    return counter.normal(seed, RandomStream.WHITE, np.arange(WHITE_BANK)).astype(np.float32)
 
 
 def white(bank: Any, start: Any, samples: int) -> Any:

@@ -88,17 +88,6 @@ def parameters(config: AugmentConfig, views: Views, seed: int, places: Places, m
     return p
 
 
-def views(crops_BLT: np.ndarray, config: AugmentConfig) -> torch.Tensor:
-    """Both halves of crops without augmentation, for validation: float32 millivolts [B, 2, L, 2500] on the CPU. Leads that the
-    model does not use are zeros if config.padded, else left out."""
-    x_BSLT = np.zeros((len(crops_BLT), 2, len(config.output_leads), HALF), np.float32)
-    used = list(config.seen)
-    x_BSLT[:, :, used if config.padded else slice(None)] = (
-        crops_BLT[:, used].reshape(len(crops_BLT), len(used), 2, HALF).swapaxes(1, 2)
-    )
-    return torch.from_numpy(x_BSLT).mul_(MV_PER_UV)
-
-
 def single_threaded() -> None:
     """Keep torch from starting OpenMP threads for this thread's operations: they would take cores from the training step."""
     torch.get_num_threads()  # initialises the thread's setting first: torch would otherwise reset it at the first operation

@@ -26,14 +26,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from data_tools.cli import keep_freed_memory
 from data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset
 from engine.common import ConfigError
 from engine.data import dali
-from engine.data.augment import AugmentConfig
+from engine.data.augment import STRICT, AugmentConfig
 from engine.data.augment_draws import Params
 from engine.data.augmenter import CHUNK, HALF, Augmenter, Tensors, Views, Write, measured_leads, parameters, single_threaded
 from engine.data.device import Resident, Upload
@@ -49,13 +49,14 @@ State = dict[str, Any]
 log = logging.getLogger(__name__)
 
 
-@checked_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
+@checked_dataclass(frozen=True, config=STRICT)
 class PipelineConfig:
     """The section `pipeline` of the settings: how crops are loaded."""
 
     backend: Literal["auto", "dali", "torch", "resident"] = "auto"  # auto: dali on a GPU; resident: keep data in GPU memory
     views: Views = "halves"  # the pair to contrast: the two halves of a crop, or two views of one window
-    block_shards: int = 0  # 0: shuffle the whole dataset; G: shuffle G shards at a time, for remote data and slow disks
+    # 0: shuffle the whole dataset; G: shuffle G shards at a time, for remote data and slow disks
+    block_shards: Annotated[int, Field(ge=0)] = 0
     weights: tuple[float, ...] | None = None  # sampling weights of several datasets; None: by size
     source: Literal["tar", "zarr"] | None = None  # format to read if a dataset has both; null: tar
     check: Literal["first", "always", "never"] = "first"  # verify a crop's checksum at its first read, at every read, or never
@@ -66,13 +67,13 @@ class PipelineConfig:
     cache_bytes: int = 100 * 2**30  # size limit of cache_dir
 
 
-@checked_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
+@checked_dataclass(frozen=True, config=STRICT)
 class LoaderConfig(PipelineConfig):
     """The section `pipeline` and the settings of other sections that the loader needs."""
 
     batch_crops: int = 512  # over all ranks
     micro_batch: Annotated[int | None, Field(ge=1)] = None  # crops of a rank contrasted at a time; None: its whole share
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0)] = 0
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
 
@@ -105,9 +106,9 @@ class StageTimer:
     """
 
     def __init__(self) -> None:
-        self._begin()
+        self.restart()
 
-    def _begin(self) -> None:
+    def restart(self) -> None:
         self.crops, self._since, self._busy_s = 0, time.perf_counter(), defaultdict[str, float](float)
 
     @contextmanager
@@ -122,10 +123,14 @@ class StageTimer:
     def add(self, stage: str, seconds: float) -> None:
         self._busy_s[stage] += seconds
 
+    def pause(self, seconds: float) -> None:
+        """Leave out time that was not training, such as validation."""
+        self._since += seconds
+
     def snapshot(self) -> dict[str, float]:
         seconds, crops = max(time.perf_counter() - self._since, 1e-9), self.crops
         shares = {f"data_{stage}_pct": 100 * busy / seconds for stage, busy in sorted(self._busy_s.copy().items())}
-        self._begin()
+        self.restart()
         return {"crops_per_s": crops / seconds, "data_bytes_per_s": crops * CROP_BYTES / seconds, "data_wait_pct": 0.0} | shares
 
 

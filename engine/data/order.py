@@ -160,9 +160,6 @@ class Order:
                 raise OrderError(f"{rows.name}: {len(rows)} crops are selected: select 1 to 2**40")
         if not 1 <= self.batch_crops <= total:
             raise OrderError(f"train.batch_crops={self.batch_crops}: {total} crops are selected: use 1 to {total}")
-        for key, value in (("train.seed", self.seed), ("pipeline.block_shards", self.block_shards)):
-            if value < 0:
-                raise OrderError(f"{key}={value}: use 0 or more")
         if weights is not None and (len(weights) != len(self.rows) or not all(0 < weight < math.inf for weight in weights)):
             raise OrderError(
                 f"pipeline.weights={weights}: give a positive number for each of {len(self.rows)} datasets, or null"
@@ -216,8 +213,6 @@ class Order:
         return self._at((first[:, None] + parts.reshape(-1)).reshape(-1))
 
     def _at(self, position: np.ndarray) -> Places:
-        if len(position) and position[0] < 0:
-            raise OrderError(f"position {position[0]}: must be 0 or more")
         dataset, turn = deal(position, self._quotas)
         row, epoch = np.empty((2, len(position)), np.int64)
         for d, rows in enumerate(self.rows):

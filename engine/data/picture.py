@@ -3,7 +3,7 @@
 Upper rows: one lead of the first half, with a panel and the drawn parameters for each kind of noise. Below: twelve leads under
 random lead masking, and the two views of 3KG.
 
-    python -m engine.data.picture augmentations.png [--data DATASET --row 0] [--lead II] [--seed 464]
+    python -m engine.data.picture augmentations.png --data DATASET [--crop 0]
 """
 
 import sys
@@ -19,7 +19,7 @@ from matplotlib.ticker import MultipleLocator
 from data_tools.dataset import DataError, Dataset
 from engine.common import LEADS, ConfigError, Parser
 from engine.data.augment import AUTHORS_NOISE, PAPER_NOISE, AugmentConfig, ThreeKG, augment, axis, formula, numpy_ops
-from engine.data.augment_draws import FROM_DIPOLE, Params, draws, white, white_bank
+from engine.data.augment_draws import Params, draws, white, white_bank
 
 FS_HZ, HALF = 500.0, 2500
 TIME_S = np.arange(2 * HALF) / FS_HZ
@@ -41,50 +41,29 @@ SETS = {
     "authors_physio4": "all four, limb leads again from I and II",
 }
 SEED = 464  # chosen because all its draws have medium size
-
-# Waves of the synthetic ECG: Frank axis, centre (s from R), width (s), amplitude (mV)
-WAVES = [(0, -0.16, 0.022, 0.08), (1, -0.16, 0.022, 0.13), (0, -0.022, 0.008, -0.12), (2, -0.018, 0.010, -0.45)]
-WAVES += [(0, 0.0, 0.011, 1.15), (1, 0.0, 0.010, 0.85), (2, 0.012, 0.014, 0.55), (1, 0.028, 0.010, -0.18)]
-WAVES += [(0, 0.26, 0.050, 0.24), (1, 0.26, 0.050, 0.22), (2, 0.24, 0.060, -0.28)]
+LEAD = 1  # lead II, in the upper rows
 
 
-def synthetic_ecg() -> np.ndarray:
-    """[12, 5000] mV: a regular rhythm, with Gaussian waves of a dipole."""
-    from_r_s = TIME_S[:, None] - np.arange(-0.4, 11, 0.82)
-    dipole = np.zeros((3, 2 * HALF))
-    for direction, centre_s, width_s, mv in WAVES:
-        dipole[direction] += mv * np.exp(-0.5 * ((from_r_s - centre_s) / width_s) ** 2).sum(axis=1)
-    return (FROM_DIPOLE @ dipole).astype(np.float32)
-
-
-def stored_ecg(url: str, row: int) -> np.ndarray:
-    """[12, 5000] mV."""
-    dataset = Dataset.open(url)
-    if not 0 <= row < len(dataset):
-        raise ConfigError(f"--row={row}: {url} has {len(dataset)} crops: use 0 to {len(dataset) - 1}")
-    return dataset.read(row).astype(np.float32) * np.float32(1e-3)
-
-
-def figure(ecg: np.ndarray, title: str, lead: int, seed: int) -> Figure:
+def figure(ecg: np.ndarray, title: str) -> Figure:
+    """`ecg`: [12, 5000] mV."""
     halves = np.ascontiguousarray(ecg.reshape(12, 2, HALF).swapaxes(0, 1)[None])  # [B = 1, S, L, T]
     page = Figure(figsize=(13.5, 13), dpi=120, facecolor="white")
     page.text(0.05, 0.975, title, size=14, weight="bold", color=INK)
-    legend = f"Grey: before. Colour: after. Upper rows: lead {LEADS[lead]} of the first half, mV over s. Seed {seed}."
+    legend = f"Grey: before. Colour: after. Upper rows: lead {LEADS[LEAD]} of the first half, mV over s. Seed {SEED}."
     page.text(0.05, 0.957, legend, size=9.5, color=GREY)
     upper = page.add_gridspec(3, 4, left=0.05, right=0.99, top=0.92, bottom=0.525, hspace=0.46, wspace=0.06)
     panels: Any = upper.subplots(sharey=True)
     for axes, noise in zip(panels.flat, [*SETS, *PAPER_NOISE, *AUTHORS_NOISE], strict=True):
-        after, p = apply(halves, AugmentConfig(rlm=0, noise=noise), seed)
-        _draw_lead(axes, halves[0, 0, lead], after[0, 0, lead], noise)
+        after, p = apply(halves, AugmentConfig(rlm=0, noise=noise))
+        _draw_lead(axes, halves[0, 0, LEAD], after[0, 0, LEAD], noise)
         if noise in SETS:
             _title(axes, noise or "Original", SETS[noise])
         else:
-            _title(
-                axes, TITLES[formula(noise)] + ", authors' code" * (noise in AUTHORS_NOISE), _describe(formula(noise), p, lead)
-            )
+            title = TITLES[formula(noise)] + ", authors' code" * (noise in AUTHORS_NOISE)
+            _title(axes, title, _describe(formula(noise), p))
     lower = page.add_gridspec(1, 4, left=0.05, right=0.99, top=0.455, bottom=0.025, wspace=0.14)
-    masked, p = apply(halves, AugmentConfig(), seed)
-    views, _ = apply(halves[:, :1], AugmentConfig(rlm=0, threekg=ThreeKG()), seed)
+    masked, p = apply(halves, AugmentConfig())
+    views, _ = apply(halves[:, :1], AugmentConfig(rlm=0, threekg=ThreeKG()))
     first, second = p["keep"].sum(axis=(2, 3))[0]
     axes = page.add_subplot(lower[0, :2])
     _draw_leads(axes, np.hstack(halves[0]), np.hstack(masked[0]), MASK)
@@ -97,17 +76,17 @@ def figure(ecg: np.ndarray, title: str, lead: int, seed: int) -> Figure:
     return page
 
 
-def apply(halves: np.ndarray, config: AugmentConfig, seed: int) -> tuple[np.ndarray, Params]:
-    p = draws(config, seed, np.zeros(1, int), np.zeros(1, int), samples=HALF)
+def apply(halves: np.ndarray, config: AugmentConfig) -> tuple[np.ndarray, Params]:
+    p = draws(config, SEED, np.zeros(1, int), np.zeros(1, int))
     if "white_start" in p:
-        p["white"] = white(white_bank(seed), p["white_start"], HALF)
+        p["white"] = white(white_bank(SEED), p["white_start"], HALF)
     ops = numpy_ops()
     return np.asarray(augment(halves, p, config, axis(HALF, FS_HZ, ops), ops)), p
 
 
-def _describe(kind: str, p: Params, lead: int) -> str:
-    """The parameters of one kind of noise, as drawn for this lead."""
-    drawn = {name.removeprefix(f"{kind}_"): values[0, 0, lead % values.shape[2]] for name, values in p.items()}
+def _describe(kind: str, p: Params) -> str:
+    """The parameters of one kind of noise, as drawn for the lead shown."""
+    drawn = {name.removeprefix(f"{kind}_"): values[0, 0, LEAD % values.shape[2]] for name, values in p.items()}
     a = " ".join(f"{value:.2f}" for value in drawn["amplitude"])
     if kind == "powerline":
         return f"{drawn['hz'][0]:.0f} Hz, a = {a} mV"
@@ -150,16 +129,16 @@ def _title(axes: Axes, title: str, subtitle: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m engine.data.picture", description="draw each augmentation of an ECG")
     parser.add_argument("out", metavar="OUT.png")
-    parser.add_argument("--data", metavar="DATASET", help="a dataset (default: a synthetic ECG)")
-    parser.add_argument("--row", type=int, default=0, help="crop of the dataset (default 0)")
-    parser.add_argument("--lead", default="II", choices=LEADS, help="lead in the upper rows (default II)", metavar="LEAD")
-    parser.add_argument("--seed", type=int, default=SEED, help=f"seed of the augmentations (default {SEED})")
+    parser.add_argument("--data", metavar="DATASET", required=True, help="a dataset")
+    parser.add_argument("--crop", type=int, default=0, metavar="N", help="crop of the dataset (default 0)")
     given = parser.parse_args(arguments)
-    name = f"crop {given.row} of {given.data}" if given.data else "a synthetic ECG"
     try:
-        ecg = stored_ecg(given.data, given.row) if given.data else synthetic_ecg()
+        dataset = Dataset.open(given.data)
+        if not 0 <= given.crop < len(dataset):
+            raise ConfigError(f"--crop {given.crop}: {given.data} has {len(dataset)} crops: use 0 to {len(dataset) - 1}")
+        ecg = dataset.read(given.crop).astype(np.float32) * np.float32(1e-3)
         with matplotlib.rc_context(STYLE):
-            page = figure(ecg, f"Augmentations of {name}", LEADS.index(given.lead), given.seed)
+            page = figure(ecg, f"Augmentations of crop {given.crop} of {given.data}")
             page.savefig(given.out, metadata={"Software": None})
     except (ConfigError, DataError, OSError, ValueError) as error:  # ValueError: matplotlib does not know the suffix
         print(f"engine.data.picture: {' '.join(str(error).split())}", file=sys.stderr)

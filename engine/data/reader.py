@@ -26,13 +26,13 @@ from functools import lru_cache, partial
 from itertools import count
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import google_crc32c
 import numpy as np
 
 from data_tools.dataset import CROP_BYTES, CROP_SHAPE, ChunkError, Dataset, DatasetError
-from engine.data.order import DatasetRows
+from engine.data.order import DatasetRows, Places
 from engine.data.staging import Key, Staging
 
 MAX_DESCRIPTORS = 256
@@ -73,15 +73,6 @@ class Report:
             raise DatasetError(self.failed.reason)
         mine = (bad for bad in self.skipped if these.start <= bad.position < these.stop)
         return Report(self.row[these], tuple(bad._replace(position=bad.position - these.start) for bad in mine))
-
-
-class CropList(Protocol):
-    """A list of crops: engine.data.order.Places, or any arrays of dataset numbers and rows."""
-
-    @property
-    def dataset(self) -> np.ndarray: ...
-    @property
-    def row(self) -> np.ndarray: ...
 
 
 class Desk(NamedTuple):
@@ -182,7 +173,7 @@ class CropReader:
         """Buffers to read into; in pinned memory with `pin` if there is a GPU."""
         return [self._empty((crops, *CROP_SHAPE)) for _ in range(count)]
 
-    def read(self, places: CropList, out: Out, late: bool = False) -> Report:
+    def read(self, places: Places, out: Out, late: bool = False) -> Report:
         """Read crops [n] into `out`, int16 [n, 12, 5000] in microvolts, or into each thread's Desk. A bad crop that may not be
         skipped raises an error (`late`: only in Report.part); `out` is then invalid."""
         index, rows = np.asarray(places.dataset, np.int64), np.array(places.row, np.int64)
@@ -319,7 +310,6 @@ def _read_crop(fd: int, crop: Any, offset: int) -> int:
 
 
 R = TypeVar("R")
-C = TypeVar("C", bound=CropList)
 Buffer = TypeVar("Buffer")
 Made = TypeVar("Made")
 
@@ -376,11 +366,11 @@ def _keep_making(
 
 
 def read_ahead(
-    requests: Iterable[C], reader: CropReader, shape: tuple[int, ...], depth: int = 2, in_use: int = 1
-) -> Generator[tuple[C, np.ndarray, Report], None, None]:
+    requests: Iterable[Places], reader: CropReader, shape: tuple[int, ...], depth: int = 2, in_use: int = 1
+) -> Generator[tuple[Places, np.ndarray, Report], None, None]:
     """Prefetch (request, its crops, report), at most `depth` beyond those in use. A request has at most shape[0] crops."""
 
-    def fill(request: C, buffer: np.ndarray) -> tuple[C, np.ndarray, Report]:
+    def fill(request: Places, buffer: np.ndarray) -> tuple[Places, np.ndarray, Report]:
         crops = buffer[: len(request.row)]
         return request, crops, reader.read(request, crops)
 

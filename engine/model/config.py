@@ -34,9 +34,9 @@ from pydantic.dataclasses import dataclass
 from engine.common import OWN, ConfigError
 
 STRICT = ConfigDict(strict=True, extra="forbid")
-OBSOLETE = ("attention", "position")  # settings of earlier versions, now `kernels`
 ENCODERS = {"": "engine.model.encoder:Encoder", "resnet": "engine.model.resnet:ResNet"}
 SHOWN = 80  # characters of a wrong value in a message
+SEGMENT = 2500  # samples in 5 s
 Count = Annotated[int, Field(ge=1, le=65_536)]  # bounded, as configs may be untrusted
 Probability = Annotated[float, Field(ge=0, le=0.99, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -98,15 +98,11 @@ class ModelConfig:
     def feature_width(self) -> int:
         return self.conv[-1][0]
 
-    @property
-    def patch(self) -> int:
-        """Number of samples in a token."""
-        return prod(kernel for _, kernel in self.conv)
-
     def tokens(self, samples: int) -> int:
-        if samples < self.patch:
-            raise ConfigError(f"model.conv: a token is {self.patch} samples, the input {samples}: use fewer or shorter blocks")
-        return samples // self.patch
+        patch = prod(kernel for _, kernel in self.conv)  # samples in a token
+        if samples < patch:
+            raise ConfigError(f"model.conv: a token is {patch} samples, the input {samples}: use fewer or shorter blocks")
+        return samples // patch
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -148,45 +144,36 @@ def validated(kind: type[Kind], settings: Mapping[str, Any], section: str) -> Ki
         raise ConfigError(f"{key}={value}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
 
 
-def current_settings(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the settings that no longer exist from a model that an earlier version saved."""
-    return {name: value for name, value in model.items() if name not in OBSOLETE}
-
-
-def flops_per_segment(config: ModelConfig, samples: int = 2500, negatives: int = 100, local: bool = True) -> float:
-    """FLOPs of one segment, forward and backward (three times forward). Counts matrix products only; a multiply-add is two.
+def flops_per_crop(config: ModelConfig, local: bool = True) -> float:
+    """FLOPs of 10 s, forward and backward (three times forward). Counts matrix products only; a multiply-add is two.
 
     The quantiser and the projections see only masked tokens, about half. This counts the work that the objective needs in any
     implementation: one cosine for each negative that the authors gather, and one product with the codebook.
     """
-    length, width, flops = samples, config.leads, 0.0
+    length, width, flops = SEGMENT, config.leads, 0.0
     for out, kernel in config.conv:
         length //= kernel
         flops += 2 * length * width * kernel * out
         width = out
-    tokens, d = config.tokens(samples), config.width
+    tokens, d = config.tokens(SEGMENT), config.width
     if width != d:
         flops += 2 * tokens * width * d
     flops += 2 * tokens * (d // config.position_groups) * config.position_kernel * d
     flops += config.layers * (2 * tokens * (4 * d * d + 2 * d * config.ffn) + 4 * tokens * tokens * d)
-    return 3 * flops + (local_flops(config, tokens, d, width, negatives) if local else 0.0)
+    return 2 * (3 * flops + (local_flops(config, tokens, d, width) if local else 0.0))
 
 
-def local_flops(config: ModelConfig, tokens: int, width: int, feature_width: int, negatives: int = 100) -> float:
-    """FLOPs of the local objective for one segment, with an encoder of these widths."""
+def local_flops(config: ModelConfig, tokens: int, width: int, feature_width: int) -> float:
+    """FLOPs of the local objective for one segment of 5 s, with an encoder of these widths and 100 negatives."""
     heads = width * config.projection + feature_width * config.codebooks * config.codes + config.code_width * config.projection
     codebook = config.codebooks * config.codes * (config.code_width // config.codebooks)
-    return 6 * tokens * masked_share(config, tokens) * (heads + codebook + (1 + negatives) * config.projection)
+    return 6 * tokens * masked_share(config, tokens) * (heads + codebook + 101 * config.projection)
 
 
-def flops_per_crop(config: ModelConfig, samples: int = 2500, segments: int = 2, local: bool = True) -> float:
-    return segments * flops_per_segment(config, samples, local=local)
-
-
-def kept_per_crop(config: ModelConfig, samples: int = 2500, segments: int = 2) -> int:
+def kept_per_crop(config: ModelConfig) -> int:
     """Upper bound on the activations that a training step keeps of a crop for the backward pass: 20 times the encoder width per
     token and layer (10 of them in the feed-forward), and as much as two layers for everything before them."""
-    return 20 * segments * config.tokens(samples) * config.width * (config.layers + 2)
+    return 20 * 2 * config.tokens(SEGMENT) * config.width * (config.layers + 2)
 
 
 def masked_share(config: ModelConfig, tokens: int) -> float:

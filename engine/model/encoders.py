@@ -19,7 +19,7 @@ import inspect
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -148,19 +148,15 @@ def examine(encoder: nn.Module, config: ModelConfig, masked: bool = False, dtype
     return int(c_RND.shape[1])
 
 
-class StepCost(NamedTuple):
-    flops: float  # forward and backward
-    kept: float  # numbers kept for the backward pass
-
-
-def cost_per_crop(encoder: nn.Module | None, config: ModelConfig, local: bool) -> StepCost:
-    """The cost of 10 s: by formula for the authors' encoder, for others by running a few rows.
+def cost_per_crop(encoder: nn.Module | None, config: ModelConfig, local: bool) -> tuple[float, float]:
+    """FLOPs of 10 s, forward and backward, and how many numbers are kept for the backward pass: by formula for the authors'
+    encoder, for others by running a few rows.
 
     The forward pass is counted, and the backward pass taken as twice that. This avoids errors of torch's counter: it multiplies
     the weight gradient of a grouped convolution by the groups, and counts fused attention and recurrent layers on a CPU as 0.
     """
     if not config.encoder or encoder is None:
-        return StepCost(flops_per_crop(config, HALF, local=local), kept_per_crop(config, HALF))
+        return flops_per_crop(config, local), kept_per_crop(config)
     own, rows, saved = copy.deepcopy(encoder).cpu().float().train(), 2, dict[int, int]()
 
     def keep(tensor: Tensor) -> Tensor:
@@ -181,7 +177,7 @@ def cost_per_crop(encoder: nn.Module | None, config: ModelConfig, local: bool) -
     kept = sum(numbers for place, numbers in saved.items() if place not in weights)
     flops = 3 * counter.get_total_flops() / rows
     flops += local_flops(config, c_RND.shape[1], c_RND.shape[2], int(getattr(own, "feature_width", 0))) if local else 0
-    return StepCost(2 * flops, 2 * kept / rows)
+    return 2 * flops, 2 * kept / rows
 
 
 def drops_out(encoder: nn.Module | None, config: ModelConfig, *others: float) -> bool:

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError, safe_open
@@ -33,12 +32,12 @@ from data_tools.record import MV_PER_UNIT, RATE_RANGE_HZ, EcgRecord, unit_name
 from engine.common import LEADS, ConfigError, blaming, leads_in_order, plugin
 from engine.data.augmenter import CROP, FS_HZ, HALF
 from engine.data.preprocess import Input, SignalError
-from engine.model.config import ModelConfig, current_settings, validated
+from engine.model.config import ModelConfig, validated
 from engine.model.encoder import Encoder, pool
 from engine.model.encoders import build_encoder, build_head
 from engine.model.folder import CONFIG, FORMAT, PREPROCESSING, WEIGHTS, LoadError, code_in, document_of, misfits, model_folder
 from engine.tasks import kinds
-from engine.tasks.config import OLD_TASKS, TaskKind
+from engine.tasks.config import TaskKind
 
 LARGE_MV, HUGE_MV, TINY_MV = 20.0, 100.0, 0.01  # limits for a typical lead's median, peak, peak; hearts peak at 0.1 to 10 mV
 NOT_MEASURED = -32_768  # in int16
@@ -133,14 +132,13 @@ class TrainedModel(nn.Module):
         return self.input.halves(torch.from_numpy(ecg.uv_BLT), np.array(ecg.halves)).to(self.device)
 
     @torch.inference_mode()
-    def embed(self, signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str = "mV", unit_norm: bool = False) -> Tensor:
+    def embed(self, signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str = "mV") -> Tensor:
         """Embed an ECG [L, T] -> [D], or several [B, L, T] -> [B, D] (numpy or torch): the mean over its segments of 5 s.
 
         leads: the names of the rows, in any order; other leads are zeros, for which random lead masking has prepared the model.
-        NaN (in int16 -32768) means not measured. unit_norm: scale to length 1, for cosines. `crops` lists what is refused.
+        NaN (in int16 -32768) means not measured. `crops` lists what is refused.
         """
         c_BD = self._means(self.pooled, self.encoder.width, signal, fs_hz, leads, unit)
-        c_BD = F.normalize(c_BD, dim=-1) if unit_norm else c_BD
         return c_BD if getattr(signal, "ndim", None) == 3 else c_BD[0]
 
     @torch.inference_mode()
@@ -218,22 +216,18 @@ def config_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> ModelCo
     if not isinstance(model, dict):
         raise LoadError(f"{path}: has no model settings: is it a config.json of omnilead?")
     try:
-        return validated(ModelConfig, current_settings(model), "model")
+        return validated(ModelConfig, model, "model")
     except ConfigError as error:
         raise LoadError(f"{path}: {error}") from None
 
 
 def head_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> HeadInfo | None:
-    """`head` in config.json; earlier versions saved only task and classes."""
+    """`head` in config.json."""
     if (head := document.get("head")) is None:
         return None
     try:
-        settings = dict(head)
-        settings.setdefault("kind", OLD_TASKS.get(str(settings.get("task"))))
-        if settings["kind"] in ("binary", "multilabel"):
-            settings.setdefault("thresholds", [THRESHOLD] * len(settings.get("classes", ())))
-        return validated(HeadInfo, settings, "head")
-    except (ConfigError, TypeError, ValueError) as error:
+        return validated(HeadInfo, head, "head")
+    except ConfigError as error:
         raise LoadError(f"{path}: head={str(head)[:60]}: {error}") from None
 
 

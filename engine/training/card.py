@@ -45,7 +45,8 @@ def model_card(
     head, signals = described.get("head"), state.get("input", DEFAULT_INPUT)
     needed = file_of(described["model"].get("encoder", "")) or (head and file_of(head["definition"].get("head", "")))
     sources = sorted({name for split in state.get("splits", ()) for name in split["sources"]})
-    measured = {name: value for name, value in _validated(run, state["step"]).items() if math.isfinite(value)}
+    validated = next((row for row in StepLog(run / VALIDATION).rows if row["step"] == state["step"]), {})
+    measured = {name: value for name, value in validated.items() if isinstance(value, float) and math.isfinite(value)}
     rows = "".join(f"| {METRIC_NAMES.get(name, name.replace('_', ' '))} | {value:.4f} |\n" for name, value in measured.items())
     card = CARD.format(
         title=title,
@@ -74,11 +75,3 @@ def model_card(
         }
         facts["model-index"] = [{"name": title, "results": [result]}]
     return front_matter(facts) + card + (PREDICT if head and head.get("classes") else "")
-
-
-def _validated(run: Path, step: int) -> dict[str, float]:
-    """The validation metrics of the exported step."""
-    for row in StepLog(run / VALIDATION).rows:
-        if row["step"] == step:
-            return {name: value for name, value in row.items() if isinstance(value, float)}
-    return {}

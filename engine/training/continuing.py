@@ -65,7 +65,7 @@ def read_config(config: str | Path | None, overrides: Sequence[str] | Mapping[st
         return load(config or QUICKSTART, overrides)
     before = Path(start, "config.yaml")
     settings = read_yaml(before) if before.is_file() else {"task": {}}
-    if not {"task", "head"} & settings.keys():
+    if "task" not in settings:
         tree = {name: section for name, section in settings.items() if name not in ("run", "start", "data")}
     else:  # a model folder, or a fine-tuned run
         with model_folder(start) as (folder, _):

@@ -10,10 +10,8 @@ Source: paper, sections "Fine-tuning" and "Datasets"; fairseq-signals tasks/ecg_
 folder; a pre-training YAML gives its architecture with random weights.
 """
 
-import ast
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +31,7 @@ from engine.evaluation import metrics
 from engine.evaluation.run_files import VALID
 from engine.model import encoders, inference
 from engine.model.classifier import Classifier
-from engine.model.config import ModelConfig, current_settings, validated
+from engine.model.config import ModelConfig, validated
 from engine.model.encoder import Encoder, pool
 from engine.tasks import kinds
 from engine.tasks.labels import SPLITS, TaskLabels, read_task
@@ -43,7 +41,6 @@ from engine.training.task import TrainingTask, best_metric, best_step_text, star
 from engine.training.validation import dtype_of, eval_mode, pairs, predict_on_ranks, to_device
 
 DIAGNOSED = 64  # crops
-RANDOM = "random "  # prefix of the name of a start with random weights
 
 
 class FinetuneTask(TrainingTask):
@@ -128,21 +125,6 @@ class FinetuneTask(TrainingTask):
         signals = {"fs_hz": self.input.fs_hz, "scale": self.input.scale}
         plain |= {"input": signals} if signals != DEFAULT_INPUT else {}
         return plain | ({"splits_before": self.start.splits} if self.start.splits else {})
-
-    def saved_facts(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Updates what an earlier version saved: some model settings no longer exist, others were added since."""
-        saved, now = super().saved_facts(state), self.facts()["labels"]
-        saved["labels"] = now | {name: (saved["labels"] or now).get(name) for name in ("classes", "sha256")}
-        # What cannot be read as settings stays as it is, and counts as changed
-        with suppress(ConfigError, LookupError, TypeError, AttributeError, SyntaxError, ValueError, RecursionError):
-            architecture, start = saved["finetuning"]["architecture"], saved["finetuning"]["start"]
-            if start.startswith(RANDOM):
-                settings = ast.parse(start.removeprefix(RANDOM), mode="eval").body.keywords
-                values = {setting.arg: ast.literal_eval(setting.value) for setting in settings}
-                start = f"{RANDOM}{_current(values, self.start.model)}"
-            architecture = json.loads(json.dumps(asdict(_current(architecture, self.architecture))))
-            saved["finetuning"] = {"architecture": architecture, "start": start}
-        return saved
 
     def explained(self) -> dict[str, Any]:
         augment = self.config.augment
@@ -253,8 +235,7 @@ class FinetuneTask(TrainingTask):
     @staticmethod
     def described(config: FinetuneConfig, state: dict[str, Any]) -> dict[str, Any]:
         task, best = config.task, state.get("best") or {}
-        own = {"classes": list(CLASSES) if task.kind == "multilabel" else [], "definition": asdict(task)}  # an older checkpoint
-        labels = state.get("labels") or own
+        labels = state["labels"]
         head: dict[str, Any] = {"task": task.name, "kind": task.kind, "unit": task.unit, **labels}
         head["definition"] = head["definition"] | {"head": encoders.portable(task.head)}
         if task.kind in kinds.WITH_THRESHOLDS:
@@ -266,7 +247,7 @@ class FinetuneTask(TrainingTask):
         best, task = state.get("best") or {}, config.task
         which = "the best by it" if best.get("step") == state["step"] else "the newest"
         return f"ECG {task.name}, fine-tuned with omnilead", [
-            encoders.describe_encoder(validated(ModelConfig, current_settings(state["finetuning"]["architecture"]), "model")),
+            encoders.describe_encoder(validated(ModelConfig, state["finetuning"]["architecture"], "model")),
             f"Fine-tuned from {start_text(config.start)}, on leads {describe_leads(config.augment.seen)}.",
             "Mean over time as a unit vector, compared by cosine."
             if task.kind == "identity"
@@ -285,14 +266,10 @@ class Start(NamedTuple):
     model: ModelConfig
     input: Input  # sampling rate and scale of its signals; fine-tuning keeps them
     name: str
-    splits: list[Any]  # of the datasets it was trained on
-    weights: dict[str, Tensor] | None  # of its encoder; None: random
-    kind: type[nn.Module] | None  # of its encoder; None: as `model` names it
     code: dict[str, bytes]  # its plugged-in files
-
-
-def _current(settings: dict[str, Any], now: ModelConfig) -> ModelConfig:
-    return validated(ModelConfig, {"kernels": now.kernels} | current_settings(settings), "model")
+    splits: Sequence[Any] = ()  # of the datasets it was trained on
+    weights: dict[str, Tensor] | None = None  # of its encoder; None: random
+    kind: type[nn.Module] | None = None  # of its encoder; None: as `model` names it
 
 
 def read_start(start: str, code: bool = False) -> Start:
@@ -300,15 +277,8 @@ def read_start(start: str, code: bool = False) -> Start:
     if Path(start).suffix in (".yaml", ".yml"):
         config = load(start, kind=Config)
         brought = encoders.code_of({"model.encoder": config.model.encoder}, start)
-        return Start(
-            config.model,
-            Input(config.augment.output_leads, config.augment.seen),
-            f"{RANDOM}{config.model}",
-            [],
-            None,
-            None,
-            brought,
-        )
+        model_input = Input(config.augment.output_leads, config.augment.seen)
+        return Start(config.model, model_input, f"random {config.model}", code=brought)
     model = inference.load(start, code)
     weights = dict(model.encoder.state_dict())
     if isinstance(model.encoder, Encoder):
@@ -316,7 +286,7 @@ def read_start(start: str, code: bool = False) -> Start:
     name = " ".join(str(model.history.get(key)) for key in ("step", "crops_seen", "datasets"))
     splits, settings = model.history.get("splits"), inference.config_of(model.config)
     splits = splits if isinstance(splits, list) else []
-    return Start(settings, model.input, name, splits, weights, type(model.encoder), model.code)
+    return Start(settings, model.input, name, model.code, splits, weights, type(model.encoder))
 
 
 def select_leads(start: Start, config: FinetuneConfig) -> dict[str, Tensor]:

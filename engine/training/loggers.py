@@ -1,7 +1,5 @@
-"""Metrics of a run: throughput and MFU; progress lines, RUN's files, and TensorBoard, Weights & Biases or MLflow (train.track).
+"""Metrics of a run: progress lines, RUN's files, and TensorBoard, Weights & Biases or MLflow (train.track).
 
-    throughput = Throughput(flops_per_crop, ranks.world, peak_tflops(config.train, device))
-    throughput.done(crops); throughput.snapshot()     # crops_per_s and mfu since the last snapshot
     require_installed(config)                 # before any work
     logger = RunLogger(run, config, keys, facts, resumed_step, total)      # on rank 0 only
     logger.log({"step": 10, "loss": 4.2, ...})
@@ -72,25 +70,6 @@ def memory_gb(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 1e9
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
-
-
-class Throughput:
-    def __init__(self, flops_per_crop: float, world: int, peak: float) -> None:
-        self.flops_per_crop, self.peak_flops = flops_per_crop, world * peak * 1e12
-        self.crops, self.since = 0, time.perf_counter()
-
-    def done(self, crops: int) -> None:
-        self.crops += crops
-
-    def pause(self, seconds: float) -> None:
-        """Time that was not training, such as validation."""
-        self.since += seconds
-
-    def snapshot(self) -> dict[str, float]:
-        now = time.perf_counter()
-        per_s = self.crops / max(now - self.since, 1e-9)
-        self.crops, self.since = 0, now
-        return {"crops_per_s": per_s, "mfu": per_s * self.flops_per_crop / self.peak_flops}
 
 
 class Service(NamedTuple):

@@ -30,7 +30,7 @@ from engine.evaluation.run_files import DIAGNOSTICS, write_diagnostics
 from engine.objectives.contrastive import sum_over_ranks
 from engine.training import checkpoint
 from engine.training.distributed import AnyRank, Ranks
-from engine.training.loggers import RunLogger, Throughput, memory_gb, peak_tflops
+from engine.training.loggers import RunLogger, memory_gb, peak_tflops
 from engine.training.optimizer import GuardedAdamW, lr_at
 from engine.training.task import TrainingTask
 
@@ -70,8 +70,8 @@ class Loop:
     def __post_init__(self) -> None:
         t = self.config.train
         self.micro, _ = micro_batch(self.config, self.ranks.world)
-        peak = peak_tflops(t, self.ranks.device)
-        self.throughput = Throughput(self.task.flops_per_crop, self.ranks.world, peak)
+        self.peak_flops = self.ranks.world * peak_tflops(t, self.ranks.device) * 1e12
+        self.loader.meter.restart()
         self.recent: deque[tuple[int, Places]] = deque(maxlen=t.max_nonfinite)
         self.adam.skipped.fill_(self.progress.skipped_steps)
         self.adam.in_a_row.fill_(self.progress.in_a_row)
@@ -84,11 +84,11 @@ class Loop:
         before = {number: signal.signal(number, self._on_signal) for number in asking}
         any_rank = AnyRank(self.ranks)
         self.engine.train()
-        batches, batch = iter(self.loader), None
+        batches, batch, patience = iter(self.loader), None, self.config.train.patience
         try:
             if self.config.train.validate_every and self.progress.step == 0:
                 self._validate()  # the untrained model: the first point of the curves
-            while self.progress.step < self.total and not self._is_stale():
+            while self.progress.step < self.total and not 0 < patience <= self.progress.stale:  # early stopping
                 batch = self._next_batch(batches)
                 losses = self._step(batch)
                 self._after_step(losses, batch)
@@ -108,10 +108,6 @@ class Loop:
             batches.close()  # type: ignore[attr-defined]
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-    def _is_stale(self) -> bool:
-        """Early stopping."""
-        return 0 < self.config.train.patience <= self.progress.stale
 
     def _on_signal(self, *_: Any) -> None:
         self.terminated = True
@@ -144,7 +140,6 @@ class Loop:
             self.adam.count_skipped()
         self.progress.step += 1
         self.progress.crops_seen = self.loader_state["crops_seen"]
-        self.throughput.done(t.batch_crops)
         self.recent.append((step, batch.places))
         return reports
 
@@ -168,7 +163,8 @@ class Loop:
             say(f"skipped as unreadable: {'; '.join(bad.reason for bad in batch.skipped)}")
         if warning := self.task.warning(values):
             say(f"warning: {warning}")
-        progress = self.progress
+        progress, speed = self.progress, self.loader.meter.snapshot()
+        crops_per_s = speed["crops_per_s"] * self.ranks.world
         row = {
             "step": progress.step,
             "crops_seen": progress.crops_seen,
@@ -177,8 +173,9 @@ class Loop:
             "grad_norm": float(self.adam.norm),
             "skipped_steps": int(self.adam.skipped),
             "memory_gb": memory_gb(self.ranks.device),
+            "crops_per_s": crops_per_s,
+            "mfu": crops_per_s * self.task.flops_per_crop / self.peak_flops,
         }
-        speed = self.loader.meter.snapshot() | self.throughput.snapshot()  # crops_per_s: of all ranks
         self.logger.log(values | speed | self.task.extra_metrics(progress.step - 1) | row)
 
     def _not_finite(self) -> str:
@@ -206,7 +203,7 @@ class Loop:
             self.progress.stale += 1
         if self.logger is not None and row:
             self.logger.log_validation({"step": self.progress.step, "crops_seen": self.progress.crops_seen} | row)
-        self.throughput.pause(time.perf_counter() - started_s)
+        self.loader.meter.pause(time.perf_counter() - started_s)
 
     def _diagnose(self, batch: Batch) -> None:
         with torch.compiler.set_stance("force_eager"):

@@ -41,18 +41,15 @@ class TrainingRun:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Training metrics, one row for each logged step: pandas.DataFrame(run.metrics)."""
-        return self._rows(METRICS)
+        return StepLog(self.path / METRICS).rows
 
     @property
     def validation(self) -> list[dict[str, Any]]:
-        return self._rows(VALIDATION)
+        return StepLog(self.path / VALIDATION).rows
 
     @property
     def report(self) -> Path:
         return self.path / REPORT
-
-    def _rows(self, name: str) -> list[dict[str, Any]]:
-        return StepLog(self.path / name).rows
 
     def _repr_html_(self) -> str:
         page = html.escape(self.report.read_text(), quote=True)

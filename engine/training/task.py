@@ -75,10 +75,6 @@ class TrainingTask(ABC):
         sums = {name: f"sha256 {hashlib.sha256(content).hexdigest()[:16]}" for name, content in self.code.items()}
         return {"code": sums} if sums else {}
 
-    def saved_facts(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The facts in a checkpoint's state, in the form that this version writes."""
-        return {name: state.get(name) for name in self.facts()}
-
     def extra_metrics(self, step: int) -> dict[str, float | None]:
         return {}
 

@@ -41,7 +41,7 @@ from engine.training.task import TrainingTask
 
 # May change when a run is resumed; train.steps and train.epochs too if the learning rate does not depend on them
 CHANGEABLE = re.compile(
-    r"run|code|task\.labels|data\.(datasets|anonymous)|pipeline\.(source|check|on_corrupt|threads|read_ahead|cache_dir|cache_bytes)|train\.(log_every|"
+    r"run|code|task\.labels|labels\.(center|scale|definition\..*)|data\.(datasets|anonymous)|pipeline\.(source|check|on_corrupt|threads|read_ahead|cache_dir|cache_bytes)|train\.(log_every|"
     r"validate_every|valid_batches|patience|probe_patients|save_every_steps|save_every_minutes|keep|peak_tflops|timeout_s|max_nonfinite|"
     r"deepspeed|compile|micro_batch|zero_stage|track|deterministic)"
 )
@@ -181,11 +181,10 @@ def refuse_changes(
 ) -> dict[str, Any]:
     """The checkpoint's state, if data and settings are still those it was written with."""
     saved = checkpoint.read_state(path)
-    names = ("preprocessing_sha256", "datasets", "zero_stage")
     facts = run_facts(config, datasets, ranks)
-    before = {name: saved.get(name) for name in names} | task.saved_facts(saved)
-    before |= saved_config(path, saved, type(config)).tree()
-    pairs = flatten(before), flatten({name: facts[name] for name in names} | task.facts() | config.tree())
+    now = {name: facts[name] for name in ("preprocessing_sha256", "datasets", "zero_stage")} | task.facts()
+    before = {name: saved.get(name) for name in now} | saved_config(path, saved, type(config)).tree()
+    pairs = flatten(before), flatten(now | config.tree())
     fixed = config.train.schedule == "fixed" and not (isinstance(config, FinetuneConfig) and config.task.margin_warmup)
     lengths = ("train.steps", "train.epochs") if fixed else ()
     changes = [
@@ -230,9 +229,8 @@ def compile_model(model: Any, how: str, **options: Any) -> None:
     options = options or {"options": INDUCTOR_OPTIONS}
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch._inductor")  # torch's own
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # TF32 is off on purpose
-    warnings.filterwarnings(
-        "ignore", message="The .grad attribute of a Tensor that is not a leaf"
-    )  # dynamo reads it, not this code
+    # dynamo reads it, not this code
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     if how == "step":
         model.compile(**options)
     elif how == "layers":

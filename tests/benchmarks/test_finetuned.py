@@ -13,7 +13,7 @@ from data_tools.dataset import CLASSES, Dataset
 from engine.evaluation.results import EvalOptions, identify, score_task
 from tests.conftest import save_model
 
-DIAGNOSIS = {"task": "diagnosis", "classes": list(CLASSES), "thresholds": [0.5] * 25 + [0.9]}
+DIAGNOSIS = {"task": "diagnosis", "kind": "multilabel", "classes": list(CLASSES), "thresholds": [0.5] * 25 + [0.9]}
 Row = dict[str, Any]
 
 

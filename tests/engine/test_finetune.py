@@ -130,28 +130,12 @@ def test_which_metric_chooses_the_best_step() -> None:
         best_metric("auroc", ("identification_accuracy",))
 
 
-def test_random_weights_of_a_pretraining_file_and_a_checkpoint_of_an_earlier_version(
-    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_weights_of_a_pretraining_file(dataset: Dataset, tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(TINY)
     changes = {"augment__leads": "2", "augment__padded": False, "augment__rlm": 0.5, "augment__noise": "physio3"}
     assert finetune(tmp_path, dataset.root.url, tmp_path / "tiny.yaml", "diagnosis", train__steps=1, **changes).ok
     model = engine.load(tmp_path / "run")
     assert model.config["model"]["leads"] == 2 and model.preprocessing["leads"] == ["I", "II"]
-
-    def older(path: Path) -> dict[str, Any]:
-        """The state as it was written before model.kernels replaced model.attention and model.position."""
-        state = read_state(path)
-        facts = state["finetuning"]
-        del facts["architecture"]["kernels"]
-        facts["architecture"] |= {"attention": "short", "position": "dft"}
-        facts["start"] = (
-            facts["start"].replace("kernels='auto'", "position='dft'").replace("codes=", "attention='short', codes=")
-        )
-        return state
-
-    read_state = checkpoint.read_state
-    monkeypatch.setattr(checkpoint, "read_state", older)
     assert finetune(tmp_path, dataset.root.url, tmp_path / "tiny.yaml", "diagnosis", train__steps=2, **changes).ok  # goes on
     (tmp_path / "wide.yaml").write_text(TINY.replace("ffn: 32", "ffn: 64"))
     ended = finetune(tmp_path, dataset.root.url, tmp_path / "wide.yaml", "diagnosis", train__steps=3, **changes)

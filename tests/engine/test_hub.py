@@ -39,7 +39,14 @@ def test_a_pushed_model_can_be_pulled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     definition = {"name": "rhythm", "kind": "multilabel", "labels": "wards/Jane Doe/labels.csv", "was": "/mnt/Jane Doe/a.csv"}
-    run = saved_model(head={"task": "diagnosis", "classes": ["ST/T", "AF"], "definition": definition}).parent
+    head = {
+        "task": "diagnosis",
+        "kind": "multilabel",
+        "classes": ["ST/T", "AF"],
+        "thresholds": [0.5] * 2,
+        "definition": definition,
+    }
+    run = saved_model(head=head).parent
     (run / "metrics.jsonl").write_text("secret")  # beside the model, and a stray file within it
     (run / "model" / "patients.csv").write_text("secret")
     card = f"# A model\n\nFine-tuned from {run} with s3://hospital/ward/labels.csv; https://example.org/a/b.\n"

@@ -21,12 +21,12 @@ from tests.conftest import save_model
 torch.set_num_threads(1)
 BASE = ["source", "record", "patient", "row", "start_s"]
 HEADS: dict[str, dict[str, Any]] = {
-    "diagnosis": {"task": "diagnosis", "classes": ["AF", "SB"]},  # as earlier versions saved it
+    "diagnosis": {"task": "diagnosis", "kind": "multilabel", "classes": ["AF", "SB"], "thresholds": [0.5, 0.5]},
     "rhythm": {"task": "rhythm", "kind": "multilabel", "classes": ["AF", "SB"], "thresholds": [0.4, 0.6]},
     "axis": {"task": "axis", "kind": "multiclass", "classes": ["left", "normal", "right"]},
     "age": {"task": "age", "kind": "regression", "classes": ["age"], "unit": "years", "center": [60.0], "scale": [15.0]},
     "plain": {"task": "k", "kind": "regression", "classes": ["potassium"], "center": [4.0], "scale": [0.5]},
-    "identity": {"task": "identification", "classes": []},
+    "identity": {"task": "identification", "kind": "identity", "classes": []},
     "twice": {"task": "twice", "kind": "binary", "classes": ["patient"], "thresholds": [0.5]},
 }
 

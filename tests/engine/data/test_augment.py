@@ -3,7 +3,6 @@
 Shapes: B crops, S views, L leads, T samples.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -27,10 +26,11 @@ from augmenting import (
 )
 from scipy.spatial.transform import Rotation
 
+from data_tools.dataset import Dataset
 from engine.common import ConfigError
+from engine.config import build
 from engine.data import picture
 from engine.data.augment import (
-    AmplitudeMv,
     AugmentConfig,
     Ops,
     ThreeKG,
@@ -258,28 +258,28 @@ def test_a_lead_subset_equals_rows_of_all_twelve(name: str, bank: np.ndarray) ->
 
 # Settings that cannot be
 
-WRONG: dict[str, Callable[[], object]] = {
-    "augment.rlm=1.5: must be a number from 0 to 1": lambda: AugmentConfig(rlm=1.5),
-    "augment.rlm=nan": lambda: AugmentConfig(rlm=float("nan")),
-    "augment.rlm=True": lambda: AugmentConfig(rlm=True),
-    "augment.rlm=1: this masks every lead: use less than 1, or rlm_keep_one: true": lambda: AugmentConfig(rlm=1),
-    "augment.noise='hum': unknown kind 'hum': use powerline": lambda: AugmentConfig(noise="hum"),
-    "a kind occurs twice": lambda: AugmentConfig(noise=("emg", "authors_emg")),
-    "augment.amplitude_mv.emg=-1: must be a number from 0 to 10": lambda: AmplitudeMv(emg=-1),
-    "augment.powerline_hz=55: not a mains frequency: use 50 or 60": lambda: AugmentConfig(powerline_hz=55),
-    "augment.powerline_components=9": lambda: AugmentConfig(powerline_components=9),
-    "augment.per_lead=True: the authors' kinds": lambda: AugmentConfig(noise="authors_physio3", per_lead=True),
-    "augment.threekg.scale=0.5: must be a number from 1 to 10": lambda: ThreeKG(scale=0.5),
-    "augment.threekg.time_mask=1: must": lambda: ThreeKG(time_mask=1),
-    "augment.threekg.angle_deg='45'": lambda: ThreeKG(angle_deg="45"),  # type: ignore[arg-type]
-    "augment.leads='X': no lead is called 'X'": lambda: AugmentConfig(leads="X"),
+WRONG: dict[str, dict[str, object]] = {
+    "augment.rlm=1.5: input should be less than or equal to 1": {"rlm": 1.5},
+    "augment.rlm=nan: input should be a finite number": {"rlm": float("nan")},
+    "augment.rlm=True": {"rlm": True},
+    "augment.rlm=1: this masks every lead: use less than 1, or rlm_keep_one: true": {"rlm": 1},
+    "augment.noise='hum': unknown kind 'hum': use powerline": {"noise": "hum"},
+    "a kind occurs twice": {"noise": ["emg", "authors_emg"]},
+    "augment.amplitude_mv.emg=-1": {"amplitude_mv": {"emg": -1}},
+    "augment.powerline_hz=55: input should be 50 or 60": {"powerline_hz": 55},
+    "augment.powerline_components=9: input should be less than or equal to 4": {"powerline_components": 9},
+    "augment.per_lead=True: the authors' kinds": {"noise": "authors_physio3", "per_lead": True},
+    "augment.threekg.scale=0.5: input should be greater than or equal to 1": {"threekg": {"scale": 0.5}},
+    "augment.threekg.time_mask=1: input should be less than or equal to 0.99": {"threekg": {"time_mask": 1}},
+    "augment.threekg.angle_deg='45'": {"threekg": {"angle_deg": "45"}},
+    "augment.leads='X': no lead is called 'X'": {"leads": "X"},
 }
 
 
 @pytest.mark.parametrize("message", WRONG)
 def test_wrong_settings_report_key_value_and_fix(message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        WRONG[message]()
+        build({"augment": WRONG[message]})
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
@@ -290,9 +290,10 @@ def test_sets_of_noise_by_name_or_by_list() -> None:
     assert AugmentConfig(noise="").kinds == AugmentConfig().kinds == ()
 
 
-def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert picture.main([str(tmp_path / "out.png"), "--lead", "V2"]) == 0
+def test_the_picture(small: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert picture.main([str(tmp_path / "out.png"), "--data", small.root.url, "--crop", "3"]) == 0
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
-    assert picture.main([str(tmp_path / "none.png"), "--data", str(tmp_path)]) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and err.startswith("engine.data.picture: ")
+    for wrong in ([str(tmp_path)], [small.root.url, "--crop", "20"]):
+        assert picture.main([str(tmp_path / "none.png"), "--data", *wrong]) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and err.startswith("engine.data.picture: ")

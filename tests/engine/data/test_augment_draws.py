@@ -26,13 +26,11 @@ def test_draws_do_not_depend_on_the_batch(bank: np.ndarray) -> None:
     whole, order = draws(config, 11, epoch, crop), np.array([3, 1, 4, 0, 2])
     permuted = draws(config, 11, epoch[order], crop[order])
     parts = [draws(config, 11, epoch[i : i + 1], crop[i : i + 1]) for i in range(5)]
-    three_views = draws(config, 11, epoch, crop, views=3)
     for name, values in whole.items():
         assert values.dtype in (np.float32, np.bool_) or name == "white_start"
         assert values.shape[:2] == (5, 2) and (values.shape[2] in (1, 12))
         np.testing.assert_array_equal(permuted[name], values[order])
         np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), values)
-        np.testing.assert_array_equal(three_views[name][:, :2], values)
 
 
 def test_draws_differ_by_seed_epoch_crop_and_view() -> None:

@@ -236,7 +236,7 @@ def test_the_timer_reports_the_share_of_each_stage(backend: str, leads: str, dat
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"backend": "cuda"}, {"views": "thirds"}, {"threads": 0}, {"read_ahead": 0}),
+        *({"backend": "cuda"}, {"views": "thirds"}, {"threads": 0}, {"read_ahead": 0}, {"block_shards": -2}, {"seed": -1}),
         *({"check": "foo"}, {"on_corrupt": "ignore"}, {"micro_batch": 0}),
     ],
     ids=str,

@@ -311,8 +311,6 @@ def test_shards_that_do_not_add_up_are_refused(dataset: Dataset) -> None:
         ({"rows": ()}, "no dataset"),
         ({"batch_crops": 0}, "train.batch_crops=0"),
         ({"batch_crops": 101}, "train.batch_crops=101: 100 crops are selected: use 1 to 100"),
-        ({"seed": -1}, "train.seed=-1"),
-        ({"block_shards": -2}, "pipeline.block_shards=-2"),
         ({"weights": (1.0, 2.0)}, "pipeline.weights=.1.0, 2.0.: give a positive number for each of 1"),
         ({"weights": (0.0,)}, "give a positive number"),
         ({"weights": (float("nan"),)}, "give a positive number"),
@@ -329,10 +327,8 @@ def test_an_invalid_order_is_a_one_line_error(wrong: dict[str, object], message:
 @pytest.mark.parametrize(
     "call, arguments, message",
     [
-        (Order.places, (-1, 5), "position -1"),
         (Order.slice, (0, 0, 3), "train.batch_crops=10 cannot be shared equally by 3 ranks"),
         (Order.slice, (0, 0, 0), "by 0 ranks"),
-        (Order.batch, (-1,), "position -10"),
     ],
 )
 def test_invalid_positions_and_world_sizes_are_refused(

@@ -19,8 +19,8 @@ from tests.conftest import save_model
 
 Saved, Evaluated, Refused = Callable[..., Path], Callable[..., dict[str, Any]], Callable[..., None]
 Patch = pytest.MonkeyPatch
-DIAGNOSIS = {"task": "diagnosis", "classes": list(CLASSES)}
-IDENTIFICATION = {"task": "identification"}
+DIAGNOSIS = {"task": "diagnosis", "kind": "multilabel", "classes": list(CLASSES), "thresholds": [0.5] * len(CLASSES)}
+IDENTIFICATION = {"task": "identification", "kind": "identity"}
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from tests.forks import started
     [
         (None, "diagnosis", "no head, it is only pre-trained: fine-tune it"),
         (IDENTIFICATION, "diagnosis", "no head, it is fine-tuned for identification"),
-        ({"task": "diagnosis", "classes": ["AF", "NSR"]}, "auto", "2 classes, not AFL, BBB"),
+        (DIAGNOSIS | {"classes": ["AF", "NSR"], "thresholds": [0.5] * 2}, "auto", "2 classes, not AFL, BBB"),
     ],
 )
 def test_a_model_without_the_tasks_head(head: Any, task: str, pattern: str, saved_model: Saved, refused: Refused) -> None:

@@ -21,8 +21,7 @@ from data_tools.dataset import CLASSES, Dataset
 from engine import convert, evaluate, finetune, predict
 from engine.common import LEADS, ConfigError
 from engine.config import build
-from engine.data.augment import AugmentConfig
-from engine.data.augmenter import views
+from engine.data.augmenter import MV_PER_UV
 from engine.data.preprocess import Input
 from engine.training.continuing import read_weights
 
@@ -221,7 +220,8 @@ def test_training_sees_what_inference_sees(scale: str) -> None:
     """A crop without augmentation; a lead that is masked in a half is zero and does not affect others."""
     of = Input(tuple(range(12)), tuple(range(12)), scale, 250.0)
     uv_BLT = torch.from_numpy(signal_uv().astype(np.int16))[None]
-    x_BSLT, whole = views(uv_BLT.numpy(), AugmentConfig()), of.halves(uv_BLT, np.array([2]))
+    x_BSLT = uv_BLT.unflatten(2, (2, 2500)).swapaxes(1, 2).float().mul_(MV_PER_UV)
+    whole = of.halves(uv_BLT, np.array([2]))
     assert torch.allclose(of.scaled(x_BSLT)[0], whole, atol=1e-6) and whole.shape == (2, 12, 1250)
     first = of.halves(uv_BLT, np.array([1]))
     x_BSLT[:, 1] = 0

@@ -1,7 +1,6 @@
 """Encoder and quantiser against straightforward implementations; the settings, and the model's cost."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
@@ -11,13 +10,10 @@ from tiny import SMALL
 from torch import nn
 
 from engine.common import ConfigError
-from engine.config import build
 from engine.model.config import (
     ModelConfig,
     ObjectiveConfig,
-    current_settings,
     flops_per_crop,
-    flops_per_segment,
     kept_per_crop,
     masked_share,
     validated,
@@ -40,8 +36,8 @@ def test_flops_are_those_counted_by_hand() -> None:
     conv = 1250 * 24 * 256 + (625 + 312 + 156) * 512 * 256
     encoder = 156 * 256 * 768 + 156 * 48 * 128 * 768 + 12 * (156 * (4 * 768**2 + 2 * 768 * 3072) + 2 * 156**2 * 768)
     bare = 3 * 2 * (conv + encoder)
-    assert flops_per_segment(ModelConfig(), local=False) == bare
-    heads = flops_per_segment(ModelConfig()) - bare
+    assert flops_per_crop(ModelConfig(), local=False) == 2 * bare
+    heads = flops_per_crop(ModelConfig()) / 2 - bare
     per_token = 768 * 256 + 256 * 640 + 256 * 256 + 640 * 128 + 101 * 256
     assert heads == pytest.approx(6 * per_token * 156 * masked_share(ModelConfig(), 156))
     assert round(flops_per_crop(ModelConfig()) / 1e9, 1) == 175.9
@@ -195,10 +191,3 @@ def test_wrong_objectives_are_refused(wrong: dict[str, object]) -> None:
         ObjectiveConfig(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"objective\.local=0 and objective\.contrast=0"):
         ObjectiveConfig(local=0, contrast=0)
-
-
-def test_settings_of_earlier_versions_are_read() -> None:
-    old = dataclasses.asdict(SMALL) | {"attention": "short", "position": "blocks"}
-    del old["kernels"]
-    assert validated(ModelConfig, current_settings(old), "model") == SMALL
-    assert build({"model": json.loads(json.dumps(old))}).model == SMALL

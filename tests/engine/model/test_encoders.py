@@ -192,14 +192,14 @@ class Grouped(nn.Module):
 
 def test_flops_and_memory_are_counted() -> None:
     forward = 2 * 50 * (12 * 50 * 16 + 4 * 5 * 16 + 2 * 50 * 16 + 2 * 3 * 16 * 16)  # 50 tokens of 5 s
-    cost = cost_per_crop(Grouped(), ModelConfig(encoder="own.py:Grouped"), local=False)
-    assert cost.flops == 2 * 3 * forward and 2 * 12 * 2500 < cost.kept < 2 * 2 * 12 * 2500
+    flops, kept = cost_per_crop(Grouped(), ModelConfig(encoder="own.py:Grouped"), local=False)
+    assert flops == 2 * 3 * forward and 2 * 12 * 2500 < kept < 2 * 2 * 12 * 2500
     plain = replace(SMALL, kernels="plain")
     encoder = Encoder(plain)
     initialise(encoder)
     for local in (False, True):  # the authors' encoder, as if it were another
-        counted = cost_per_crop(encoder, replace(plain, encoder="own.py:Encoder"), local)
-        assert counted.flops == pytest.approx(flops_per_crop(plain, local=local), rel=1e-9)
+        flops, _ = cost_per_crop(encoder, replace(plain, encoder="own.py:Encoder"), local)
+        assert flops == pytest.approx(flops_per_crop(plain, local=local), rel=1e-9)
         assert cost_per_crop(encoder, plain, local) == (flops_per_crop(plain, local=local), kept_per_crop(plain))
     assert drops_out(None, ModelConfig()) and not drops_out(Grouped(), ModelConfig(encoder="own.py:Grouped"))
     assert drops_out(ResNet(widths=(8, 8)), ModelConfig(encoder="resnet"))

@@ -27,7 +27,7 @@ from engine.model.pretrainer import Pretrainer
 from engine.training.finetuning import read_start
 
 Saved = Callable[..., Path]
-DIAGNOSIS = {"task": "diagnosis", "classes": ["AF", "NSR", "SB"]}
+DIAGNOSIS = {"task": "diagnosis", "kind": "multilabel", "classes": ["AF", "NSR", "SB"], "thresholds": [0.5] * 3}
 AGE = {"task": "age", "kind": "regression", "classes": ["age"], "unit": "years", "center": [60.0], "scale": [15.0]}
 torch.set_num_threads(1)
 
@@ -82,7 +82,7 @@ def test_a_model_from_a_bucket_and_one_in_half_precision(saved_model: Saved) -> 
 
 
 def test_an_encoder_that_was_never_masked_and_a_head_without_classes(saved_model: Saved) -> None:
-    folder = saved_model(head={"task": "identification"})
+    folder = saved_model(head={"task": "identification", "kind": "identity"})
     names = load_file(folder / "model.safetensors")
     weights(folder, **dict.fromkeys(name for name in names if "mask" in name or name.startswith("local.")))
     model = engine.load(folder)
@@ -129,8 +129,8 @@ HARMS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "other width": (lambda d: model_setting(d, width=64), "and 26 more"),
     "no head": (lambda d: weights(d, head__bias=None), "1 missing: head.bias"),
     "unnamed head": (lambda d: change(d, "config.json", head=None), "2 unexpected: head.bias, head.weight"),
-    "other task": (lambda d: change(d, "config.json", head={"task": "age"}), "'age'"),
-    "no classes": (lambda d: change(d, "config.json", head={"task": "diagnosis"}), "0 classes"),
+    "no kind": (lambda d: change(d, "config.json", head={"task": "age"}), "'age'"),
+    "no classes": (lambda d: change(d, "config.json", head={"task": "diagnosis", "kind": "multilabel"}), "0 classes"),
     "no scale": (lambda d: change(d, "config.json", head=AGE | {"scale": []}), "1 classes, 1 center, 0 scale"),
     "a head of text": (lambda d: change(d, "config.json", head="diagnosis"), "head=diagnosis"),
     "no settings": (lambda d: (d / "config.json").write_text(FOREIGN), "no model settings"),
@@ -235,7 +235,6 @@ def test_several_records_and_any_length(model: TrainedModel) -> None:
     for one, signal in zip(together, signals, strict=True):
         fives = torch.stack([model.embed(signal[:, i * 2500 : (i + 1) * 2500], 500, LEADS) for i in range(4)])
         assert torch.allclose(one, fives.mean(0), atol=1e-6)  # what is left, 3 s, is no segment
-    assert torch.allclose(model.embed(signals, 500, LEADS, unit_norm=True).norm(dim=1), torch.ones(3))
     assert model.embed(signals[:0], 500, LEADS).shape == (0, 32)
 
 
