@@ -150,9 +150,10 @@ class Ecg:
 
     def plot(self) -> "Figure":
         """A figure of the twelve leads on ECG paper, to scale; notebooks display it."""
-        from data_tools.plots import crop_figure
+        from data_tools.plots import caption_of, ecg_figure
 
-        return crop_figure(self)
+        title = f"{self.source}/{self.record}, from {self.start_s:g} s"
+        return ecg_figure(self.signal_uv, self.halves, title, caption_of(self.age, self.sex, self.dx), self.missing_leads)
 
 
 @dataclass(frozen=True)
