@@ -100,7 +100,7 @@ class SourceFacts(BaseModel, strict=True):
 
 
 class DatasetFacts(BaseModel, strict=True):
-    """The fields of dataset.json that readers rely on. Datasets of earlier versions lack the fields with a default."""
+    """The fields of dataset.json that readers rely on. Those with a default may be absent: not every reader needs them."""
 
     crops: int
     samples: FileFacts
@@ -339,10 +339,10 @@ class Dataset:
 
     def rejects(self) -> list[tuple[str, str, str, str]]:
         """The rows of rejects.csv: (source, record, reason, detail)."""
-        facts, file = self.meta.get("rejects"), f"{self.root.url}/{REJECTS}"
+        facts, file = self.meta["rejects"], f"{self.root.url}/{REJECTS}"
         try:
-            data = self.root.read(REJECTS, facts["bytes"] if facts else 2**31)
-            if facts and hashlib.sha256(data).hexdigest() != facts["sha256"]:
+            data = self.root.read(REJECTS, facts["bytes"])
+            if hashlib.sha256(data).hexdigest() != facts["sha256"]:
                 raise ValueError("fails its sha256")
             _, *rows = csv.reader(io.StringIO(data.decode()))
             return [(source, record, reason, detail) for source, record, reason, detail in (map(unquoted, row) for row in rows)]

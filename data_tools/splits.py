@@ -50,10 +50,8 @@ class RoleSources:
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> "RoleSources":
-        """Datasets without `id_share` are older: all sources were for pre-training, all patients with two sessions tested."""
-        old: dict[str, Any] = {"pretrain": (ALL_SOURCES,), "id_share": 1.0}
-        chosen = {"id_share": meta["id_share"]} if "id_share" in meta else old
-        return cls(**chosen | {name: tuple(sources) for name, sources in meta.get("role_sources", {}).items()})
+        chosen = {name: tuple(sources) for name, sources in meta.get("role_sources", {}).items()}
+        return cls(**chosen, id_share=meta.get("id_share", cls.id_share))
 
 
 PAPER_SOURCES = RoleSources()
