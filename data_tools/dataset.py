@@ -33,7 +33,7 @@ from data_tools.errors import ChunkError as ChunkError  # the engine imports the
 from data_tools.errors import DataError as DataError
 from data_tools.errors import DatasetError as DatasetError
 from data_tools.errors import ReadError, one_line
-from data_tools.record import ABBREVIATIONS, LEADS
+from data_tools.record import ABBREVIATIONS, LEADS, as_number
 from data_tools.record import VENDORS as VENDORS
 from data_tools.storage import Folder, dataset_folder
 
@@ -375,16 +375,10 @@ def _quoted(cell: Any) -> Any:
     if not isinstance(cell, str):
         return cell
     text = cell.replace("\r", " ")
-    return text if not cell.startswith(FORMULA) or all(map(_is_number, cell.split())) else f"'{text}"
+    return (
+        text if not cell.startswith(FORMULA) or not np.isnan([as_number(word) for word in cell.split()]).any() else f"'{text}"
+    )
 
 
 def unquoted(cell: str) -> str:
     return cell[1:] if cell.startswith("'") and cell[1:].startswith(FORMULA) else cell
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
