@@ -8,6 +8,7 @@ file states can be wrong; such records are listed as `implausible amplitude` in 
 import posixpath
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from hashlib import sha256
 
 import numpy as np
@@ -106,20 +107,9 @@ class HospitalFiles(Source):
             raise ReadError("sample count", "the leads have different lengths" if signals else "no lead was measured")
         leads, fs_hz = np.array(list(signals.values())), found.fs_hz
         rate_ratio(fs_hz)  # refuses unsupported rates
-        patient, age, sex = _patient(found.patient), clean_age(found.age), clean_sex(found.sex)
         warnings = (*found.warnings, *_doubts(leads, fs_hz))
-        return EcgRecord(
-            self.name_for(key),
-            leads,
-            fs_hz,
-            tuple(signals),
-            "uV",
-            source=kind,
-            patient=patient,
-            age=age,
-            sex=sex,
-            warnings=warnings,
-        )
+        record = EcgRecord(self.name_for(key), leads, fs_hz, tuple(signals), "uV", source=kind, warnings=warnings)
+        return replace(record, patient=_patient(found.patient), age=clean_age(found.age), sex=clean_sex(found.sex))
 
 
 def _patient(text: str | None) -> str | None:
