@@ -267,8 +267,8 @@ def _record_figure(path: str) -> Any:
 
     from data_tools.dataset import CROP_SHAPE
     from data_tools.errors import ReadError
-    from data_tools.plots import caption, ecg_figure
-    from data_tools.prepare import FS_HZ, HALF, prepare_crop
+    from data_tools.plots import caption_of, ecg_figure
+    from data_tools.prepare import prepare_crop
     from data_tools.sources.base import read_safely
     from data_tools.sources.hospital import HospitalFiles
     from data_tools.sources.wfdb_folder import WfdbFolder
@@ -286,8 +286,7 @@ def _record_figure(path: str) -> Any:
         crop = prepare_crop(record, 0, samples)
     except ReadError as error:
         raise DataError(f"{path} would be refused: {error}") from None
-    mv = samples[:, : HALF * crop.halves] / 1000.0
-    return ecg_figure(mv, FS_HZ, record.name, caption(record.age, record.sex, record.dx), crop.missing)
+    return ecg_figure(samples, crop.halves, record.name, caption_of(record.age, record.sex, record.dx), crop.missing)
 
 
 if __name__ == "__main__":

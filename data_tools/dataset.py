@@ -33,7 +33,7 @@ from data_tools.errors import ChunkError as ChunkError  # the engine imports the
 from data_tools.errors import DataError as DataError
 from data_tools.errors import DatasetError as DatasetError
 from data_tools.errors import ReadError, one_line
-from data_tools.record import ABBREVIATIONS, LEADS
+from data_tools.record import ABBREVIATIONS, LEADS, as_number
 from data_tools.record import VENDORS as VENDORS
 from data_tools.storage import Folder, dataset_folder
 
@@ -100,7 +100,7 @@ class SourceFacts(BaseModel, strict=True):
 
 
 class DatasetFacts(BaseModel, strict=True):
-    """The fields of dataset.json that readers rely on. Datasets of earlier versions lack the fields with a default."""
+    """The fields of dataset.json that readers rely on. Those with a default may be absent: not every reader needs them."""
 
     crops: int
     samples: FileFacts
@@ -150,9 +150,10 @@ class Ecg:
 
     def plot(self) -> "Figure":
         """A figure of the twelve leads on ECG paper, to scale; notebooks display it."""
-        from data_tools.plots import crop_figure
+        from data_tools.plots import caption_of, ecg_figure
 
-        return crop_figure(self)
+        title = f"{self.source}/{self.record}, from {self.start_s:g} s"
+        return ecg_figure(self.signal_uv, self.halves, title, caption_of(self.age, self.sex, self.dx), self.missing_leads)
 
 
 @dataclass(frozen=True)
@@ -338,10 +339,10 @@ class Dataset:
 
     def rejects(self) -> list[tuple[str, str, str, str]]:
         """The rows of rejects.csv: (source, record, reason, detail)."""
-        facts, file = self.meta.get("rejects"), f"{self.root.url}/{REJECTS}"
+        facts, file = self.meta["rejects"], f"{self.root.url}/{REJECTS}"
         try:
-            data = self.root.read(REJECTS, facts["bytes"] if facts else 2**31)
-            if facts and hashlib.sha256(data).hexdigest() != facts["sha256"]:
+            data = self.root.read(REJECTS, facts["bytes"])
+            if hashlib.sha256(data).hexdigest() != facts["sha256"]:
                 raise ValueError("fails its sha256")
             _, *rows = csv.reader(io.StringIO(data.decode()))
             return [(source, record, reason, detail) for source, record, reason, detail in (map(unquoted, row) for row in rows)]
@@ -374,16 +375,10 @@ def _quoted(cell: Any) -> Any:
     if not isinstance(cell, str):
         return cell
     text = cell.replace("\r", " ")
-    return text if not cell.startswith(FORMULA) or all(map(_is_number, cell.split())) else f"'{text}"
+    return (
+        text if not cell.startswith(FORMULA) or not np.isnan([as_number(word) for word in cell.split()]).any() else f"'{text}"
+    )
 
 
 def unquoted(cell: str) -> str:
     return cell[1:] if cell.startswith("'") and cell[1:].startswith(FORMULA) else cell
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True

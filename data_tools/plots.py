@@ -3,7 +3,6 @@
 Used by `omnilead show DATASET|RECORD --png FILE` and data_tools.dataset.Ecg.plot. matplotlib is imported only to draw.
 """
 
-import math
 import os
 import textwrap
 from collections import Counter
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data_tools.dataset import Dataset, Ecg
+from data_tools.dataset import Dataset
 from data_tools.prepare import FS_HZ, HALF
 from data_tools.record import ABBREVIATIONS, CLASS_OF, LEADS
 from data_tools.storage import replaced
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 DPI, MM_PER_INCH = 150, 25.4
 MM_PER_S = 25.0
-COLUMN_S, SHOWN_S = 2.5, 10.0
+COLUMN_S = 2.5
 GAINS_MM_PER_MV = (10.0, 5.0)  # standard gain; half gain for traces that would leave the paper
 
 # A4 landscape, so that a print at 100 % is to scale. The axes are in millimetres from the grid's lower left corner
@@ -41,41 +40,28 @@ INK, GREY, PAPER, GRID_1_MM, GRID_5_MM = "#14141c", "#75757d", "#fffcfb", "#f8dc
 ROLE_COLOURS = ("#2f6690", "#db963a", "#b3d4e6", "#7d7d88", "#d9d9d4", "#3d2c4a")  # differ in lightness, for any colour vision
 
 
-def crop_figure(ecg: Ecg) -> "Figure":
-    mv, title = ecg.signal_uv[:, : HALF * ecg.halves] / 1000.0, f"{ecg.source}/{ecg.record}, from {ecg.start_s:g} s"
-    return ecg_figure(mv, FS_HZ, title, caption(ecg.age, ecg.sex, ecg.dx), ecg.missing_leads)
+def ecg_figure(
+    signal_uv: np.ndarray, halves: int, title: str = "", caption: str = "", missing: Collection[str] = ()
+) -> "Figure":
+    """Draw a crop [12, 5000]: 3 rows of 4 leads, 2.5 s each and contiguous in time, and a rhythm strip.
 
-
-def caption(age: float | None, sex: str | None, dx: Sequence[str]) -> str:
-    names = [ABBREVIATIONS[CLASS_OF[code]] if code in CLASS_OF else code for code in dx]
-    return ", ".join(filter(None, ["" if age is None else f"{age:.0f} years", sex, *names]))
-
-
-def ecg_figure(mv: np.ndarray, fs_hz: float, title: str = "", caption: str = "", missing: Collection[str] = ()) -> "Figure":
-    """Draw leads `mv` [12, n] in the order of LEADS: 3 rows of 4 leads, 2.5 s each and contiguous in time, and a rhythm strip.
-
-    Each lead is centred on its median, as AC-coupled carts do. NaN leaves a gap; an all-NaN lead is shown as missing."""
-    mv = np.array(mv[:, : math.ceil(SHOWN_S * fs_hz - 1e-9)], dtype=np.float64)
-    mv[~np.isfinite(mv)] = np.nan
-    absent = {lead for lead, row in zip(LEADS, mv, strict=True) if lead in missing or np.isnan(row).all()}
-    shown = {lead: row - np.nanmedian(row) for lead, row in zip(LEADS, mv, strict=True) if lead not in absent}
-    beating = {lead for lead, row in shown.items() if np.nanmax(row) - np.nanmin(row) > FLAT_MV}
-    rhythm = next((lead for lead in ("II", *LEADS) if lead in beating), "II")
+    Each lead is centred on its median, as AC-coupled carts do. A crop of 5 s is drawn again in the last two columns."""
+    mv = signal_uv[:, : HALF * halves] / 1000.0
+    shown = {lead: row - np.median(row) for lead, row in zip(LEADS, mv, strict=True) if lead not in missing}
+    rhythm = next((lead for lead in ("II", *LEADS) if lead in shown and np.ptp(shown[lead]) > FLAT_MV), "II")
+    length_s = mv.shape[1] / FS_HZ
 
     # cells of the printout: (lead, row, from second, to second)
     cells = [(lead, i % 3, COLUMN_S * (i // 3), COLUMN_S * (i // 3 + 1)) for i, lead in enumerate(LEADS)]
-    cells.append((rhythm, 3, 0.0, SHOWN_S))
-    length_s = mv.shape[1] / fs_hz
-    whole_s = max(1, math.floor(length_s / COLUMN_S + 1e-9)) * COLUMN_S
-    # start of a column -> time in the ECG; a short ECG starts again in the columns after its end
-    begins = {s: s if s < length_s - 2 / fs_hz else s % whole_s for _, _, s, _ in cells}
+    cells.append((rhythm, 3, 0.0, length_s))
 
-    def trace_mm(gain: float, lead: str, row: int, place_s: float, end_s: float) -> np.ndarray:
+    def trace_mm(gain: float, lead: str, row: int, start_s: float, end_s: float) -> np.ndarray:
         """[points, (x, y)]; a sample on the edge of two columns is in both."""
-        start_s, values = begins[place_s], shown.get(lead, np.empty(0))
-        last = math.floor((start_s + end_s - place_s) * fs_hz + 1e-9)
-        at = np.arange(math.ceil(start_s * fs_hz - 1e-9), min(last + 1, len(values)))
-        return np.stack([TRACE_X_MM + MM_PER_S * (at / fs_hz - start_s + place_s), ROWS_Y_MM[row] + gain * values[at]], axis=1)
+        first = round(start_s % length_s * FS_HZ)
+        values = shown.get(lead, np.empty(0))[first : first + round((end_s - start_s) * FS_HZ) + 1]
+        return np.stack(
+            [TRACE_X_MM + MM_PER_S * (start_s + np.arange(len(values)) / FS_HZ), ROWS_Y_MM[row] + gain * values], axis=1
+        )
 
     gain, notes = GAINS_MM_PER_MV[0], list[str]()
     edges = (PAPER_MM[1], *ROWS_Y_MM, 0.0)  # a trace may reach into the next row, but not cross its baseline
@@ -86,18 +72,22 @@ def ecg_figure(mv: np.ndarray, fs_hz: float, title: str = "", caption: str = "",
         notes.append(f"half gain: too tall for {GAINS_MM_PER_MV[0]:g} mm/mV")
     if any(_leaves(trace, 0.0, PAPER_MM[1]) for trace in traces):
         notes.append("cut at the edge of the paper")
-    if any(place_s != time_s for place_s, time_s in begins.items()):
-        notes.append(f"{length_s:.3g} s long: its end is not the last column's")
+    if halves == 1:
+        notes.append(f"{length_s:g} s long: its end is not the last column's")
 
     figure, axes = _paper()
     for row_y in ROWS_Y_MM:
         pulse = row_y + gain * np.array([0, 0, 1, 1, 0, 0])
         axes.plot((2, 5, 5, 10, 10, 13), pulse, color=INK, lw=0.9, solid_joinstyle="miter", label="calibration")
     for (lead, row, start_s, end_s), trace in zip(cells, traces, strict=True):
-        end_s = min(end_s, length_s + start_s - begins[start_s])
         _draw_lead(axes, lead, row, start_s, end_s, trace if lead in shown else None)
-    _margins(figure, title, caption, f"{MM_PER_S:g} mm/s   {gain:g} mm/mV   {fs_hz:g} Hz", "   ".join(notes))
+    _margins(figure, title, caption, f"{MM_PER_S:g} mm/s   {gain:g} mm/mV   {FS_HZ:g} Hz", "   ".join(notes))
     return figure
+
+
+def caption_of(age: float | None, sex: str | None, dx: Sequence[str]) -> str:
+    names = [ABBREVIATIONS[CLASS_OF[code]] if code in CLASS_OF else code for code in dx]
+    return ", ".join(filter(None, ["" if age is None else f"{age:.0f} years", sex, *names]))
 
 
 def _leaves(trace: np.ndarray, floor: float, ceiling: float) -> bool:

@@ -108,13 +108,18 @@ def lead_rows(names: tuple[str, ...]) -> Mapping[int, int]:
     return rows
 
 
+def as_number(value: object) -> float:
+    """NaN if the text is not a number."""
+    try:
+        return float(str(value))
+    except ValueError:
+        return math.nan
+
+
 def clean_age(value: object) -> float | None:
     """Age in years, or None. Ages over 89 (PTB-XL writes 300) become 90, because they could identify a person."""
-    try:
-        age = float(str(value))
-    except ValueError:
-        return None
-    return min(age, 90.0) if math.isfinite(age) and 0 <= age <= 300 else None
+    age = as_number(value)
+    return min(age, 90.0) if 0 <= age <= 300 else None
 
 
 def clean_sex(value: object) -> str | None:

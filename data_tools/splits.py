@@ -24,7 +24,6 @@ from data_tools.record import patient_source
 NONE, TRAIN, VALID, TEST, GALLERY, PROBE = range(6)
 ROLE_NAMES = ("", "train", "valid", "test", "gallery", "probe")
 NOT_THE_PAPERS = ("ptb", "st_petersburg_incart")  # unused Challenge databases; one has 32 patients in 13,000 crops
-ALL_SOURCES = "all"
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class RoleSources:
         """Whether a source is for pre-training; depends on this source only, so adding an archive changes no other."""
         if self.pretrain is None:
             return source not in NOT_THE_PAPERS
-        return source in self.pretrain or ALL_SOURCES in self.pretrain
+        return source in self.pretrain or "all" in self.pretrain
 
     def to_meta(self) -> dict[str, Any]:
         """Entries for dataset.json: `id_share`, and role sources that differ from the default."""
@@ -50,10 +49,8 @@ class RoleSources:
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> "RoleSources":
-        """Datasets without `id_share` are older: all sources were for pre-training, all patients with two sessions tested."""
-        old: dict[str, Any] = {"pretrain": (ALL_SOURCES,), "id_share": 1.0}
-        chosen = {"id_share": meta["id_share"]} if "id_share" in meta else old
-        return cls(**chosen | {name: tuple(sources) for name, sources in meta.get("role_sources", {}).items()})
+        chosen = {name: tuple(sources) for name, sources in meta.get("role_sources", {}).items()}
+        return cls(**chosen, id_share=meta.get("id_share", cls.id_share))
 
 
 PAPER_SOURCES = RoleSources()

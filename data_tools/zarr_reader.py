@@ -26,7 +26,7 @@ MAX_CHUNK = BLOSC_HEADER + CROP_BYTES + CRC  # Blosc copies what it cannot compr
 CACHED_INDEXES = 256  # 16 kB each
 MAX_META = 2**20
 MAX_BLOCK = 2**20  # crops; gives an index of 16 MB
-ABSENT = 2**64 - 1  # start of a chunk that is not stored because it is all zeros
+ABSENT = 2**64 - 1  # start and length of the chunks that the last block does not have
 
 
 class Chunks:
@@ -49,17 +49,13 @@ class Chunks:
     def name(self, block: int) -> str:
         return f"{STORE}/c/{block}/0/0"
 
-    def read(self, row: int, crop: np.ndarray) -> bool:
-        """Read a row's samples into `crop`. Returns False if its chunk is not stored, which means zeros."""
+    def read(self, row: int, crop: np.ndarray) -> None:
+        """Read a row's samples into `crop`."""
         block, slot = divmod(row, self.block)
         start, length = self._index(block)[slot].tolist()
-        if start == ABSENT:
-            crop[:] = 0
-            return False
         if not BLOSC_HEADER + CRC <= length <= MAX_CHUNK or start > MAX_CHUNK * self.block:
             raise ChunkError(f"its index states {length} bytes at {start}")
         decode(self.root.read_range(self.name(block), start, length), length, crop)
-        return True
 
     def index(self, block: int) -> np.ndarray:
         """(start, length) of each chunk of a storage object."""

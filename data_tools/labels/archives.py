@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from data_tools.errors import ReadError, StorageError
 from data_tools.labels import UNKNOWN, PublishedLabels
-from data_tools.record import CLASSES, class_row, clean_age, only_codes, parse_dx
+from data_tools.record import CLASSES, as_number, class_row, clean_age, only_codes, parse_dx
 from data_tools.sources import PhysioNet2021
 from data_tools.sources.base import read_safely, read_table
 from data_tools.sources.code15 import MAX_TABLE, TABLE
@@ -28,13 +28,6 @@ _SETS = ("diagnostic", "form", "rhythm")
 _CLASSES = {"subdiagnostic": "diagnostic_subclass", "superdiagnostic": "diagnostic_class"}
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return np.nan
-
-
 def ptbxl(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     """The label sets of PTB-XL's benchmark (Strodthoff et al. 2020, doi:10.1109/JBHI.2020.3022989). As there, statements count
     at any likelihood, a set omits records without one of its labels, and labels are in alphabetical order."""
@@ -46,7 +39,7 @@ def ptbxl(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     known = {row[""]: row for row in read_table(root, read[1], MAX_TABLE, columns)}
     rows = list(read_table(root, place, MAX_TABLE, ("ecg_id", "scp_codes", "strat_fold")))
     records = np.array([f"HR{row['ecg_id'].removesuffix('.0'):0>5}" for row in rows])
-    fold = np.array([_number(row["strat_fold"]) for row in rows])
+    fold = np.array([as_number(row["strat_fold"]) for row in rows])
     if not np.isin(fold, np.arange(1, 11)).all():
         raise StorageError(f"{root.url}/{place}: strat_fold is not 1 to 10 in every row: restore the file")
     likelihood = np.full((len(rows), len(known)), np.nan, np.float32)
@@ -78,7 +71,7 @@ def code15(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     truth = {name: np.array([_TRUTH.get(row[name].lower(), UNKNOWN) for row in rows], np.int8) for name in CODE15}
     labels = {name: (means, truth[name]) for name, means in CODE15.items()}
     labels["age"] = "age in years, 90 for all over 89", np.array([clean_age(row["age"]) for row in rows], np.float32)
-    labels["timey"] = "years to death or to the last contact", np.array([_number(row["timey"]) for row in rows], np.float32)
+    labels["timey"] = "years to death or to the last contact", np.array([as_number(row["timey"]) for row in rows], np.float32)
     yield PublishedLabels("code15", "CODE-15 %, labels of exams.csv", (TABLE,), "code15", records, labels)
 
 

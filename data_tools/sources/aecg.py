@@ -10,7 +10,7 @@ from xml.etree.ElementTree import Element
 import numpy as np
 
 from data_tools.errors import ReadError
-from data_tools.record import AGE_UNITS, LEADS, MV_PER_UNIT, unit_name
+from data_tools.record import AGE_UNITS, LEADS, MV_PER_UNIT, as_number, unit_name
 from data_tools.sources.base import Decoded, Format
 from data_tools.sources.safe_xml import MAX_BYTES, root_tag, tree
 
@@ -58,10 +58,7 @@ def _attribute(element: Element, path: str, name: str) -> str:
 
 def _quantity(sequence: Element, tag: str) -> tuple[float, str]:
     """A value and its unit; NaN if the value is not a number."""
-    try:
-        return float(_attribute(sequence, f"value/{tag}", "value")), _attribute(sequence, f"value/{tag}", "unit")
-    except ValueError:
-        return np.nan, ""
+    return as_number(_attribute(sequence, f"value/{tag}", "value")), _attribute(sequence, f"value/{tag}", "unit")
 
 
 def _rate_hz(sequence: Element) -> float:

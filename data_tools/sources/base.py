@@ -12,7 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial, wraps
-from itertools import chain
+from itertools import groupby
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
@@ -221,15 +221,13 @@ def located(key: str, detail: str) -> str:
 
 def with_orphans(names: Iterator[str], suffix: str) -> Iterator[str]:
     """Header files, and signal files without a header, which will be refused; `names` must be sorted by folder."""
-    stems: dict[str, bool] = {}
-    folder = None
-    for name in chain(names, ["//"]):
-        if name.rpartition("/")[0] != folder:
-            yield from (stem + (".hea" if has_header else suffix) for stem, has_header in stems.items())
-            stems, folder = {}, name.rpartition("/")[0]
-        stem, dot, ending = name.rpartition(".")
-        if dot and f".{ending}" in (".hea", suffix):
-            stems[stem] = stems.get(stem, False) or ending == "hea"
+    for _, folder in groupby(names, posixpath.dirname):
+        has_header: dict[str, bool] = {}
+        for name in folder:
+            stem, dot, ending = name.rpartition(".")
+            if dot + ending in (".hea", suffix):
+                has_header[stem] = has_header.get(stem, False) or ending == "hea"
+        yield from (stem + (".hea" if has_header[stem] else suffix) for stem in has_header)
 
 
 def read_table(root: Folder, name: str, limit: int, columns: tuple[str, ...]) -> Iterator[dict[str, str]]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from data_tools.errors import ReadError
 from data_tools.prepare import rate_ratio
-from data_tools.record import AGE_UNITS, MV_PER_UNIT, SCP_LEADS, unit_name
+from data_tools.record import AGE_UNITS, MV_PER_UNIT, SCP_LEADS, as_number, unit_name
 from data_tools.sources.base import Decoded, Format
 
 MAX_S, MAX_BYTES, MAX_ELEMENTS, MAX_DEPTH = 600, 16 * 2**20, 50_000, 12  # a 10 s ECG has 0.15 to 0.3 MB and 1,000 elements
@@ -228,7 +228,4 @@ def _bytes(fields: Elements, tag: int) -> bytes:
 
 
 def _number(fields: Elements, tag: int, default: float = math.nan) -> float:
-    try:
-        return float(_text(fields, tag) or default)
-    except ValueError:
-        return math.nan
+    return as_number(_text(fields, tag) or default)

@@ -66,7 +66,13 @@ class HospitalFiles(Source):
         return next(known, "")
 
     def name_for(self, key: str) -> str:
-        return _record_name(key)
+        """A name from the file's path. A DICOM file's name is often a UID without an ending, in folders named by UIDs. A name
+        that would lose letters, brackets or its end gets a hash, or different files could have the same name."""
+        stem = record_stem(key if key.lower().endswith(ENDINGS) else f"{key}.", longest=None)
+        try:
+            return path_name(key, stem) if key.isascii() and not set("[]{}") & set(key) else _hashed(stem, key)
+        except ReadError:  # too long
+            return _hashed(stem, key)
 
     def source_of(self, key: str) -> str:
         return self._format_of_file(key) or self.name
@@ -99,21 +105,11 @@ class HospitalFiles(Source):
         signals = _with_limb_leads({lead: uv for lead, uv in found.signals.items() if changes(uv)})
         if len({len(uv) for uv in signals.values()}) != 1:
             raise ReadError("sample count", "the leads have different lengths" if signals else "no lead was measured")
-        rate_ratio(found.fs_hz)  # refuses unsupported rates
-        patient, age, sex = _patient(found.patient), clean_age(found.age), clean_sex(found.sex)
-        record = EcgRecord(_record_name(key), np.array(list(signals.values())), found.fs_hz, tuple(signals), "uV", source=kind)
-        doubts = _doubts(record.signal, found.fs_hz)
-        return replace(record, patient=patient, age=age, sex=sex, warnings=(*found.warnings, *doubts))
-
-
-def _record_name(key: str) -> str:
-    """A name from the file's path. A DICOM file's name is often a UID without an ending, in folders named by UIDs. A name that
-    would lose letters, brackets or its end gets a hash, or different files could have the same name."""
-    stem = record_stem(key if key.lower().endswith(ENDINGS) else f"{key}.", longest=None)
-    try:
-        return path_name(key, stem) if key.isascii() and not set("[]{}") & set(key) else _hashed(stem, key)
-    except ReadError:  # too long
-        return _hashed(stem, key)
+        leads, fs_hz = np.array(list(signals.values())), found.fs_hz
+        rate_ratio(fs_hz)  # refuses unsupported rates
+        warnings = (*found.warnings, *_doubts(leads, fs_hz))
+        record = EcgRecord(self.name_for(key), leads, fs_hz, tuple(signals), "uV", source=kind, warnings=warnings)
+        return replace(record, patient=_patient(found.patient), age=clean_age(found.age), sex=clean_sex(found.sex))
 
 
 def _patient(text: str | None) -> str | None:

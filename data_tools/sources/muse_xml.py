@@ -12,7 +12,7 @@ from xml.etree.ElementTree import Element
 import numpy as np
 
 from data_tools.errors import ReadError
-from data_tools.record import AGE_UNITS, lead_name
+from data_tools.record import AGE_UNITS, as_number, lead_name
 from data_tools.sources.base import Decoded, Format
 from data_tools.sources.safe_xml import MAX_BYTES, root_tag, tree
 
@@ -30,7 +30,7 @@ def decode(data: bytes) -> Decoded:
     if root.tag != "RestingECG":
         raise ReadError("unknown format", f"not MUSE XML: its root is {root.tag[:40]}")
     waveforms = root.findall("Waveform")
-    rhythms = [one for one in waveforms if _text(one, "WaveformType").lower() == "rhythm"]
+    rhythms = [one for one in waveforms if one.findtext("WaveformType", "").strip().lower() == "rhythm"]
     if len(rhythms) != 1:
         raise ReadError("rhythm waveform", f"{len(rhythms)} of {len(waveforms)} waveforms, 1 is read")
     fields, leads = _fields(rhythms[0]), [_fields(lead) for lead in rhythms[0].iterfind("LeadData")]
@@ -41,15 +41,11 @@ def decode(data: bytes) -> Decoded:
         raise ReadError("duplicated lead", twice[0][:10])
     signals = {name: uv for name, uv in map(_samples, leads) if uv is not None}
     person = next((_fields(one) for one in root.iterfind("PatientDemographics")), {})
-    years = _number(person, "PatientAge") * AGE_UNITS.get(person.get("AgeUnits", "years").lower(), np.nan)
-    return Decoded(signals, _number(fields, "SampleBase"), person.get("PatientID"), years, person.get("Gender"))
+    years = as_number(person.get("PatientAge")) * AGE_UNITS.get(person.get("AgeUnits", "years").lower(), np.nan)
+    return Decoded(signals, as_number(fields.get("SampleBase")), person.get("PatientID"), years, person.get("Gender"))
 
 
 FORMAT = Format(lambda head, name: root_tag(head) == "RestingECG", decode, MAX_BYTES)
-
-
-def _text(element: Element, tag: str) -> str:
-    return (element.findtext(tag) or "").strip()
 
 
 def _fields(element: Element) -> Fields:
@@ -61,27 +57,20 @@ def _check(fields: Fields, expected: Fields) -> None:
         raise ReadError(wrong, f"{fields[wrong][:20]!r}, only {expected[wrong]} is read")
 
 
-def _number(fields: Fields, name: str) -> float:
-    try:
-        return float(fields[name])
-    except (KeyError, ValueError):
-        return np.nan
-
-
 def _samples(fields: Fields) -> tuple[str, np.ndarray | None]:
     """A lead's name and its microvolts, None if it was off. Counts and checksum must match if the file states them."""
     name = lead_name(fields.get("LeadID", ""))
     _check(fields, _LEAD)
     if "LeadAmplitudeUnits" not in fields:
         raise ReadError("unknown unit", f"lead {name[:10]} states none")
-    if not 0 < (uv_per_step := _number(fields, "LeadAmplitudeUnitsPerBit")) <= 1000:
+    if not 0 < (uv_per_step := as_number(fields.get("LeadAmplitudeUnitsPerBit"))) <= 1000:
         raise ReadError("gain", f"lead {name[:10]}: {fields.get('LeadAmplitudeUnitsPerBit', 'none')[:20]} uV per step")
     try:
         data = binascii.a2b_base64("".join(fields.get("WaveFormData", "").split()), strict_mode=True)
     except ValueError as error:
         raise ReadError("base64", f"lead {name[:10]}: {error}") from None
     for field, value in zip(_COUNTS, (len(data), len(data) // 2, zlib.crc32(data)), strict=True):
-        if field in fields and _number(fields, field) != value:
+        if field in fields and as_number(fields[field]) != value:
             raise ReadError(field, f"lead {name[:10]}: {value} found, {fields[field][:20]} stated")
     if len(data) % 2:
         raise ReadError("sample count", f"lead {name[:10]}: an odd number of bytes")

@@ -13,7 +13,7 @@ from xml.etree.ElementTree import Element
 import numpy as np
 
 from data_tools.errors import ReadError
-from data_tools.record import AGE_UNITS, LEADS, lead_name
+from data_tools.record import AGE_UNITS, LEADS, as_number, lead_name
 from data_tools.sources.base import Decoded, Format
 from data_tools.sources.safe_xml import MAX_BYTES, root_tag, tree
 
@@ -79,10 +79,7 @@ def _stated(waveform: Element, root: Element) -> Stated:
 
 def _number(stated: Stated, name: str) -> float:
     texts = stated.get(name, [])
-    try:
-        numbers = {float(text) for text in texts}
-    except ValueError:
-        numbers = set()
+    numbers = set(map(as_number, texts))
     if len(numbers) != 1 or not math.isfinite(sum(numbers)):
         reason = {"samplingrate": "sampling rate", "resolution": "gain"}.get(name, "sample count")
         raise ReadError(reason, f"{name}: {' and '.join(texts)[:40] or 'not stated'}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from data_tools.errors import ReadError
-from data_tools.record import LEAD_INDEX, MV_PER_UNIT, RATE_RANGE_HZ, clean_age, clean_sex, unit_name
+from data_tools.record import LEAD_INDEX, MV_PER_UNIT, RATE_RANGE_HZ, as_number, clean_age, clean_sex, unit_name
 
 MAX_BYTES, MAX_LINE, MAX_SIGNALS, MAX_SAMPLES = 65_536, 512, 64, 2_000_000
 GAIN_RANGE = (1e-3, 1e9)  # steps per mV
@@ -89,9 +89,9 @@ def _record_line(line: str) -> tuple[str, int, float, int]:
         raise ReadError("record line incomplete", f"{len(fields)} fields")
     if not _NAME.fullmatch(fields[0]):
         raise ReadError("record name", "a multi-segment record" if "/" in fields[0] else fields[0][:40])
-    n_signals = _integer(fields[1], "signal count", 1, MAX_SIGNALS)
+    n_signals = _integer(fields[1], "signal count", MAX_SIGNALS)
     fs_hz = _number(fields[2].split("/")[0], "sampling rate", *RATE_RANGE_HZ)
-    return fields[0].removesuffix(".mat"), n_signals, fs_hz, _integer(fields[3], "sample count", 1, MAX_SAMPLES)
+    return fields[0].removesuffix(".mat"), n_signals, fs_hz, _integer(fields[3], "sample count", MAX_SAMPLES)
 
 
 def _signal_lines(lines: list[str]) -> tuple[tuple[str, ...], ...]:
@@ -125,7 +125,6 @@ def _parse_columns(
     return codes, offsets, tuple(gain_of[text][0] for text in gains), baselines
 
 
-@lru_cache(maxsize=1024)
 def _format(text: str) -> tuple[int, int]:
     found = _FORMAT.fullmatch(text)
     if not found:
@@ -146,7 +145,6 @@ def _any_gain(text: str) -> tuple[float, int | None]:
         return 1.0, 0
 
 
-@lru_cache(maxsize=4096)
 def _gain(text: str) -> tuple[float, int | None]:
     """Parse `1000.0(0)/mV` to steps per mV and baseline. A gain of 0 means "not calibrated" and is refused."""
     found = _GAIN.fullmatch(text)
@@ -156,26 +154,16 @@ def _gain(text: str) -> tuple[float, int | None]:
     return _number(found[1], "gain", GAIN_RANGE[0] * mv, GAIN_RANGE[1] * mv) / mv, int(found[2]) if found[2] else None
 
 
-def _integer(text: str, what: str, low: int, high: int) -> int:
-    try:
-        value = int(text) if len(text) <= 12 and _is_plain(text) else None
-    except ValueError:
-        value = None
-    if value is None or not low <= value <= high:
+def _integer(text: str, what: str, high: int) -> int:
+    value = int(text) if text.isascii() and text.isdigit() and len(text) <= 12 else 0
+    if not 1 <= value <= high:
         raise ReadError(what, text[:40])
     return value
 
 
 def _number(text: str, what: str, low: float, high: float) -> float:
-    try:
-        value = float(text) if _is_plain(text) else math.nan
-    except ValueError:
-        value = math.nan
+    """Python also accepts underscores and digits of other scripts, WFDB does not."""
+    value = as_number(text) if text.isascii() and "_" not in text else math.nan
     if not low <= value <= high:  # NaN fails too
         raise ReadError(what, f"{text[:40]}: {low:g} to {high:g} is read")
     return value
-
-
-def _is_plain(text: str) -> bool:
-    """Whether a number is plain ASCII: Python also accepts underscores and digits of other scripts, WFDB does not."""
-    return text.isascii() and "_" not in text

@@ -258,8 +258,7 @@ class CropReader:
             crop, source, what = crops[len(rows) if desk else position], self._sources[d], ""
             try:
                 if source.chunks:
-                    if not source.chunks.read(row, crop):  # absent chunks read as zeros: always verify them
-                        crc = int(source.crc[row])
+                    source.chunks.read(row, crop)
                 else:
                     if opened != (d, shard) or file is None:
                         file, opened = self._open(read, paths), (d, shard)

@@ -61,16 +61,15 @@ def test_bytes_and_rows_never_change(made: Dataset) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "seed", "before", "now"),
+    ("plan", "seed", "everybody", "default"),
     [
         ("paper", 0, "8f4bd21d1635f199", "033ce7bda830e70f"),
         ("paper", 5, "e2d960d1df2772a4", "c9e1f62f04c018e9"),
         ("paper-split", 0, "f2d1bfc311074c53", "62c01a550f78e0ae"),
     ],
 )
-def test_roles_never_change(plan: str, seed: int, before: str, now: str, made: Dataset) -> None:
-    """`before`: the roles for a dataset.json without `id_share`."""
-    for sources, roles in ((RoleSources.from_meta({}), before), (RoleSources(), now)):
+def test_roles_never_change(plan: str, seed: int, everybody: str, default: str, made: Dataset) -> None:
+    for sources, roles in ((RoleSources(pretrain=("all",), id_share=1.0), everybody), (RoleSources(), default)):
         table = assign_roles(made.table(), plan, seed, sources).select(["pretrain", "dx_role", "id_role"])
         assert digest(json.dumps(table.to_pylist())) == roles
 

@@ -195,7 +195,7 @@ ZARR_DAMAGE += ["raw size", "packed size", "no Blosc", "nowhere", "endless", "ti
 
 @pytest.mark.parametrize("kind", ZARR_DAMAGE)
 def test_damaged_zarr_is_named_and_never_returned(twin: Dataset, kind: str) -> None:
-    """Also without our checksums, by zarr's own; absent chunks read as zeros, so `never` would train on zeros."""
+    """Also without our checksums, by zarr's own."""
     unchecked = CropReader([twin], source="zarr", check="never")
     read(unchecked, [0])
     damage_zarr(twin, kind)
