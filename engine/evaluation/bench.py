@@ -306,7 +306,7 @@ def compared(found: Found, random: Mapping[str, str]) -> dict[str, Any]:
 
 def interval(of_B: Array, people: int = 0) -> list[float]:
     """Percentiles of the resamples; for a share of `people` that is 0 or 1, which resamples never change, Clopper-Pearson's."""
-    if people and of_B[0] in (0, 1):
+    if people > 1 and of_B[0] in (0, 1):
         return exact_interval(int(of_B[0]) * people, people)
     with warnings.catch_warnings(action="ignore"):  # undefined in all resamples: NaN
         ends: list[float] = np.nanpercentile(of_B[1:], (2.5, 97.5)).tolist()

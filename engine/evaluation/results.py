@@ -183,7 +183,7 @@ class IdentificationResult:
     @cached_property
     def interval(self) -> list[float]:
         hits, people = self.scores["hits"], len(set(self.probe_ids))
-        if hits.mean() in (0, 1):  # resamples would all agree
+        if people > 1 and hits.mean() in (0, 1):  # resamples would all agree
             return exact_interval(int(hits[0]) * people, people)
         ends: list[float] = bootstrap(lambda weight: weight @ hits / weight.sum(), self.probe_ids, self.resamples).tolist()
         return ends

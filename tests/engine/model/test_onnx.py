@@ -43,7 +43,9 @@ def test_onnx_gives_the_same_numbers(saved_model: Saved, tmp_path: Path, capsys:
         np.testing.assert_allclose(scores, logits * [10, 20] + [50, 90], rtol=1e-5)
     assert convert.main(["to-onnx", str(folder), str(out)]) == 2  # nothing is overwritten
     for kind, link in (("multilabel", torch.sigmoid), ("multiclass", lambda z_NK: z_NK.softmax(1))):
-        of_kind = saved_model(kind, head={"task": "rhythm", "kind": kind, "classes": ["AF", "NSR", "other"]}, layers=1)
+        head = {"task": "rhythm", "kind": kind, "classes": ["AF", "NSR", "other"]}
+        head["thresholds"] = [0.5] * 3 if kind == "multilabel" else []
+        of_kind = saved_model(kind, head=head, layers=1)
         assert convert.main(["to-onnx", str(of_kind), str(tmp_path / f"{kind}.onnx")]) == 0
         x_RLT = torch.randn(5, 12, 2500)
         (scores,) = onnxruntime.InferenceSession(tmp_path / f"{kind}.onnx").run(["scores"], {"x": x_RLT.numpy()})
