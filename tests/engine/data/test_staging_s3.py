@@ -31,7 +31,8 @@ def bucket(ten: Dataset, stagings: list[Staging], monkeypatch: pytest.MonkeyPatc
     for name, value in {"ENDPOINT_URL": f"http://{host}:{port}", "ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "x"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    storage._connect.cache_clear()
+    storage._connect.cache_clear()  # also here: a thread of the test before may have connected to its server once more
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
     fs = fsspec.filesystem("s3", skip_instance_cache=True)
     name = f"ecgs-{port}"  # moto's buckets outlive its servers
     fs.mkdir(name)
