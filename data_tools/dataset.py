@@ -339,7 +339,9 @@ class Dataset:
 
     def rejects(self) -> list[tuple[str, str, str, str]]:
         """The rows of rejects.csv: (source, record, reason, detail)."""
-        facts, file = self.meta["rejects"], f"{self.root.url}/{REJECTS}"
+        facts, file = self.meta.get("rejects"), f"{self.root.url}/{REJECTS}"
+        if not facts:
+            raise DatasetError(f"{self.root.url}/{META}: has no entry `rejects`: build the dataset again")
         try:
             data = self.root.read(REJECTS, facts["bytes"])
             if hashlib.sha256(data).hexdigest() != facts["sha256"]:
@@ -375,9 +377,8 @@ def _quoted(cell: Any) -> Any:
     if not isinstance(cell, str):
         return cell
     text = cell.replace("\r", " ")
-    return (
-        text if not cell.startswith(FORMULA) or not np.isnan([as_number(word) for word in cell.split()]).any() else f"'{text}"
-    )
+    formula = cell.startswith(FORMULA) and any(np.isnan(as_number(word)) for word in cell.split())
+    return f"'{text}" if formula else text
 
 
 def unquoted(cell: str) -> str:

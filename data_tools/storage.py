@@ -179,10 +179,10 @@ def _connect(url: str, anonymous: bool) -> Any:
         fs.retries = 1
         return fs
     except ImportError as error:
-        raise StorageError(needs_s3(url, error)) from None
+        raise StorageError(missing_package(url, error)) from None
 
 
-def needs_s3(url: str, error: ImportError) -> str:
+def missing_package(url: str, error: ImportError) -> str:
     return f"{url} needs the extra s3: pip install 'omnilead[s3]' ({error})" if url.startswith("s3:") else f"{url}: {error}"
 
 

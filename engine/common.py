@@ -31,7 +31,7 @@ from data_tools.cli import Parser as Parser
 from data_tools.cli import guard_streams, is_memory, show
 from data_tools.plugins import blame
 from data_tools.plugins import plugin as plugin
-from data_tools.storage import needs_s3 as needs_s3
+from data_tools.storage import missing_package as missing_package
 from data_tools.storage import prefetch as prefetch
 from data_tools.storage import sync as sync
 from data_tools.storage import write_whole as write_whole

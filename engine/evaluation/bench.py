@@ -32,7 +32,7 @@ from engine.data.leakage import overlap, patient_ids
 from engine.evaluation.bench_report import write
 from engine.evaluation.embedders import Embedder, Vectors, embedded, embedders_of
 from engine.evaluation.metrics import Array, exact_interval, identification, statistic_of, weighted_areas
-from engine.evaluation.probe import IDENTITY, SPLITS, ProbeData, fit_scaled, labels_to_probe, linear, require_unlike, unlike
+from engine.evaluation.probe import IDENTITY, ProbeData, fit_scaled, labels_to_probe, linear, require_unlike, unlike
 from engine.evaluation.results import EvalOptions, load_task, nullable, require, shown_input
 from engine.tasks.labels import TaskLabels, read_task
 
@@ -146,7 +146,7 @@ def task_to_probe(word: str, fitted: Dataset, tested: Dataset, shares: Sequence[
     table = word.endswith(TABLES)
     try:
         named = ("", word) if table else (word, table_of(how.labels, word))
-        labels = labels_to_probe(fitted, *named, SPLITS if tested is fitted else ("train", "valid"))
+        labels = labels_to_probe(fitted, *named, ("train", "valid"))
         if labels is None:
             raise ConfigError("name a task")
         own = replace(labels.task, folds={}) if table else load_task(word)

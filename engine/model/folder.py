@@ -25,7 +25,7 @@ import yaml  # type: ignore[import-untyped]
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.common import ConfigError, needs_s3, parse_yaml
+from engine.common import ConfigError, missing_package, parse_yaml
 
 WEIGHTS, CONFIG, PREPROCESSING, CARD = "model.safetensors", "config.json", "preprocessing.json", "README.md"
 SHA256 = "sha256"  # key in config.json
@@ -172,7 +172,7 @@ def _download(url: str, local: Path) -> Path:
     except FileNotFoundError as error:
         raise LoadError(f"{url}: no model there: {error}".splitlines()[0]) from None
     except ImportError as error:
-        raise LoadError(needs_s3(url, error)) from None
+        raise LoadError(missing_package(url, error)) from None
     except Exception as error:  # network, credentials, ...
         raise LoadError(f"{url}: {type(error).__name__}: {error}".splitlines()[0]) from None
     return local

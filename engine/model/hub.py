@@ -3,7 +3,6 @@
 import hashlib
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,10 +81,8 @@ def pull(repo: str, out: Path) -> None:
         raise ConfigError(f"{out}: exists and is not an empty folder: choose another name")
     with model_folder(f"hf://{repo}") as (folder, _):
         out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out) as partial:
-            shutil.copytree(folder, partial, dirs_exist_ok=True)
-            for file in sorted(Path(partial).iterdir(), key=lambda file: file.name == CONFIG):  # without it, it is no model
-                file.replace(out / file.name)
+        for file in sorted(filter(Path.is_file, folder.iterdir()), key=lambda file: file.name == CONFIG):
+            shutil.copy(file, out)  # config.json last: without it, the folder is no model
 
 
 def fetched(repo: str) -> Path:

@@ -26,7 +26,7 @@ from pyarrow import csv as pa_csv
 from pyarrow import parquet
 
 from data_tools.dataset import CLASSES, Dataset
-from engine.common import ConfigError, needs_s3
+from engine.common import ConfigError, missing_package
 from engine.data.leakage import OWNER, find_leak, owners, patient_ids, uniforms
 from engine.tasks.config import TaskConfig, TaskKind
 
@@ -148,7 +148,7 @@ def read_table(url: str) -> pa.Table:
     except pa.ArrowMemoryError:
         raise
     except ImportError as error:
-        raise ConfigError(needs_s3(url, error)) from None
+        raise ConfigError(missing_package(url, error)) from None
     except FileNotFoundError:
         raise ConfigError(f"{url}: no such file: name a CSV or parquet file of labels") from None
     except Exception as error:  # many kinds: from object stores, pyarrow, a missing package
