@@ -150,7 +150,7 @@ def _synth(options: argparse.Namespace) -> int:
 def _open_sources(urls: list[str], kind: str, options: argparse.Namespace) -> list[Any]:
     from data_tools.sources import PhysioNet2021, open_sources
 
-    sources = [source for url in urls for source in open_sources(url, kind, options.anonymous)]
+    sources = [source for url in urls for source in open_sources(url, kind, options.anonymous, urls)]
     if table := options.patients:
         challenge = [source for source in sources if isinstance(source, PhysioNet2021)]
         if not challenge:
@@ -204,6 +204,9 @@ def _verify(options: argparse.Namespace) -> int:
     if options.source != "auto" and not options.archive:
         raise DataError(f"--source {options.source} applies to an archive, and none is given: add --archive SRC")
     sources = _open_sources(options.archive, options.source, options)
+    for source in sources:
+        if source.left_out:
+            print(f"note: {printable(source.left_out)}", file=sys.stderr)
     found = verify(dataset, sources, options.fast, options.workers, key, not interactive())
     for finding in found:
         print(printable(finding))

@@ -33,7 +33,7 @@ class Source(ABC):
 
     name = ""
     licence = "unknown"
-    others = 0  # number of hospitals' files beside the archive, which are left out
+    left_out = ""  # a note on the files that look like ECGs and that no source of the folder reads
 
     def __init__(self, root: Folder) -> None:
         self.root = root
@@ -62,6 +62,10 @@ class Source(ABC):
         """Whether a folder that contains these names is such an archive."""
         return False
 
+    def places(self) -> list[str]:
+        """The folders whose WFDB records it reads; "" is all."""
+        return []
+
     def source_of(self, key: str) -> str:
         """The database that a record belongs to; an archive may have several."""
         return self.name
@@ -76,8 +80,7 @@ class Source(ABC):
 
     def notes(self) -> list[str]:
         """Notes on the archive as a whole, for the user."""
-        what = f"files of hospitals' formats were left out beside {self.name} records: --source hospital reads them"
-        return [f"{self.root.url}: {self.others:,} {what}"] if self.others else []
+        return [self.left_out] if self.left_out else []
 
     def __iter__(self) -> Iterator[EcgRecord]:
         return (self.read(key) for key in self.keys())

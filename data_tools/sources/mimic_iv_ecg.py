@@ -32,6 +32,9 @@ class MimicIvEcg(WfdbSource):
             found = _PATH.fullmatch(row["path"])
             yield f"{row['path']}.hea" if found and found[1] == row["subject_id"] else f"{LIST}: {row['path']}.hea"
 
+    def places(self) -> list[str]:
+        return ["files"]
+
     def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
         found = _PATH.fullmatch(key.removesuffix(".hea"))
         return dataclasses.replace(record, patient=found[1] if found else None)

@@ -29,16 +29,13 @@ class PhysioNet2021(WfdbSource):
 
     def keys(self) -> Iterator[str]:
         """Only headers in database folders, if there are any: other archives (PTB-XL's release) may be in the same folder."""
-        names = self.root.children()
-        places = ["training"] if "training" in names else [name for name in names if name in DATABASES]
-        for place in places or [""]:
-            if place != "ptb-xl" or not any(self.root.exists(f"ptb-xl/{name}") for name in FOLDERS):
-                yield from with_orphans(self.root.names(place), ".mat")
+        for place in self.places():
+            yield from with_orphans(self.root.names(place), ".mat")
 
-    def has_headers(self) -> bool:
-        """Whether it has records: hospitals may have a folder named `training`, too."""
-        keys = self.keys()
-        return any(key.endswith(".hea") for key in keys)
+    def places(self) -> list[str]:
+        names = self.root.children()
+        places = ["training"] if "training" in names else [name for name in names if name in DATABASES] or [""]
+        return [name for name in places if name != "ptb-xl" or not any(self.root.exists(f"ptb-xl/{one}") for one in FOLDERS)]
 
     def source_of(self, key: str) -> str:
         return _database(self.root.url, key.rpartition("/")[0]) or self.name

@@ -29,6 +29,9 @@ class PtbXl(WfdbSource):
     def keys(self) -> Iterator[str]:
         return with_orphans(self.root.names(self._folder()), ".dat")
 
+    def places(self) -> list[str]:
+        return list(FOLDERS)  # also that of the same ECGs at the other rate
+
     def _folder(self) -> str:
         return next((name for name in FOLDERS if self.root.exists(name)), FOLDERS[0])
 

@@ -6,7 +6,6 @@ Patients are unknown, and the source of every record is `wfdb`.
 from collections.abc import Iterator
 
 from data_tools.sources.base import WfdbSource, path_name
-from data_tools.sources.hospital import ENDINGS
 from data_tools.sources.wfdb_header import WfdbHeader
 
 
@@ -14,11 +13,10 @@ class WfdbFolder(WfdbSource):
     name = "wfdb"
 
     def keys(self) -> Iterator[str]:
-        self.others = 0
-        for name in self.root.names():
-            if name.endswith(".hea"):
-                yield name
-            self.others += name.lower().endswith(ENDINGS)
+        return (name for name in self.root.names() if name.endswith(".hea"))
+
+    def places(self) -> list[str]:
+        return [""]
 
     def record_name(self, key: str, stem: str) -> str:
         return path_name(key, stem)

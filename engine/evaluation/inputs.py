@@ -28,7 +28,7 @@ from tqdm.auto import tqdm
 
 from data_tools.dataset import META, Dataset
 from data_tools.sources import ENDINGS, DataError, Prepared, ReadError, open_sources, prepared
-from engine.common import ARRAYS, LEADS, ConfigError, describe_leads, leads_in_order, prefetch
+from engine.common import ARRAYS, LEADS, ConfigError, describe_leads, environment, leads_in_order, prefetch
 from engine.data.augmenter import none_measured
 from engine.data.npz import ArrayError, load_npz, npz_names, open_npy
 from engine.data.preprocess import Input, SignalError
@@ -193,11 +193,13 @@ def records_of(args: argparse.Namespace, model_input: Input) -> Iterator[RecordT
             yield RecordToRead(url, source.root.stamp(key), partial(prepared, source, key), source.name_for(key))
         elif "://" in url or Path(url).is_dir():
             try:
-                sources = open_sources(url, anonymous=args.anonymous)
+                sources = open_sources(url, anonymous=args.anonymous, besides=args.data)
             except DataError as error:
                 other = "set its format with `omnilead shard --source`, and give the dataset"
                 raise ConfigError(str(error).replace("set its format with --source", other)) from None
             for source in sources:
+                if source.left_out and environment()[0] == 0:
+                    tqdm.write(f"note: {source.left_out}", file=sys.stderr)
                 for key in source.keys():  # noqa: SIM118 - no dictionary
                     stamp = b"" if source.root.remote else source.root.stamp(key)
                     read = partial(prepared, source, key)

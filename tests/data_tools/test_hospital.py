@@ -74,7 +74,7 @@ def test_a_mixed_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_beside_wfdb_records_they_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_wfdb(mixed(tmp_path / "src"), "rec_1", "16", LEADS)
     assert main(["shard", f"{tmp_path}/src", "--out", f"{tmp_path}/out", "--plan", "all", "--workers", "1"]) == 0
-    message = "4 files of hospitals' formats were left out beside wfdb records: --source hospital reads them"
+    message = "left out 4 files that look like ECGs, first a/one.xml: `omnilead shard --source hospital` reads them instead"
     assert message in capsys.readouterr().err and {kind for kind, _ in crops_of(Dataset.open(f"{tmp_path}/out"))} == {"wfdb"}
 
 
@@ -84,7 +84,7 @@ def test_beside_a_known_archive_they_are_left_out_and_counted(tmp_path: Path) ->
         (tmp_path / "src" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "src" / name).write_bytes(b"")
     (source,) = open_sources(f"{tmp_path}/src")
-    assert source.name == "physionet2021" and "2 files of hospitals' formats were left out" in source.notes()[-1]
+    assert source.name == "physionet2021" and "left out 2 files that look like ECGs, first one.xml" in source.notes()[-1]
 
 
 def test_a_folder_named_training_is_no_archive_without_records(tmp_path: Path) -> None:

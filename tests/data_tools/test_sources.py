@@ -162,7 +162,7 @@ def test_records100_alone_is_ptbxl(kind: str, tmp_path: Path, capsys: pytest.Cap
     assert main(["shard", str(tmp_path / "src"), "--out", str(tmp_path / "out"), *given]) == 0
     said = capsys.readouterr().err
     assert "no records500, so records100 is read" in said
-    assert ("1 files of hospitals' formats were left out" in said) == (kind == "auto")
+    assert ("left out 1 file that looks like ECGs, first one.dcm" in said) == (kind == "auto")
     made = Dataset.open(str(tmp_path / "out"))
     assert made.meta["sources"][0]["licence"] == PtbXl.licence
     crops = crops_of(made)
