@@ -35,7 +35,7 @@ FLAGS = (  # reasons in rejects.csv for records that were used nevertheless
     *("lead not measured", "flat lead", "saturated", "large", "einthoven"),
     *("checksum differs", "first value differs", "diagnosis without a code", "not in ptbxl_database.csv"),
     *("implausible amplitude", "shorter than stated", "SOP class", "further waveforms"),
-    *("channel status", "no calibration pulse"),
+    *("channel status", "no calibration pulse", "inverted lead"),
 )
 CONTENT_COLUMNS = ["crc32c", "waveform", "halves", "missing_leads"]
 ARCHIVE_COLUMNS = ("patient", "dx", "age", "sex", "fs_source_hz", "halves", "missing_leads", "flags")

@@ -1,4 +1,5 @@
-"""EDF and EDF+C files with ECG leads, identified by their labels: `I`, `ECG II`, `EKG V1`, `Lead aVR`.
+"""EDF and EDF+C files with ECG leads, identified by their labels: `I`, `ECG II`, `EKG V1`, `Lead aVR`. Inverted leads, such as
+Cabrera's `ECG -aVR`, are inverted again, with a warning.
 
 Besides the samples, only the header's numbers, labels and units are read, and code and sex from EDF+'s patient field: no names,
 dates, annotations or comments. Plain EDF's patient field is free text and is not read at all. Refused: BDF, EDF+D (which has
@@ -21,7 +22,8 @@ MAX_BYTES = 12 * 2**20
 FIELDS: tuple[tuple[str, int], ...] = (("label", 16), ("", 80), ("unit", 8), ("low", 8), ("high", 8))
 FIELDS += (("digital_low", 8), ("digital_high", 8), ("", 80), ("samples", 8))
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(E[+-]?\d+)?", re.ASCII | re.IGNORECASE)
-_PREFIX = re.compile(r"^((ECG|EKG|LEAD)[ _.:-]*)+")
+# A hyphen separates if it follows the word or has a space on both sides (`ECG-I`, `ECG - I`); otherwise it is a sign (`ECG -I`)
+_LABEL = re.compile(r"(?:(?:ECG|EKG|LEAD)(?:-[ _.:]*|[ _.:]*(?:-[ _.:]+)?))*(-?)(.*)", re.DOTALL)
 _PATIENT = re.compile(r"(\S+) ([MFX]) (?:X|\d\d-[A-Z]{3}-\d{4}) \S", re.ASCII | re.IGNORECASE)  # code sex birthdate name
 
 
@@ -37,20 +39,26 @@ def decode(data: bytes) -> Decoded:
     steps = np.frombuffer(data, "<i2", offset=256 * (count + 1)).reshape(records, bounds[-1])
     found: dict[str, np.ndarray] = {}
     rates = set()
+    inverted: list[str] = []
     for row, (start, stop) in enumerate(pairwise(bounds)):
-        if (index := LEAD_INDEX.get(_PREFIX.sub("", signals["label"][row].upper()))) is None:
+        sign, name = _sign_and_name(signals["label"][row])
+        if (index := LEAD_INDEX.get(name)) is None:
             continue
         if (lead := LEADS[index]) in found:
             raise ReadError("duplicated lead", lead)
         fields = {name: texts[row] for name, texts in signals.items()}
         found[lead] = _microvolts(steps[:, start:stop].ravel(), fields, lead)
+        if sign:
+            found[lead] = -found[lead]
+            inverted.append(lead)
         rates.add(stop - start)
     if not found:
         raise ReadError("no known lead", f"none of {count} signals is labelled as one of the 12 leads")
     if len(rates) > 1 or duration_s <= 0:
         raise ReadError("sampling rate", f"leads with {', '.join(map(str, sorted(rates)))} samples in {duration_s:g} s")
     rate_ratio(fs_hz := rates.pop() / duration_s)  # refuses unsupported rates
-    return Decoded(found, fs_hz, *_person(data))
+    warnings = (("inverted lead", f"{' '.join(inverted)}: labelled with a minus, inverted again"),) if inverted else ()
+    return Decoded(found, fs_hz, *_person(data), warnings)
 
 
 MAGIC = (b"0       ", b"\xffBIOSEMI")
@@ -72,6 +80,12 @@ def _header(data: bytes) -> tuple[dict[str, list[str]], int]:
             fields[name] = [_text(data[place + row * width : place + (row + 1) * width]) for row in range(count)]
         place += width * count
     return fields, count
+
+
+def _sign_and_name(label: str) -> tuple[str, str]:
+    """ "-" or nothing, and the name of the lead in capitals."""
+    sign, name = _LABEL.fullmatch(label.upper()).groups()  # type: ignore[union-attr]  # it matches any text
+    return sign, name
 
 
 def _text(field: bytes) -> str:

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from data_tools.errors import ReadError
 from data_tools.record import LEADS
+from data_tools.sources import open_sources
 from data_tools.sources.edf import MAX_BYTES, decode
 from data_tools.sources.hospital import HospitalFiles
 from data_tools.storage import folder
+from data_tools.verify import verify
 
 X = dict(zip(LEADS, ecg(), strict=True))
 I = {"I": X["I"]}  # noqa: E741
@@ -40,6 +42,21 @@ def test_leads_are_found_by_their_labels_and_units_are_stated() -> None:
         np.testing.assert_allclose(uv, 0.1 * X["I"], atol=1e-9)
     inverted = decode(edf(I, unit="\u00b5V", scale=(1000, -1000, -32768, 32767), records=5, duration="2.0")).signals["I"]
     np.testing.assert_allclose(inverted, 1000 - (X["I"] + 32768.0) * 2000 / 65535)
+
+
+SIGNS = {"ECG -aVR": -1, "-AVR": -1, "ECG--I": -1, "Lead_-I": -1, "ECG:-V1": -1}
+SIGNS |= {"ECG-aVR": 1, "EKG - I": 1, "ECG- I": 1, "ECG-Lead V1": 1, "ECGII": 1}
+
+
+@pytest.mark.parametrize("label", SIGNS)
+def test_the_sign_of_a_lead_is_read(tmp_path: Path, label: str) -> None:
+    sign, lead = SIGNS[label], next(lead for lead in reversed(LEADS) if label.upper().endswith(lead.upper()))
+    (tmp_path / "one.edf").write_bytes(edf({label: sign * X[lead], "V6": X["V6"]}))
+    made = build(tmp_path, tmp_path / "out", plan="all")
+    np.testing.assert_array_equal(made[0].signal_uv[LEADS.index(lead)], X[lead])
+    noted = [(reason, detail) for _, _, reason, detail in made.rejects() if reason == "inverted lead"]
+    assert noted == ([("inverted lead", f"{lead}: labelled with a minus, inverted again")] if sign < 0 else [])
+    assert verify(made, open_sources(str(tmp_path), "edf")) == []
 
 
 def test_another_reader_agrees(tmp_path: Path) -> None:
