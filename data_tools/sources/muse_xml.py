@@ -39,6 +39,8 @@ def decode(data: bytes) -> Decoded:
     _check(fields, _WAVEFORM)
     if twice := [name for name, count in Counter(lead_name(lead.get("LeadID", "")) for lead in leads).items() if count > 1]:
         raise ReadError("duplicated lead", twice[0][:10])
+    if leads and not any(map(_is_on, leads)):
+        raise ReadError("no valid lead", f"the file states LeadOff for all {len(leads)} leads")
     signals = {name: uv for name, uv in map(_samples, leads) if uv is not None}
     person = next((_fields(one) for one in root.iterfind("PatientDemographics")), {})
     years = as_number(person.get("PatientAge")) * AGE_UNITS.get(person.get("AgeUnits", "years").lower(), np.nan)
@@ -55,6 +57,10 @@ def _fields(element: Element) -> Fields:
 def _check(fields: Fields, expected: Fields) -> None:
     if wrong := next((name for name, value in expected.items() if fields.get(name, value).upper() != value), None):
         raise ReadError(wrong, f"{fields[wrong][:20]!r}, only {expected[wrong]} is read")
+
+
+def _is_on(fields: Fields) -> bool:
+    return fields.get("LeadOff", "FALSE").upper() == "FALSE"
 
 
 def _samples(fields: Fields) -> tuple[str, np.ndarray | None]:
@@ -75,5 +81,5 @@ def _samples(fields: Fields) -> tuple[str, np.ndarray | None]:
     if len(data) % 2:
         raise ReadError("sample count", f"lead {name[:10]}: an odd number of bytes")
     steps = np.frombuffer(data, "<i2")
-    measured = fields.get("LeadOff", "FALSE").upper() == "FALSE" and not (steps == -32768).any()
+    measured = _is_on(fields) and not (steps == -32768).any()
     return name, steps * uv_per_step if measured else None

@@ -112,6 +112,11 @@ def test_lead_names_in_capitals_are_read(tmp_path: Path) -> None:
     assert str(twice) == "duplicated lead: V1"
 
 
+def test_a_file_whose_leads_were_all_off_is_refused_with_what_it_states(tmp_path: Path) -> None:
+    refused = read(tmp_path, muse("".join(lead_xml(name, one, LeadOff="TRUE") for name, one in steps().items())))
+    assert str(refused) == "no valid lead: the file states LeadOff for all 8 leads"
+
+
 def test_leads_that_were_off_are_missing(tmp_path: Path) -> None:
     leads = [lead_xml(name, one, LeadOff="TRUE" if name == "II" else "FALSE") for name, one in steps().items()]
     leads[-1] = lead_xml("V6", np.where(np.arange(5000) == 7, -32768, 5))
@@ -178,7 +183,7 @@ EXTERNAL = '<!DOCTYPE RestingECG SYSTEM "restecg.dtd"><RestingECG><PatientDemogr
         (muse(rhythm=waveform_xml("Rhythm", lead_xml("I", np.arange(5000)), exponent=-1)), "SampleExponent"),
         (muse(2 * lead_xml("I", np.arange(5000))), "duplicated lead"),
         (muse(lead_xml("I", np.arange(5000)) + lead_xml("II", np.arange(4000))), "sample count"),
-        (muse(lead_xml("I", np.arange(5000), LeadOff="TRUE")), "sample count"),
+        (muse(lead_xml("I", np.arange(5000), LeadOff="TRUE")), "no valid lead"),
         (all_leads(LeadAmplitudeUnits="MILLIVOLTS"), "LeadAmplitudeUnits"),
         (all_leads(LeadAmplitudeUnits=None), "unknown unit"),
         (all_leads(LeadAmplitudeUnitsPerBit="0"), "gain"),
