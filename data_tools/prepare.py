@@ -158,7 +158,8 @@ def _convert(record: EcgRecord, rows: Mapping[int, int], start: int, body: np.nd
         raise ReadError("gain", f"{record.gain}"[:60])
     leads, taken = list(rows), list(rows.values())
     first, last, lead_in = _needed(record, start, body.shape[1])
-    values = record.signal[taken, first:last].astype(np.float64)
+    with np.errstate(invalid="ignore"):  # damaged files can have signalling NaNs
+        values = record.signal[taken, first:last].astype(np.float64)
     invalid = np.zeros(values.shape, bool) if record.signal.dtype.kind in "iu" else ~np.isfinite(values)
     if record.invalid is not None:
         invalid |= values == record.invalid

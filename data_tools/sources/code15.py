@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from data_tools.errors import ReadError, StorageError
+from data_tools.errors import DataError, ReadError, StorageError, one_line
 from data_tools.record import EcgRecord, Header, clean_age
 from data_tools.sources.base import Source, cached, read_table
 from data_tools.storage import Folder
@@ -38,7 +38,12 @@ class Code15(Source):
 
     def keys(self) -> Iterator[str]:
         for part in _parts(self.root):
-            for row in np.flatnonzero(_open(self.root, part)[1]):  # exam 0 is a filler at the end of a part
+            try:
+                exams = _open(self.root, part)[1]
+            except ReadError:
+                yield part  # one key for the whole part, which `read` refuses with the same error
+                continue
+            for row in np.flatnonzero(exams):  # exam 0 is a filler at the end of a part
                 yield f"{part.removesuffix('.hdf5')}#{row}"
 
     def tables(self) -> bytes:
@@ -50,8 +55,8 @@ class Code15(Source):
         return Header(record.name, self.name, record.signal.shape[1], FS_HZ, record.signal[:, :64].tobytes()[:512])
 
     def read(self, key: str) -> EcgRecord:
-        part, _, row = key.rpartition("#")
-        tracings, exams = _open(self.root, f"{part}.hdf5")
+        part, _, row = key.partition("#")
+        tracings, exams = _open(self.root, f"{part.removesuffix('.hdf5')}.hdf5")
         exam = str(int(exams[int(row)]))
         table = _exams(self.root)
         if exam not in table:
@@ -97,8 +102,10 @@ def _open(root: Folder, part: str) -> tuple[Any, np.ndarray]:
         tracings, exams = (_open_dataset(h5py, file, part, name) for name in ("tracings", "exam_id"))
         _check_shapes(part, tracings, exams)
         return tracings, exams[:]
-    except (OSError, KeyError, RuntimeError) as error:
-        raise ReadError("unreadable file", f"{part}: {error}"[:100]) from None
+    except (DataError, MemoryError):
+        raise
+    except Exception as error:  # a damaged file may raise anything
+        raise ReadError("unreadable file", f"{part}: {one_line(str(error), 80)}") from None
 
 
 def _check_shapes(part: str, tracings: Any, exams: Any) -> None:
@@ -143,9 +150,15 @@ def _exams(root: Folder) -> dict[str, tuple[str | None, float | None, str | None
 @cached
 def _steps_per_mv(root: Folder) -> float:
     """The unit in which the largest lead of the median ECG has 0.6 to 6 mV peak to peak."""
-    sizes = []
-    for part in _parts(root):
-        tracings, _ = _open(root, part)
+    sizes: list[float] = []
+    refused: list[ReadError] = []
+    parts = _parts(root)
+    for part in parts:
+        try:
+            tracings, _ = _open(root, part)
+        except ReadError as error:
+            refused.append(error)
+            continue
         for row in range(0, len(tracings), max(1, len(tracings) // UNIT_SAMPLE)):
             try:
                 size = float(np.ptp(tracings[row], axis=0).max())
@@ -155,6 +168,8 @@ def _steps_per_mv(root: Folder) -> float:
                 sizes.append(size)
         if len(sizes) >= UNIT_SAMPLE:
             break
+    if len(refused) == len(parts):
+        raise StorageError(f"{root.url}: no part can be read ({refused[0]})")
     median = float(np.median(sizes)) if sizes else 0.0
     for gain in UNITS.values():
         if TYPICAL_MV[0] <= median / gain < TYPICAL_MV[1]:

@@ -6,15 +6,17 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from handmade import crops_of, rejected
+from handmade import build, crops_of, rejected
 from twins import EXAMS, crop, said, write_code15
 
 from data_tools.__main__ import main
 from data_tools.build import ShardOptions, shard
 from data_tools.errors import ReadError
 from data_tools.record import LEADS, EcgRecord
+from data_tools.sources import open_sources
 from data_tools.sources.code15 import Code15
 from data_tools.storage import folder
+from data_tools.verify import verify
 
 
 @pytest.mark.parametrize(("unit", "per_mv"), [("mV", 1.0), ("0.1 mV", 10.0), ("uV", 1000.0), ("V", 0.001)])
@@ -141,11 +143,39 @@ def _symlink(path: Path) -> None:
         (_symlink, "not a regular file"),
     ],
 )
-def test_unexpected_hdf5_is_refused(tmp_path: Path, change: Callable[[Path], None], reason: str) -> None:
+def test_unexpected_hdf5_is_refused_and_the_other_parts_are_read(
+    tmp_path: Path, change: Callable[[Path], None], reason: str
+) -> None:
     write_code15(tmp_path, EXAMS)
     change(tmp_path / "exams_part0.hdf5")
     if reason:
-        with pytest.raises(ReadError, match=f"^{reason}"):
-            list(Code15(folder(tmp_path)).keys())
+        made = build(tmp_path, tmp_path / "out", plan="all")
+        assert rejected(made) == [("exams_part0", reason)]
+        assert {name for _, name in crops_of(made)} == {"2873686", "271011"}
+        assert made.meta["sources"][0]["records"] == {"seen": 3, "used": 2, "refused": 1}
+        assert verify(made, open_sources(str(tmp_path))) == []
     else:
         assert len(list(Code15(folder(tmp_path)).keys())) == 4
+
+
+def test_no_damaged_byte_of_a_part_stops_the_others(tmp_path: Path) -> None:
+    write_code15(tmp_path, EXAMS)
+    path = tmp_path / "exams_part0.hdf5"
+    whole = path.read_bytes()
+    draw = np.random.default_rng(0)
+    for number in range(40):
+        data = bytearray(whole)
+        at = int(draw.integers(0, 4096))  # HDF5's own structures, before the tracings
+        data[at : at + 16] = draw.bytes(16)
+        path.write_bytes(data)
+        made = build(tmp_path, tmp_path / f"out{number}", plan="all")
+        assert {"2873686", "271011"} <= {name for _, name in crops_of(made)}
+
+
+def test_an_archive_of_which_no_part_can_be_read_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_code15(tmp_path / "src", EXAMS)
+    for path in (tmp_path / "src").glob("*.hdf5"):
+        path.write_bytes(b"<html>")
+    assert main(["shard", f"{tmp_path}/src", "--out", f"{tmp_path}/out", "--workers", "1"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "src: no part can be read (unreadable file: exams_part0.hdf5: " in line
