@@ -8,6 +8,7 @@ import errno
 import hashlib
 import os
 import random
+import re
 import shutil
 import socket
 import stat
@@ -62,6 +63,14 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """Write or replace a file atomically; it is on the disk when this returns."""
     with replaced(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def remove_leftovers(place: Path) -> None:
+    """Remove the temporary files that killed processes of this machine left in a folder."""
+    temporary = re.compile(rf"\..+\.{re.escape(socket.gethostname())}\.(\d+)")
+    for path in place.iterdir():
+        if (found := temporary.fullmatch(path.name)) and not os.path.exists(f"/proc/{found[1]}"):
+            path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

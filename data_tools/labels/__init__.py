@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from data_tools.build import as_parquet, pseudonym
 from data_tools.errors import DataError, printable
-from data_tools.storage import dataset_folder, folder, write_errors, write_whole
+from data_tools.storage import dataset_folder, folder, remove_leftovers, write_errors, write_whole
 
 MODULES = dict.fromkeys(("ptbxl", "code15", "physionet2021"), "archives") | {"mimic-iv-ecg": "mimic_iv_ecg"}
 UNKNOWN = -1  # in columns of 0 and 1; columns of measurements use NaN
@@ -46,6 +46,7 @@ def write_labels(archive: str, url: str, out: str, key: bytes | None, anonymous:
     if not place.remote:
         with write_errors(place.url, "tables"):
             os.makedirs(place.url, exist_ok=True)
+            remove_leftovers(Path(place.url))
     write = place.write if place.remote else lambda name, data: write_whole(Path(place.path(name)), data)
     for one in getattr(module, archive.replace("-", "_"))(root, quiet):
         table, labels = _in_arrow(one, key)

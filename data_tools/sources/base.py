@@ -234,18 +234,21 @@ def with_orphans(names: Iterator[str], suffix: str) -> Iterator[str]:
 
 
 def read_table(root: Folder, name: str, limit: int, columns: tuple[str, ...]) -> Iterator[dict[str, str]]:
-    """Read only these columns of an archive's CSV table; cells missing in a short row are empty. An unreadable table stops the
-    run, because it would make every record fail."""
+    """Read only these columns of an archive's CSV table; "" is the first one, whatever its name. Cells missing in a short row
+    are empty. An unreadable table stops the run, because it would make every record fail."""
     try:
         text = root.read(name, limit).decode("utf-8-sig", "replace")
     except ReadError as error:
         raise StorageError(f"{root.url}: {error}") from None
     reader = csv.DictReader(io.StringIO(text, newline=""))
     try:
-        if missing := set(columns) - set(reader.fieldnames or ()):
+        fields = list(reader.fieldnames or ("",))
+        if missing := set(columns) - {"", *fields}:
             raise StorageError(f"{root.url}/{name}: no column {', '.join(sorted(missing))}")
+        if "" in columns and fields[0] and fields[0] in columns:
+            raise StorageError(f"{root.url}/{name}: the first column, before {fields[0]}, is missing: restore the file")
         for row in reader:
-            yield {column: (row[column] or "").strip() for column in columns}
+            yield {column: (row[column or fields[0]] or "").strip() for column in columns}
     except csv.Error as error:
         raise StorageError(f"{root.url}/{name}: line {reader.line_num}: {error}") from None
 

@@ -2,7 +2,11 @@
 
 import csv
 import json
+import os
 import shutil
+import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -299,6 +303,43 @@ def test_bad_tables_give_a_one_line_error(
     message = capsys.readouterr().err
     assert words in message and message.count("\n") == 1
     assert not list((tmp_path / "out").glob("*"))
+
+
+@pytest.mark.parametrize("name", ["statement", "Unnamed: 0", "description"])
+def test_statements_are_read_from_the_first_column_whatever_its_name(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    synthesise(tmp_path / "src", 20, layout="ptbxl", progress=False)
+    command = ["labels", "ptbxl", str(tmp_path / "src"), "--out"]
+    assert main([*command, str(tmp_path / "right")]) == 0
+    table = tmp_path / "src" / "scp_statements.csv"
+    header, *lines = table.read_text().splitlines()
+    if name == "description":  # the column of names is lost
+        table.write_text("\n".join(line.partition(",")[2] for line in (header, *lines)))
+        assert main([*command, str(tmp_path / "out")]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.endswith("scp_statements.csv: the first column, before description, is missing: restore the file")
+        return
+    table.write_text("\n".join([name + header, *lines]))
+    assert main([*command, str(tmp_path / "out")]) == 0
+    tables = sorted(path.name for path in (tmp_path / "right").glob("*.parquet"))
+    assert len(tables) > 4 and tables == sorted(path.name for path in (tmp_path / "out").glob("*.parquet"))
+    for one in tables:
+        assert (tmp_path / "out" / one).read_bytes() == (tmp_path / "right" / one).read_bytes()
+
+
+def test_the_temporary_files_of_a_killed_run_are_removed(tmp_path: Path) -> None:
+    synthesise(tmp_path / "src", 5, layout="ptbxl", progress=False)
+    command = ["labels", "ptbxl", str(tmp_path / "src"), "--out", str(tmp_path / "out")]
+    kill = "from data_tools import storage; import os, sys; storage.publish = lambda *paths: os.kill(os.getpid(), 9)"
+    run = subprocess.run([sys.executable, "-c", f"{kill}; from data_tools.__main__ import main; main({command})"], check=False)
+    assert run.returncode == -9
+    (left,) = (tmp_path / "out").iterdir()
+    running = left.with_name(f".other.parquet.{socket.gethostname()}.{os.getpid()}")
+    running.touch()  # of a process that is still writing
+    (tmp_path / "out" / ".mine.7").touch()
+    assert main(command) == 0
+    assert sorted(path.name for path in (tmp_path / "out").glob(".*")) == [".mine.7", running.name]
 
 
 def test_paths_that_do_not_exist_give_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
