@@ -96,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dx-sources": NAMES | {"help": "sources for diagnosis train, valid and test (cpsc_2018 georgia)"},
         "--id-sources": NAMES | {"help": "sources for gallery and probe (ptb-xl)"},
         "--pretrain-sources": NAMES | {"help": "sources for pre-training, or `all` (all but ptb and st_petersburg_incart)"},
+        "--pretrain-implausible": {"action": "store_true", "help": "also pre-train on records whose scale seems wrong"},
         "--id-share": SHARE | {"help": "largest share of a source's patients in gallery and probe (0.15)"},
         "--seed": SEED | {"help": "seed of the crop order and of the roles (0)"},
         "--workers": WORKERS,
@@ -180,7 +181,7 @@ def _shard(options: argparse.Namespace) -> int:
     for note in (before := [note for source in sources for note in source.notes()]):
         print(f"note: {printable(note)}", file=sys.stderr)
     same = {name: getattr(options, name) for name in ("out", "plan", "seed", "format", "workers", "cluster")}
-    roles, quiet = RoleSources(**chosen), not interactive()
+    roles, quiet = RoleSources(**chosen, implausible=options.pretrain_implausible), not interactive()
     dataset = shard(sources, ShardOptions(**same, role_sources=roles, pseudonym_key=key, quiet=quiet))
     print(describe(dataset))
     refused = sum(source["records"]["refused"] for source in dataset.meta["sources"])

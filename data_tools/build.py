@@ -41,6 +41,7 @@ from data_tools.storage import Folder, dataset_folder, prefetch, write_errors
 from data_tools.tar import MAX_INDEX, TarWriter, index_name, part_name, shard_name
 
 DIGEST_BYTES = 32  # at the end of a part
+IMPLAUSIBLE = "implausible"  # flag of the crops of a record whose source warns of an implausible amplitude
 RECORDS_HELD = 8  # cached, so a long record with several crops in a shard is read once
 ROW_GROUP = 65_536
 FORMATS = {"tar": ["tar"], "zarr": ["zarr"], "both": ["tar", "zarr"]}
@@ -75,6 +76,7 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
         identities, contents = zip(*(plan.shard(i)[1:] for i in range(plan.shards)), strict=True)
         recipe = {name: getattr(options, name) for name in ("plan", "seed", "format")}
         recipe |= {"contents": identities, "base": None, "pseudonyms": mark}  # base: in the hash since version 1
+        recipe |= {"pretrain_implausible": True} if options.role_sources.implausible else {}
         recipe |= {} if options.plan == "all" else options.role_sources.to_meta()
         if out.exists(META):
             return _same(Dataset.open(options.out), recipe)
@@ -106,7 +108,8 @@ def _same(finished: Dataset, recipe: dict[str, Any]) -> Dataset:
     """Return the finished dataset; an error if it was made with another recipe."""
     if finished.meta["recipe"] != recipe_hash(recipe):
         old = finished.meta | {"format": next(name for name, formats in FORMATS.items() if formats == finished.meta["formats"])}
-        names = [name for name in ("seed", "plan", "format", "id_share", "role_sources", "pseudonyms") if name in recipe]
+        stated = ("seed", "plan", "format", "id_share", "role_sources", "pretrain_implausible", "pseudonyms")
+        names = [name for name in stated if name in recipe]
         changed = [f"{name} was {old.get(name)}, not {recipe[name]}" for name in names if old.get(name) != recipe[name]]
         what = ", ".join(changed) or "from other input or options"
         raise DatasetError(f"{finished.root.url} is already finished ({what}): choose another --out")
@@ -205,7 +208,13 @@ def as_parquet(table: pa.Table) -> bytes:
 def row_of(source: str, name: str, record: EcgRecord, crop: Crop, key: bytes | None) -> dict[str, Any]:
     patient = pseudonym(key, "p", patient_source(source), record_stem(record.patient)) if record.patient else None
     row: dict[str, Any] = {"source": source, "record": name, "patient": patient, "start_s": crop.start_s, "halves": crop.halves}
-    row |= {"missing_leads": crop.missing, "flags": crop.flags, "dx": record.dx, "labels": class_row(record.dx)}
+    implausible = (IMPLAUSIBLE,) * any(reason == "implausible amplitude" for reason, _ in record.warnings)
+    row |= {
+        "missing_leads": crop.missing,
+        "flags": (*crop.flags, *implausible),
+        "dx": record.dx,
+        "labels": class_row(record.dx),
+    }
     return row | {"age": record.age, "sex": record.sex, "fs_source_hz": float(record.fs_hz)}
 
 
@@ -265,7 +274,7 @@ def _finish(plan: ShardPlan, parts: list[pa.Table], out: Folder, recipe: dict[st
         "preprocessing_sha256": SPEC_HASH,
         "seed": options.seed,
         "plan": options.plan,
-        **{name: recipe[name] for name in ("id_share", "role_sources") if name in recipe},
+        **{name: recipe[name] for name in ("id_share", "role_sources", "pretrain_implausible") if name in recipe},
         "recipe": recipe_hash(recipe),
         "pseudonyms": recipe["pseudonyms"],
         "crops": len(table),
@@ -310,9 +319,21 @@ def records_of(table: pa.Table) -> splits.Records:
     return splits.Records(codes[first].astype(np.int16), sources, names, patients, crop_record, starts, waveforms)
 
 
+def flagged(table: pa.Table, flag: str) -> np.ndarray:
+    """A mask of the rows of samples.parquet that have this flag."""
+    flags = table["flags"].combine_chunks()
+    found = np.zeros(len(table), bool)
+    found[np.asarray(pc.list_parent_indices(flags))[np.asarray(pc.equal(pc.list_flatten(flags), flag))]] = True
+    return found
+
+
 def assign_roles(table: pa.Table, plan: str, seed: int, sources: RoleSources = PAPER_SOURCES) -> pa.Table:
     records = records_of(table)
     roles = splits.assign(records, plan, seed, sources)
+    if not sources.implausible:
+        doubtful = flagged(table, IMPLAUSIBLE)
+        roles.pretrain[doubtful] = False
+        roles.identity[doubtful & np.isin(roles.identity, (splits.TRAIN, splits.VALID))] = splits.NONE
     if plan != "paper-split" and (found := splits.leaks(records, roles)):
         raise DatasetError(f"leakage between roles: {found[0]}")
     names = pa.array([name or None for name in splits.ROLE_NAMES])

@@ -6,7 +6,7 @@ lead that was not measured becomes zeros and is listed as missing. A record that
 
 Flags mark unusual crops and do not change them: `flat:V1` a lead that never changes; `saturated` clipped at +-32.767 mV;
 `large` beyond +-20 mV, more than a heart produces; `einthoven` limb leads inconsistent by more than 20 uV (swapped or
-mislabelled leads, or bad resampling).
+mislabelled leads, or bad resampling). The builder adds `implausible` to all crops of a record whose source warns of its scale.
 """
 
 import hashlib

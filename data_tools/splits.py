@@ -34,6 +34,7 @@ class RoleSources:
     id: tuple[str, ...] = ("ptb-xl",)
     pretrain: tuple[str, ...] | None = None  # None: all but NOT_THE_PAPERS
     id_share: float = 0.15  # largest share of a source's patients in gallery and probe
+    implausible: bool = False  # whether records of an implausible amplitude are for pre-training, too
 
     def pretrains(self, source: str) -> bool:
         """Whether a source is for pre-training; depends on this source only, so adding an archive changes no other."""
@@ -50,7 +51,8 @@ class RoleSources:
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> "RoleSources":
         chosen = {name: tuple(sources) for name, sources in meta.get("role_sources", {}).items()}
-        return cls(**chosen, id_share=meta.get("id_share", cls.id_share))
+        implausible = meta.get("pretrain_implausible", cls.implausible)
+        return cls(**chosen, id_share=meta.get("id_share", cls.id_share), implausible=implausible)
 
 
 PAPER_SOURCES = RoleSources()

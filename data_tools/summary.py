@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from data_tools.build import records_of
+from data_tools.build import IMPLAUSIBLE, flagged, records_of
 from data_tools.dataset import Dataset
 from data_tools.prepare import MAX_UV
 from data_tools.splits import RoleSources
@@ -60,10 +60,13 @@ def notes(dataset: Dataset) -> Iterator[str]:
     if dataset.meta["plan"] != "all":
         yield from _role_notes(dataset)
     table = dataset.table(["source", "flags"])
-    flags = table["flags"].combine_chunks()
-    saturated = np.asarray(pc.list_parent_indices(flags))[np.asarray(pc.equal(pc.list_flatten(flags), "saturated"))]
+    implausible = int(flagged(table, IMPLAUSIBLE).sum())
+    if implausible and not RoleSources.from_meta(dataset.meta).implausible:
+        left_out = f"{implausible:,} crop{'s' * (implausible > 1)} left out of pre-training"
+        why = "no heart has such an amplitude (`implausible amplitude` in rejects.csv)"
+        yield f"{left_out}: {why}; if the scale in the files is right, --pretrain-implausible includes them"
     crops = Counter(table["source"].to_pylist())
-    for source, count in sorted(Counter(table["source"].take(pa.array(np.unique(saturated))).to_pylist()).items()):
+    for source, count in sorted(Counter(table["source"].filter(pa.array(flagged(table, "saturated"))).to_pylist()).items()):
         if count > crops[source] * MANY_SATURATED:
             yield f"{count:,} of {crops[source]:,} crops of {source} exceed {MAX_UV // 1000} mV: is its unit right?"
 

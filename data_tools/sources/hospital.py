@@ -2,7 +2,7 @@
 
 The format is detected from a file's content. Only the signals of the twelve leads and the patient's id, age and sex are read:
 no names, dates, statements or comments. If a file has only I and II, then III, aVR, aVL and aVF are computed. The scale that a
-file states can be wrong; such records are listed as `implausible amplitude` in rejects.csv.
+file states can be wrong; such records are listed as `implausible amplitude` in rejects.csv, and are not for pre-training.
 """
 
 import posixpath

@@ -28,6 +28,7 @@ from data_tools.sources.base import Decoded, read_safely
 from data_tools.sources.hospital import FORMATS, HospitalFiles
 from data_tools.splits import RoleSources
 from data_tools.storage import folder
+from data_tools.verify import verify
 from engine.data.leakage import patient_ids
 
 UID = "1.2.840.113619.2.5.1762583153.215519.978957063.78"
@@ -166,6 +167,29 @@ def test_amplitudes_that_no_heart_has_are_noted_in_every_format(tmp_path: Path, 
     (tmp_path / "one.edf").write_bytes(edf(x, scale=(-32768 * factor, round(32767 * factor), -32768, 32767)))
     for record in HospitalFiles(folder(tmp_path)):
         assert [reason for reason, _ in record.warnings] == ([] if plausible else ["implausible amplitude"])
+
+
+@pytest.mark.parametrize("plan", ["all", "paper", "paper-split"])
+def test_records_of_an_implausible_amplitude_are_for_pre_training_only_if_asked_for(
+    tmp_path: Path, plan: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "src").mkdir()
+    for number, high in enumerate((32767, 327670, 32767)):  # the second file states ten times the scale
+        x = dict(zip(LEADS, ecg(seed=number) // 2, strict=True))
+        (tmp_path / "src" / f"{number}.edf").write_bytes(edf(x, scale=(-high - 1, high, -32768, 32767)))
+    command = ["shard", f"{tmp_path}/src", "--plan", plan, "--workers", "1", "--out"]
+    for option, pretrained in (([], {"0", "2"}), (["--pretrain-implausible"], {"0", "1", "2"})):
+        out = f"{tmp_path}/out{len(option)}"
+        assert main([*command, out, *option]) == 0
+        noted = "note: 1 crop left out of pre-training: no heart has such an amplitude" in capsys.readouterr().err
+        assert noted == (not option)
+        rows = Dataset.open(out).table().to_pylist()
+        assert {row["record"] for row in rows if "implausible" in row["flags"]} == {"1"}
+        assert {row["record"] for row in rows if row["pretrain"]} == pretrained
+        assert plan == "all" or {row["record"] for row in rows if row["id_role"]} == pretrained
+        assert verify(Dataset.open(out), open_sources(f"{tmp_path}/src")) == []
+    assert main([*command, f"{tmp_path}/out0", "--pretrain-implausible"]) == 2
+    assert "already finished (pretrain_implausible was None, not True)" in capsys.readouterr().err
 
 
 def test_samples_that_were_not_measured_do_not_count_in_the_amplitude(tmp_path: Path) -> None:
