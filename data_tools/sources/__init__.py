@@ -84,8 +84,11 @@ class _Tree:
                 yield top
                 continue
             try:
-                if not os.path.islink(path) or any(archive.detect(set(os.listdir(path))) for archive in ARCHIVES.values()):
-                    yield from self.root.names(top)  # a link that leads to no archive is not entered: it may lead anywhere
+                if os.path.islink(path):
+                    yield top
+                    if not (_is_archive({top}) or _is_archive(set(os.listdir(path)))):
+                        continue  # it may lead anywhere
+                yield from self.root.names(top)
             except (StorageError, OSError):
                 self.unlisted.append(top)
 
@@ -139,6 +142,10 @@ class _Tree:
                 return f"to read them, too, give {self.root.url}/{place} as well"
         kind = "wfdb" if name.endswith(".hea") else "hospital"
         return f"`omnilead shard --source {kind}` reads them instead"
+
+
+def _is_archive(names: set[str]) -> bool:
+    return any(archive.detect(names) for archive in ARCHIVES.values())
 
 
 def _import(spec: str) -> type[Source]:

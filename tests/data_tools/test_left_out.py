@@ -107,6 +107,18 @@ def test_a_linked_folder_is_entered_only_if_it_is_an_archive(tmp_path: Path) -> 
     assert opened(tmp_path / "src") == ([("physionet2021", 1), ("physionet2021", 1)], "")
 
 
+@pytest.mark.parametrize("linked", ["training", "georgia", "records500"])
+def test_a_linked_part_of_an_archive_is_read(tmp_path: Path, linked: str) -> None:
+    place = tmp_path / "src"
+    if linked == "records500":
+        write_ptbxl(place, {1: {}})
+    else:
+        challenge(place / "training" if linked == "training" else place)
+    (place / linked).rename(tmp_path / "elsewhere")
+    (place / linked).symlink_to(tmp_path / "elsewhere")
+    assert opened(place) == ([("ptb-xl" if linked == "records500" else "physionet2021", 1)], "")
+
+
 def test_a_bucket_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     challenge(tmp_path / "training")
     plain(tmp_path / "v1.0" / "mywfdb")
