@@ -332,8 +332,8 @@ def test_dali_hands_a_batch_to_torchs_stream_and_keeps_what_the_gpu_may_still_co
     events: dict[int, FakeEvent] = {}
     for _ in range(8):
         pipeline.release()
-        for event, position in pipeline.taken.queued if pipeline.taken else ():
-            events[position] = event
+        if pipeline.taken:
+            events |= {position: event for event, position in pipeline.taken.queued}
         position, _x = pipeline.run()
         held = {int(arrays[0][0, 0]) for arrays in pipeline.given}
         copied = {done for done, event in events.items() if event.waited} if kind == "cuda" else set(range(position + 1))
