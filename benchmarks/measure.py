@@ -16,7 +16,8 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from math import comb
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -172,6 +173,21 @@ def take_turns(sides: Mapping[str, Callable[[], Any]], turns: int) -> dict[str, 
             if turn:
                 rows[name].append({"wall_s": time.perf_counter() - wall, "cpu_s": cpu_s() - cpu} | more)
     return rows
+
+
+@contextlib.contextmanager
+def sync_debug_mode(mode: str) -> Iterator[None]:
+    """torch warns ("warn") or raises ("error") where the host waits for the GPU. Its warning that this is a
+    prototype is ignored: where warnings are errors, it would be raised after the mode was set, and leave it on."""
+    import torch
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+            torch.cuda.set_sync_debug_mode(mode)
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def peaks_mb() -> dict[str, float]:

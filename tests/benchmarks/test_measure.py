@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,29 @@ def test_a_process_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.Monk
     (process,) = {*multiprocessing.active_children()} - before
     process.kill()
     process.join()
+
+
+def test_the_sync_debug_mode_is_always_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch warns once that it is a prototype, after the mode was set; here warnings are errors."""
+    modes = ["default"]
+
+    def set_mode(mode: str) -> None:
+        modes.append(mode)
+        if modes.count("error") == 1 and mode == "error":
+            warnings.warn("Synchronization debug mode is a prototype feature", UserWarning, stacklevel=1)
+        if mode == "wrong":
+            raise ValueError(mode)
+
+    monkeypatch.setattr("torch.cuda.set_sync_debug_mode", set_mode)
+    with measure.sync_debug_mode("error"):
+        assert modes[-1] == "error"
+        with pytest.raises(UserWarning, match="waits"):  # warnings of the code under test stay what they are
+            warnings.warn("waits", UserWarning, stacklevel=1)
+    assert modes[-1] == "default"
+    for mode in ("error", "wrong"):
+        with pytest.raises(ValueError, match="wrong"), measure.sync_debug_mode(mode):
+            raise ValueError("wrong")
+        assert modes[-1] == "default"
 
 
 def test_sides_are_measured_in_alternating_order() -> None:
