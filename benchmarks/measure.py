@@ -124,7 +124,7 @@ def run_cases(
                 results[name] = summary(samples[name])
             elif reason:
                 left_out[name] = reason
-                say(f"{name}: left out: {reason}" + f" ({len(samples[name])} repeats are kept)" * bool(samples[name]))
+                say(f"{name}: left out: {reason}" + f" ({len(samples[name])} of {repeats} repeats kept)" * bool(samples[name]))
             keep(outcome())
     return outcome()
 
