@@ -17,6 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.e2e import EndlessLoader, LoopRun, loop_turns, precision, pretrain
-from benchmarks.measure import CaseError, call_fresh, make_dataset, say
+from benchmarks.measure import CaseError, call_fresh, make_dataset, say, sync_debug_mode
 from data_tools.cli import Parser
 from engine.common import write_whole
 
@@ -153,12 +154,9 @@ def profile_steps(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Foun
     found: Found = {"step_ms": 1e3 * (time.perf_counter() - began) / run.steps, "host_ms": 1e3 * host_s / run.steps}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if cuda:
-            torch.cuda.set_sync_debug_mode("warn")
-        loop.loader, loop.total = loader, loop.progress.step + 2
-        train(loop)
-        if cuda:
-            torch.cuda.set_sync_debug_mode("default")
+        with sync_debug_mode("warn") if cuda else nullcontext():
+            loop.loader, loop.total = loader, loop.progress.step + 2
+            train(loop)
     waits = [f"{Path(each.filename).name}:{each.lineno}: {str(each.message).splitlines()[0][:120]}" for each in caught]
     activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if cuda else [])]
     with torch.profiler.profile(activities=activities) as profiled:

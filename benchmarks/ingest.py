@@ -18,7 +18,6 @@ from data_tools import synth
 from data_tools.build import ShardOptions, shard
 from data_tools.cli import keep_freed_memory
 from data_tools.dataset import Dataset
-from data_tools.plan import make_plan
 from data_tools.sources import open_sources
 from data_tools.verify import verify
 
@@ -44,7 +43,6 @@ def cases(archive: Path, work: Path) -> dict[str, Case]:
         "ingest: omnilead, tar and zarr": (ingest, (archive, work, "both", 1)),
         "ingest: omnilead, 257 and 1000 Hz (crops)": (ingest, (work / "other-rates", work, "tar", 1, True)),
         "ingest: re-creation of fairseq-signals' preprocessing": (ingest_like_fairseq, (archive, work, 300)),
-        "plan: headers on disk": (plan, (archive,)),
         "verify": (check, (work / "dataset",)),
     }
 
@@ -109,7 +107,3 @@ def check(dataset: Path) -> float:
     opened = Dataset.open(str(dataset))
     assert verify(opened) == []
     return sum(entry["bytes"] for entry in opened.shards) / 1e9
-
-
-def plan(archive: Path) -> float:
-    return float(len(make_plan(open_sources(str(archive)), 0).keys))

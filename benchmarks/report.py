@@ -37,12 +37,11 @@ SIGNED = ("overhead_pct", "loop_pct", "loader_pct", "stall_pct")  # may be 0 or 
 TEN_MILLION = 10_000_000
 Parts = dict[tuple[str, str], Part]  # by benchmark and device
 BLUE, GREY, INK = "#2f6690", "#b5b5bd", "#333333"
-UNITS = {"ingest": "records (plan: headers)", "loader": "crops of 10 s", "step": "crops of 10 s"}
+UNITS = {"ingest": "records", "loader": "crops of 10 s", "step": "crops of 10 s"}
 PEERS = ("loadmat", "webdataset", "streaming")
 WAY = {  # the stages that a crop passes, in order: (benchmark, case)
     "read a WFDB record": ("ingest", "read: omnilead"),
     "archive to verified shards": ("ingest", "ingest: omnilead, tar"),
-    "shards to memory": ("loader", "gather: tar, batch 256"),
     "to a batch, with lead masking": ("loader", "RLM: torch, batch 256"),
     "to a batch, with noise too": ("loader", "physio3+RLM: torch, batch 256"),
     "train the small model, whole loop": ("e2e", "tar: small, 64 crops"),

@@ -25,14 +25,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from benchmarks import measure
-from benchmarks.measure import OUT_OF_TIME, CaseError, Results, run_cases, say
+from benchmarks.measure import BUG, OUT_OF_TIME, OVER_TIME, CaseError, Outcome, Samples, run_cases, say
 from engine.common import ConfigError, Parser, writable, write_whole
 
 RECORDED = {"explain": "cost"}  # names of benchmarks in records, if they differ
@@ -60,7 +61,7 @@ CPU = (  # stages of a suite and their commands, with fewer cases than when run 
     ("scaling", "scaling --steps 4 --repeats 3 --huge 1000000"),
 )
 GPU = (  # in order of value
-    ("step", "step --only '(bf16|autocast), (layers compiled, )?(64|256) crops|product: bf16'"),
+    ("step", "step --only '(bf16|autocast), (.*, )?(64|256) crops|product: bf16'"),
     ("loop", "e2e --steps 10 --only 'resident|tar'"),
     ("loader", "loader --records 24000 --seconds 1"),
     ("step", "step"),
@@ -94,9 +95,10 @@ def measured(
     options: argparse.Namespace,
     done: Collection[str] = (),
     keep: Callable[[Part], None] = lambda part: None,
+    partial: Mapping[str, Samples] = MappingProxyType({}),
 ) -> Part:
     """Run a benchmark and return a part of a record: its configuration, input and results. Cases named in `done` are left out;
-    `keep` is called with the part after each process."""
+    `keep` is called with the part after each process; `partial` has repeats of cases that were measured before."""
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items() if key != "out"}
     part: Part = {"benchmark": RECORDED.get(options.benchmark, options.benchmark), "config": settings}
     module = importlib.import_module(f"benchmarks.{options.benchmark}")
@@ -111,18 +113,20 @@ def measured(
         refuse(f"--only {options.only!r}: matches no case: use a part of {', '.join(prepared.cases)}")
     part["input"] = prepared.input
 
-    def with_results(results: Results, left_out: dict[str, str]) -> Part:
-        return part | {"results": results, "left_out": left_out}
+    def with_results(outcome: Outcome) -> Part:
+        partial = {"partial": outcome.partial} if outcome.partial else {}
+        return part | {"results": outcome.results, "left_out": outcome.left_out} | partial
 
     cases = {name: case for name, case in cases.items() if name not in done}
     prepared.warm_up(cases)
-    outcome = run_cases(cases, options.repeats, options.device == "cuda", lambda *outcome: keep(with_results(*outcome)))
-    return with_results(*outcome) | (prepared.extra() if outcome[0] else {})
+    at_once = options.device == "cuda"
+    outcome = run_cases(cases, options.repeats, at_once, lambda outcome: keep(with_results(outcome)), partial)
+    return with_results(outcome) | (prepared.extra() if outcome.results else {})
 
 
 def suite(options: argparse.Namespace, began: float) -> int:
-    """Run all benchmarks into one record, saved after each process. A process that fails or hangs takes at most its time limit.
-    Running the same command again measures what is missing."""
+    """Run all benchmarks into one record, saved after each process. A process that fails or hangs takes at most its time limit,
+    and in the second case is tried again after all others. Running the same command again measures what is missing."""
     rows = GPU if options.device == "cuda" else CPU
     stages = options.stages.split(",") if options.stages else [stage for stage, _ in rows]
     if unknown := [stage for stage in stages if stage not in dict(rows)]:
@@ -136,6 +140,9 @@ def suite(options: argparse.Namespace, began: float) -> int:
     for stage, words in rows:
         if stage in stages:
             attempt(stage, words, options, record, path)
+    for stage, words in dict(rows).items():
+        if stage in stages and late_cases(record, stage):
+            attempt(stage, words, options, record, path, late=True)
     record["took_s"] = before + round(time.monotonic() - began)
     for name, reason in record["left_out"].items():
         say(f"left out: {name}: {reason}")
@@ -148,8 +155,11 @@ def publish(record: Part, out: Path | None) -> int:
     parts = [part for part in record.get("parts", [record]) if part["results"]]
     for part in parts:
         print("\n\n".join(TABLES[part["benchmark"]][1](part)))
+    bugs = [f"{name}: {reason}" for name, reason in record["left_out"].items() if reason.startswith(BUG)]
+    for bug in bugs:
+        print(f"benchmarks.run: {bug}: the program is wrong, not this machine: its traceback is printed above", file=sys.stderr)
     if parts:
-        return save(record, out)
+        return save(record, out) or int(bool(bugs))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in record["left_out"].items())
     print(f"benchmarks.run: nothing was measured: {reasons}", file=sys.stderr)
     return 1
@@ -173,27 +183,45 @@ def resumed(out: Path | None, new: Part) -> tuple[Path, Part]:
     return free(path), new
 
 
-def attempt(stage: str, words: str, options: argparse.Namespace, record: Part, path: Path) -> None:
-    """Run the missing cases of a stage of a suite and add them to the record's part of the same benchmark."""
-    left_out = record["left_out"] = {k: v for k, v in record["left_out"].items() if k.partition(": ")[0] != stage}
+def late_cases(record: Part, stage: str) -> set[str]:
+    """Cases of a stage that ran over their time limit."""
+    prefix = f"{stage}: "
+    late = [name for name, reason in record["left_out"].items() if name.startswith(prefix) and reason == OVER_TIME]
+    return {name.removeprefix(prefix) for name in late}
+
+
+def attempt(stage: str, words: str, options: argparse.Namespace, record: Part, path: Path, late: bool = False) -> None:
+    """Run the missing cases of a stage of a suite and add them to the record's part of the same benchmark. Cases that ran over
+    their time limit have to wait until all other stages had their turn; then, with `late`, only they are run."""
+    left_out, waiting = record["left_out"], late_cases(record, stage)
+    if late:
+        waiting = {name.partition(": ")[2] for name in left_out if name.partition(": ")[0] == stage} - waiting
     model = ["--model", options.model] if options.model and stage not in ("ingest", "loader", "start") else []
     repeats = ["--repeats", str(options.repeats)] if options.repeats and "--repeats" not in words else []
     parsed = parse([*shlex.split(words), "--device", options.device, *model, *repeats])
     name = RECORDED.get(parsed.benchmark, parsed.benchmark)
     old = next((part for part in record["parts"] if part["benchmark"] == name), {"results": {}})
+    partial = record.setdefault("partial", {}).get(name, {})
 
     def keep(part: Part) -> None:
         new = old | part | {"results": old["results"] | part["results"]}
+        kept = {case: each for case, each in partial.items() if case not in part["results"] and case not in part["left_out"]}
+        record["partial"][name] = kept | new.pop("partial", {})
         record["parts"] = [each for each in record["parts"] if each["benchmark"] != name] + ([new] if new["results"] else [])
-        left_out.update({f"{stage}: {case}": reason for case, reason in part["left_out"].items()})
+        for case in part["results"]:
+            left_out.pop(f"{stage}: {case}", None)
+        for case, reason in part["left_out"].items():
+            if not (late and reason == OUT_OF_TIME):  # it stays known as one that takes long
+                left_out[f"{stage}: {case}"] = reason
         with contextlib.suppress(OSError):  # save() reports it at the end
             write_whole(path, json.dumps(record, indent=1) + "\n")
 
     try:
         if measure.deadline is not None and measure.deadline - time.monotonic() < LEAST_S:
             raise CaseError(OUT_OF_TIME)
+        left_out.pop(stage, None)
         with tempfile.TemporaryDirectory(prefix="omnilead-suite-") as work:
-            keep(measured(Path(work), parsed, old["results"], keep))
+            keep(measured(Path(work), parsed, {*old["results"], *waiting}, keep, partial))
     except (CaseError, SystemExit) as error:
         left_out[stage] = str(error)
         say(f"{stage}: left out: {error}")

@@ -221,7 +221,7 @@ def scored(value: float, ends: Sequence[float], sign: str = "") -> str:
 TABLES: dict[str, tuple[str, Callable[[Part], Iterator[str]]]] = {
     "evidence": ("Does pre-training help? Linear probes on frozen embeddings, and identification", evidence),
     "ingest": ("Archive to dataset: records (read, ingest, plan, synth) or GB (verify)", rates),
-    "loader": ("Dataset to batches: crops of 10 s as float32 millivolts in torch (gather: as stored, int16)", loader),
+    "loader": ("Dataset to batches: crops of 10 s as float32 millivolts in torch", loader),
     "step": ("One training step: crops of 10 s", step),
     "cost": ("Where a step's time goes, largest gap first", cost),
     "e2e": ("The training loop, against the bare step", e2e),

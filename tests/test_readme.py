@@ -1,7 +1,10 @@
 """The commands in the READMEs are accepted, and their Python code runs."""
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,6 +65,24 @@ def test_python_runs(
     if any(line.startswith("for ") for line in lines):
         lines.append("    break")
     exec(compile("\n".join(lines), str(path), "exec"), {"__name__": "readme"})
+
+
+@pytest.mark.parametrize("packages", [True, False])
+def test_bench_gpu_installs_only_what_python_cannot_import(packages: bool, tmp_path: Path) -> None:
+    """Also without a registry: a python3 that has all packages is used as it is."""
+    python = sys.executable
+    if not packages:
+        python = str(tmp_path / "python3")
+        Path(python).write_text("#!/bin/sh\nexit 1\n")
+        Path(python).chmod(0o755)
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "constraints.txt").touch()
+    command = ["make", "-n", "-f", str(ROOT / "Makefile"), "bench-gpu", f"PYTHON={python}"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    printed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+    used = python if packages else ".venv/bin/python"
+    assert f"{used} -m benchmarks.run suite --device cuda" in printed and f"{used} -m pytest -m gpu" in printed
+    assert ("pip install" in printed) == (not packages)
 
 
 def test_make_targets_exist() -> None:

@@ -22,7 +22,9 @@ from engine.data.augment_draws import Params
 from engine.data.augmenter import FS_HZ, HALF, MV_PER_UV, Views
 
 PREFETCH = 2
-IN_USE = PREFETCH + 1  # batches that DALI may still be reading: it does not copy what it is fed
+# Batches that DALI may still be reading, as it does not copy what it is fed: those that it prefetches, the one it returns, and
+# the one before, whose copy to the GPU `release` has not waited for.
+IN_USE = PREFETCH + 2
 ON_HOST = "start"  # fn.slice needs this one on the host
 
 
@@ -140,8 +142,10 @@ class Pipeline:
             self.taken.release()
 
     def run(self) -> tuple[int, torch.Tensor]:
-        """-> (position of the batch, x_BSLT). The tensor shares DALI's memory."""
-        stamp, x = self.pipeline.run()
+        """-> (position of the batch, x_BSLT). The tensor shares DALI's memory. On a GPU the host does not wait for it: torch's
+        current stream does."""
+        on_stream = [torch.cuda.current_stream(self.device)] if self.device.type == "cuda" else []
+        stamp, x = self.pipeline.run(*on_stream)
         tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(x.as_tensor())
         if self.taken:
             self.taken.hold(tensor)

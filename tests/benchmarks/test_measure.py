@@ -7,9 +7,12 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Generator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import psutil
@@ -43,7 +46,7 @@ def measures_itself(value: float) -> dict[str, Any]:
 
 
 def test_cases_take_turns_in_processes_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
-    results, left_out = run_cases({"a": (works, (10.0,)), "b": (works, (20.0,)), "c": (measures_itself, (3.0,))}, 3)
+    results, left_out, _ = run_cases({"a": (works, (10.0,)), "b": (works, (20.0,)), "c": (measures_itself, (3.0,))}, 3)
     lines = [line.split()[1] for line in capsys.readouterr().err.splitlines()]
     assert lines == ["a", "b", "c", "a", "b", "a", "b"] and not left_out
     assert (
@@ -53,15 +56,15 @@ def test_cases_take_turns_in_processes_of_their_own(capsys: pytest.CaptureFixtur
 
 
 def test_repeats_in_one_process() -> None:
-    results, _ = run_cases({"a": (stream, (10.0,))}, 3, at_once=True)
+    results, *_ = run_cases({"a": (stream, (10.0,))}, 3, at_once=True)
     assert results["a"]["units"] == 11 and results["a"]["repeats"] == 3
 
 
 def test_a_failing_case_does_not_affect_others() -> None:
     kept: list[set[str]] = []
     cases = {"a": (fails, (1.0,)), "b": (works, (2.0,)), "c": (dies, (3.0,))}
-    results, left_out = run_cases(cases, 3, keep=lambda results, left_out: kept.append({*results, *left_out}))
-    assert set(results) == {"b"} and results["b"]["repeats"] == 3
+    results, left_out, partial = run_cases(cases, 3, keep=lambda outcome: kept.append({*outcome.results, *outcome.left_out}))
+    assert set(results) == {"b"} and results["b"]["repeats"] == 3 and not partial
     assert left_out == {"a": "MemoryError: no room for this", "c": "its process died"}
     assert kept[:3] == [{"a"}, {"a"}, {"a", "c"}] and kept[-1] == {"a", "b", "c"}
 
@@ -71,23 +74,79 @@ def test_measurements_before_the_deadline_are_kept(enough: int, kept: dict[str, 
     """There is time for some repeats; three are enough for a spread."""
     most = enough - 1.0
 
-    def instead(*arguments: Any) -> list[dict[str, float]]:
+    def instead(*arguments: Any, keep: Callable[[Any], None]) -> None:
         nonlocal enough
         enough -= 1
         if enough < 0:
             raise CaseError(measure.OUT_OF_TIME)
-        return [{"units": 1.0, "wall_s": 1.0, "cpu_s": 1.0, "peak_mb": float(enough)}]
+        keep({"units": 1.0, "wall_s": 1.0, "cpu_s": 1.0, "peak_mb": float(enough)})
 
     monkeypatch.setattr(measure, "call_fresh", instead)
-    results, left_out = run_cases({"a": (works, (1.0,)), "b": (works, (2.0,))}, 9)
+    results, left_out, partial = run_cases({"a": (works, (1.0,)), "b": (works, (2.0,))}, 9)
+    asked = most + 1
+    assert {name: len(each) for name, each in partial.items()} == {
+        name: repeats for name, repeats in (("a", (asked + 1) // 2), ("b", asked // 2)) if name not in kept
+    }
     assert {name: result["repeats"] for name, result in results.items()} == kept
     assert not results or results["a"]["peak_mb"] == most  # of all repeats
     assert left_out == {name: measure.OUT_OF_TIME for name in "ab" if name not in kept}
 
 
+def slows_down(place: Path) -> Generator[float, bool, None]:
+    """Hangs in the third repeat of its first process."""
+    first = not place.exists()
+    place.touch()
+    yield 0.0
+    for repeat in range(3):
+        if first and repeat == 2:
+            time.sleep(10**6)
+        if (yield 1.0 + repeat):
+            return
+
+
+def test_repeats_before_a_time_limit_are_kept_and_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All repeats of a process, as on a GPU."""
+    monkeypatch.setattr(measure, "limit_s", 2.0)
+    cases = {"a": (slows_down, (tmp_path / "begun",))}
+    results, left_out, partial = run_cases(cases, 3, at_once=True)
+    assert not results and left_out == {"a": measure.OVER_TIME} and [each["units"] for each in partial["a"]] == [1, 2]
+    results, left_out, again = run_cases(cases, 3, at_once=True, partial=partial)
+    assert results["a"]["repeats"] == 3 and not left_out and not again
+    results, left_out, again = run_cases({"a": (fails, (1.0,))}, 3, partial=partial)
+    assert set(left_out) == {"a"} and not results and not again
+
+
+def has_a_bug(_: float) -> float:
+    return np.no_such_function()  # type: ignore[no-any-return, attr-defined]
+
+
+def finds_no_package(_: float) -> float:
+    import no_such_package  # type: ignore[import-not-found]
+
+    return float(no_such_package.units)
+
+
+def test_a_bug_is_told_from_what_a_machine_cannot_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = {"a": (has_a_bug, (1.0,)), "b": (finds_no_package, (1.0,)), "c": (works, (1.0,))}
+    results, left_out, _ = run_cases(cases, 3, at_once=True)
+    assert set(results) == {"c"} and left_out["b"] == "ModuleNotFoundError: No module named 'no_such_package'"
+    assert left_out["a"].startswith(f"{measure.BUG}AttributeError: module 'numpy' has no attribute")
+    with pytest.raises(CaseError, match=r"\Abug: AttributeError: "):  # also if a case calls another process
+        call_fresh(call_fresh, has_a_bug, 1.0)
+    monkeypatch.setattr(measure, "signal", MagicMock())  # what its process prints
+    sent: list[measure.Answer] = []
+    measure._child(SimpleNamespace(send=sent.append), has_a_bug, (1.0,), False)
+    assert sent[0].error.startswith(measure.BUG) and "in has_a_bug" in capsys.readouterr().err
+
+
 def test_a_hanging_case_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CaseError, match=measure.OUT_OF_TIME):
+    with pytest.raises(CaseError, match=measure.OVER_TIME):
         call_fresh(time.sleep, 10**6, seconds=0.01)
+    monkeypatch.setattr(measure, "deadline", time.monotonic() + 0.01)
+    with pytest.raises(CaseError, match=measure.OUT_OF_TIME):
+        call_fresh(time.sleep, 10**6, seconds=10)
     monkeypatch.setattr(measure, "deadline", time.monotonic() - 1)
     monkeypatch.setattr(measure, "multiprocessing", None)  # no process is started
     with pytest.raises(CaseError, match=measure.OUT_OF_TIME):
@@ -129,11 +188,34 @@ def test_a_process_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.Monk
     monkeypatch.setattr(measure, "kill", lambda _: None)
     monkeypatch.setattr(measure, "EXIT_S", 0.01)
     before = {*multiprocessing.active_children()}  # of other tests
-    with pytest.raises(CaseError, match=measure.OUT_OF_TIME):
+    with pytest.raises(CaseError, match=measure.OVER_TIME):
         call_fresh(time.sleep, 10**6, seconds=0.01)
     (process,) = {*multiprocessing.active_children()} - before
     process.kill()
     process.join()
+
+
+def test_the_sync_debug_mode_is_always_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch warns once that it is a prototype, after the mode was set; here warnings are errors."""
+    modes = ["default"]
+
+    def set_mode(mode: str) -> None:
+        modes.append(mode)
+        if modes.count("error") == 1 and mode == "error":
+            warnings.warn("Synchronization debug mode is a prototype feature", UserWarning, stacklevel=1)
+        if mode == "wrong":
+            raise ValueError(mode)
+
+    monkeypatch.setattr("torch.cuda.set_sync_debug_mode", set_mode)
+    with measure.sync_debug_mode("error"):
+        assert modes[-1] == "error"
+        with pytest.raises(UserWarning, match="waits"):  # warnings of the code under test stay what they are
+            warnings.warn("waits", UserWarning, stacklevel=1)
+    assert modes[-1] == "default"
+    for mode in ("error", "wrong"):
+        with pytest.raises(ValueError, match="wrong"), measure.sync_debug_mode(mode):
+            raise ValueError("wrong")
+        assert modes[-1] == "default"
 
 
 def test_sides_are_measured_in_alternating_order() -> None:

@@ -199,6 +199,64 @@ def test_a_suite_continues_where_it_stopped(cases: Any, tmp_path: Path, monkeypa
     assert json.loads(out.read_text())["left_out"] == {"broken": "no room"}
 
 
+def test_a_bug_in_a_case_fails_the_command(
+    cases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the other cases measured is not lost."""
+    cases["first step: b"] = (result, ())  # a TypeError
+    out = tmp_path / "record.json"
+    for words in ("start", "suite"):
+        out.unlink(missing_ok=True)
+        assert run.main([words, "--out", str(out)]) == 1
+        prefix = "start: " if words == "suite" else ""
+        assert f"benchmarks.run: {prefix}first step: b: bug: TypeError: result() missing" in capsys.readouterr().err
+        assert json.loads(out.read_text())["left_out"][f"{prefix}first step: b"].startswith("bug: TypeError")
+    part = json.loads(out.read_text())["parts"][0]
+    assert set(part["results"]) == {"first step: a"}
+    cases["first step: b"] = (result, ("",))
+    assert run.main(["suite", "--out", str(out)]) == 0
+
+
+def test_a_case_over_its_time_limit_waits_for_all_others(cases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its repeats are kept, and it is tried again at the end of the same command and of the next one."""
+    measured: list[str] = []
+    sample = {"units": 1.0, "wall_s": 1.0, "cpu_s": 1.0, "peak_mb": 1.0}
+
+    def call_fresh(timed: Any, case: Any, arguments: Any, repeats: int, keep: Callable[[Any], None]) -> Any:
+        (name,) = arguments
+        measured.append(name)
+        if name == "slow" and measured.count(name) < 4:
+            if measured.count(name) < 3:
+                keep(sample)
+            raise CaseError(measure.OVER_TIME)
+        for _ in range(repeats):
+            keep(sample)
+
+    def prepare(*names: str) -> Any:
+        made = {f"first step: {name}": (result, (name,)) for name in names}
+        return SimpleNamespace(prepare=lambda *_: Benchmark(INPUT, made))
+
+    monkeypatch.setattr(measure, "call_fresh", call_fresh)
+    monkeypatch.setattr(run, "GPU", (("start", "start"), ("embed", "embed"), ("start", "start")))
+    monkeypatch.setattr(run, "check", lambda options: None)
+    monkeypatch.setattr(run, "publish", lambda record, path: 0)
+    monkeypatch.setitem(sys.modules, "benchmarks.start", prepare("slow", "a"))
+    monkeypatch.setitem(sys.modules, "benchmarks.embed", prepare("b"))
+    words = ["suite", "--device", "cuda", "--repeats", "3", "--out", str(tmp_path / "record.json")]
+    run.main(words)
+    assert measured == ["slow", "a", "b", "slow"]
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["left_out"] == {"start: first step: slow": measure.OVER_TIME}
+    assert record["partial"]["start"] == {"first step: slow": [sample, sample]}
+    for again, left in ((["slow"], {"start: first step: slow": measure.OVER_TIME}), (["slow"], {})):
+        measured_before = len(measured)
+        run.main(words)
+        record = json.loads((tmp_path / "record.json").read_text())
+        assert measured[measured_before:] == again and record["left_out"] == left
+    (part,) = [part for part in record["parts"] if part["benchmark"] == "start"]
+    assert part["results"]["first step: slow"]["repeats"] == 3 and record["partial"]["start"] == {}
+
+
 def test_no_stage_starts_after_the_time_limit(cases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "LEAST_S", 10**6)
     assert run.main(["suite", "--minutes", "1", "--out", str(tmp_path / "record.json")]) == 1
@@ -239,5 +297,14 @@ def test_a_suites_stages_are_commands(device: str, rows: Any, monkeypatch: pytes
         import re
 
         first = {name for name in names if re.search(parsed[0].only, name)}
-        assert {"omnilead: bf16, layers compiled, 256 crops", "matrix product: bf16"} < first < set(names)
-        assert all(f"omnilead: bf16, {kind} kernels, layers compiled, 256 crops" in names for kind in step.VARIANTS["kernels"])
+        ours = "omnilead: bf16, "
+        assert names[:6] == [
+            "matrix product: bf16",
+            f"{ours}layers compiled, 256 crops",  # with the positions convolved in blocks
+            f"{ours}plain kernels, layers compiled, 256 crops",  # with the library's grouped convolution
+            f"{ours}256 crops",
+            f"{ours}step compiled, 256 crops",
+            f"{ours}all kernels, layers compiled, 256 crops",
+        ]
+        assert {*names[:6]} < first < set(names)
+        assert {name.split(", ")[-1] for name in names if "fp32" in name} == {"matrix product: fp32", "64 crops"}

@@ -146,11 +146,8 @@ def test_the_bare_step_copies_as_the_loop_does(tiny: str, monkeypatch: pytest.Mo
 def test_the_bare_step_never_waits(tiny: str) -> None:
     advance = step.ours(step.StepRun(step.OURS, "bf16", batch=4, model=tiny, device="cuda"))
     advance()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with measure.sync_debug_mode("error"):
         advance()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def part_of(rates: dict[str, float], on: str = "cpu", **facts: Any) -> dict[str, Any]:

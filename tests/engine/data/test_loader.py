@@ -5,7 +5,8 @@ import dataclasses
 import hashlib
 import json
 import os
-from itertools import islice
+from collections.abc import Callable, Iterator
+from itertools import count, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +18,11 @@ from loading import BACKENDS, CPU, NOISY, loader, same, some
 
 from data_tools.dataset import Dataset
 from engine.common import ConfigError
+from engine.data import dali
 from engine.data import loader as module
 from engine.data.augment import AugmentConfig, ThreeKG
+from engine.data.augment_draws import Params
 from engine.data.augmenter import parameters, single_threaded
-from engine.data.dali import InFlight
 from engine.data.device import Resident
 from engine.data.loader import Loader, LoaderConfig
 from tests.forks import started
@@ -262,31 +264,84 @@ def test_gpu_and_cpu_give_the_same_tensors(backend: str, dataset: Dataset) -> No
         np.testing.assert_allclose(a.x_BSLT.cpu().numpy(), b.x_BSLT.numpy(), atol=1e-4)
 
 
+class FakeEvent:
+    """Its kernels end only when the host waits for them."""
+
+    def __init__(self) -> None:
+        self.waited = False
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return self.waited
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+
 def test_a_dali_batch_is_held_while_the_gpu_may_read_it() -> None:
-    class Event:
-        def __init__(self) -> None:
-            self.done = False
-            events.append(self)
-
-        def record(self) -> None: ...
-
-        def query(self) -> bool:
-            return self.done
-
-        def synchronize(self) -> None:
-            self.done = True
-
-    events: list[Event] = []
-    flight = InFlight(Event)
+    flight = dali.InFlight(FakeEvent)
     flight.release()
+    events: list[FakeEvent] = []
     for batch in "abc":
         flight.hold(batch)
         flight.release()
-    assert [batch for _, batch in flight.queued] == ["b", "c"] and events[0].done and not events[1].done
-    events[1].done = True
+        events.append(flight.queued[-1][0])
+    assert [batch for _, batch in flight.queued] == ["b", "c"] and events[0].waited and not events[1].waited
+    events[1].waited = True
     flight.hold("d")
     flight.release()
     assert [batch for _, batch in flight.queued] == ["c", "d"]
+
+
+class FakeDali:
+    """Prefetches like DALI, and returns the position of each batch."""
+
+    def __init__(self, feed: Callable[[], list[np.ndarray]]) -> None:
+        self.feed, self.ahead, self.streams = feed, list[np.ndarray](), list[Any]()
+
+    def build(self) -> None: ...
+
+    def run(self, cuda_stream: Any = None) -> tuple[Any, Any]:
+        self.streams.append(cuda_stream)
+        for _ in range(1 if self.ahead else dali.PREFETCH):
+            self.ahead.append(self.feed()[0])
+        stamp = self.ahead.pop(0)
+        on_host = SimpleNamespace(at=lambda row: stamp[row])
+        return SimpleNamespace(as_cpu=lambda: on_host), SimpleNamespace(as_tensor=lambda: torch.zeros(2))
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_dali_hands_a_batch_to_torchs_stream_and_keeps_what_the_gpu_may_still_copy(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fed: list[int] = []
+
+    def feed() -> Iterator[tuple[int, np.ndarray, Params]]:
+        for position in count():
+            fed.append(position)
+            yield position, np.zeros((1, 12, 5000), np.int16), {}
+
+    asked: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: asked.append(device) or "torch's stream")
+    monkeypatch.setattr(dali, "version", lambda: "")
+    monkeypatch.setattr(dali.Pipeline, "_definition", lambda pipeline, *_: lambda: FakeDali(pipeline._next))
+    device = torch.device(kind, 1) if kind == "cuda" else CPU
+    pipeline = dali.Pipeline(AugmentConfig(), "halves", 0, feed(), 1, {}, device)
+    events: dict[int, FakeEvent] = {}
+    for _ in range(8):
+        pipeline.release()
+        if pipeline.taken:
+            events |= {position: event for event, position in pipeline.taken.queued}
+        position, _x = pipeline.run()
+        held = {int(arrays[0][0, 0]) for arrays in pipeline.given}
+        copied = {done for done, event in events.items() if event.waited} if kind == "cuda" else set(range(position + 1))
+        assert set(fed) - copied <= held
+        if pipeline.taken:
+            pipeline.taken.hold(position)  # instead of the tensor
+    assert pipeline.pipeline.streams == (["torch's stream"] * 8 if kind == "cuda" else [None] * 8)
+    assert asked == ([device] * 8 if kind == "cuda" else [])
 
 
 def test_waiting_for_the_gpu_does_not_count_as_data_wait(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,8 @@ def test_the_setting_selects_the_kernels() -> None:
     assert kernels.pick("dropout", F.dropout, "auto", x) is cpu.dropout
     meta = x.to("meta")
     assert kernels.pick("gelu", F.gelu, "auto", meta) is F.gelu and kernels.pick("gelu", F.gelu, "all", meta) is cuda.gelu
+    on_gpu = {name for name in cuda.OPERATIONS if kernels.pick(name, F.relu, "auto", meta) is not F.relu}
+    assert on_gpu == {"convolve"} and kernels.pick("convolve", F.relu, "auto", meta) is cuda.convolve
 
 
 @pytest.mark.parametrize("dtype, far", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
@@ -172,6 +174,22 @@ def test_a_gpus_kernels_drop_the_same_forward_and_backward() -> None:
     assert leaf.grad is not None
     for got, exact in ((y.detach(), expected.detach()), (grad, leaf.grad)):
         torch.testing.assert_close(got.double(), torch.where(kept, exact / 0.75, 0), rtol=0.01, atol=0.01)
+
+
+@pytest.mark.gpu
+def test_blocks_on_a_gpu_agree_with_the_library_and_are_deterministic() -> None:
+    inputs = [x.to("cuda", torch.bfloat16) for x in (randn(8, 156, 64), randn(64, 4, 128), randn(64))]
+    grad = randn(8, 156, 64).to("cuda", torch.bfloat16)
+
+    def on_gpu(function: Any, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in inputs]
+        y = function(*leaves, groups=16)
+        return [y.detach(), *torch.autograd.grad(y, leaves, grad.to(dtype))]
+
+    exact = on_gpu(plain.convolve, torch.float64)
+    first, second = (on_gpu(cuda.convolve, torch.bfloat16) for _ in range(2))
+    for one, other, expected in zip(first, second, exact, strict=True):
+        assert torch.equal(one, other) and (one - expected).norm() < 4e-3 * expected.norm()
 
 
 def test_float32_is_made_exact_by_programs_and_not_by_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
