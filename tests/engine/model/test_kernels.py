@@ -63,6 +63,17 @@ def test_convolutions(tokens: int, kernel: int) -> None:
             assert (mine - exact).abs().max() <= 1e-12 * max(1, exact.abs().max())
 
 
+def test_the_plain_convolution_in_bf16() -> None:
+    """Few channels a group and 16 taps: on a CPU with AMX torch's own bf16 convolution returns other numbers."""
+    inputs = [x.bfloat16() for x in (randn(2, 156, 32), randn(32, 8, 16), randn(32))]
+    exact = plain.convolve(*(x.double() for x in inputs), groups=4)
+    torch.testing.assert_close(plain.convolve(*inputs, groups=4).double(), exact, rtol=4e-3, atol=0.04)
+    for x in (inputs[0], inputs[0].float()):
+        with torch.autocast("cpu", torch.bfloat16):
+            got = plain.convolve(x, *inputs[1:], groups=4)
+        torch.testing.assert_close(got.double(), exact, rtol=4e-3, atol=0.04)
+
+
 @pytest.mark.parametrize("function", [cpu.convolve, cuda.convolve])
 def test_convolutions_in_bf16(function: Any) -> None:
     """Almost as accurate as torch's, 1.7e-3; the same in autocast as in bf16."""
