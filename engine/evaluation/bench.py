@@ -155,7 +155,7 @@ def task_to_probe(word: str, fitted: Dataset, tested: Dataset, shares: Sequence[
         other = labels if tested is fitted else read_task(own, [tested])
         sides = (fitted, labels, "train"), (fitted, labels, "valid"), (tested, other, "test")
         train, valid, test = (records_of(*side, how.leads) for side in sides)
-        require_unlike(other, "test", own.labels or tested.root.url)
+        require_unlike(other, "test", tested)
         if tested is not fitted and (both := overlap(fitted, np.union1d(train.rows, valid.rows), tested, test.rows)):
             labels.remarks.append(f"Possible leakage: {both} is in train or valid of --data and in test of --test-data.")
     except ConfigError as error:
@@ -179,7 +179,7 @@ def records_of(dataset: Dataset, labels: TaskLabels, split: str, leads: Sequence
     rows = labels.rows(0, split)
     rows = rows[measured(dataset, leads)[rows]]
     if not len(rows):
-        raise ConfigError(f"{labels.task.labels or dataset.root.url}: no record of {dataset.root.url} is in the split {split}")
+        raise ConfigError(f"{labels.name or dataset.root.url}: no record of {dataset.root.url} is in the split {split}")
     names = pc.binary_join_element_wise(*dataset.table(["source", "record"]).columns, "/").combine_chunks()
     record_B = names.dictionary_encode().indices.to_numpy()
     rows = rows[np.argsort(record_B[rows], kind="stable")]

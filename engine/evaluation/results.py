@@ -271,15 +271,15 @@ def score_task(model: TrainedModel, dataset: Dataset, task: TaskConfig, options:
 
 def labels_of(labels: TaskLabels, dataset: Dataset, role: str) -> tuple[Array, Array]:
     """The crops of a split, and their labels."""
-    url, rows = labels.task.labels or dataset.root.url, labels.rows(0, role)
+    name, rows = labels.name or dataset.root.url, labels.rows(0, role)
     if labels.role:
         require(rows, dataset, f"dx={role}", "crops of cpsc_2018 or georgia: shard --dx-sources names others")
     if not len(rows):
-        raise ConfigError(f"{url}: no record of {dataset.root.url} is in the split {role}: choose another --role")
+        raise ConfigError(f"{name}: no record of {dataset.root.url} is in the split {role}: choose another --role")
     y_NK = labels.y[0][rows]
     if labels.task.kind != "regression" and not np.nansum(y_NK):
         what = f"with dx={role} has a scored diagnosis" if labels.role else f"of the split {role} has a positive label"
-        raise ConfigError(f"{url}: none of its {len(rows):,} crops {what}")
+        raise ConfigError(f"{name}: none of its {len(rows):,} crops {what}")
     return rows, y_NK
 
 

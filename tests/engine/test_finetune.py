@@ -405,12 +405,20 @@ def test_labels_that_cannot_be_learnt_are_refused(dataset: Dataset, base: Path, 
         ("regression", lambda i: "61", "all known values of v in the training split are equal"),
         ("binary", lambda i: str(i % 2) if i < 3 else "", "has no crop with a known label in the training split"),
     ]
+    absent = [f"X{i},1,train" for i in range(len(names) + 1)]
+    strangers = (
+        f"mine.csv: {len(absent)} (X0, X1, X2, ...) of {len(names) + len(absent)} records are not in the data, which has "
+    )
     for kind, cell, says in cases:
         split = ["test" if i < 3 else "train" for i in range(len(names))]
         path.write_text("\n".join(["record,v,split", *(f"{n},{cell(i)},{split[i]}" for i, n in enumerate(names))]))
         how = {"task__kind": kind, "task__labels": str(path), "data__datasets": [dataset.root.url]}
         ended = finetune(tmp_path, dataset.root.url, base, "diagnosis", "bad", **how)
-        assert says in ended.one_line()
+        assert says in ended.one_line() and strangers not in ended.output
+        with path.open("a") as file:  # most of its records are of another dataset
+            file.write("\n".join(["", *absent]))
+        line = finetune(tmp_path, dataset.root.url, base, "diagnosis", "bad", **how).one_line()
+        assert 0 <= line.find(strangers) < line.find(says)
 
 
 def test_a_split_without_test_records_is_reported() -> None:
