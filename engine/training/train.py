@@ -265,7 +265,7 @@ def export_run(run: Path, kind: type[RunConfig], task: type[TrainingTask]) -> Pa
     signal_spec["meaning"] = SCALES[signal_spec["scale"]]
     signal_spec |= ({"seen": seen} if seen != leads else {}) | {"sha256": state["preprocessing_sha256"]}
     trained = {name: state[name] for name in ("step", "crops_seen", "datasets", "preprocessing_sha256")}
-    trained["precision"] = config.train.precision
+    trained |= {"precision": config.train.precision, "rlm": config.augment.rlm}
     trained["splits"] = [*state.get("splits", ()), *state.get("splits_before", ())]
     card = model_card(run, config, state, weights, task)
     try:
