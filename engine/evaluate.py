@@ -130,7 +130,7 @@ def lines(document: dict[str, Any]) -> Iterator[str]:
         columns = (_score(one, name) for one in (document, record) if one)
         shown = NAMES.get(name, name.replace("_", " "))
         yield f"{shown:<18}{''.join(f'{column:<30}' for column in columns)}".rstrip()
-    if 1 < len(classes := document["classes"]) <= CLASSES_SHOWN:
+    if 0 < len(classes := document["classes"]) <= CLASSES_SHOWN:
         names = [name for name in COLUMNS if name in next(iter(classes.values()))]
         yield f"{'class':<18}" + "".join(f"{name.replace('_', ' '):>11}" for name in names)
         for name, of in classes.items():

@@ -27,6 +27,7 @@ from engine.data.augmenter import FS_HZ, none_measured
 from engine.data.leakage import conflicting_splits, patient_ids
 from engine.data.preprocess import Input
 from engine.evaluation.inputs import DatasetSource, Per, no_leads
+from engine.evaluation.intervals import TOO_FEW, few_patients, intervals_of_few
 from engine.evaluation.metrics import (
     Array,
     MetricError,
@@ -83,18 +84,24 @@ class TaskResult:
 
     @cached_property
     def groups(self) -> dict[str, dict[str, Any]]:
-        """By age, sex and source: n, patients, metrics and intervals of the records."""
+        """By age, sex and source: n, patients, positives of each class, metrics and intervals of the records."""
         found: dict[str, dict[str, Any]] = {}
         for name, values_N in self.groups_N.items():
             for value in np.unique(values_N).tolist():
                 one = self._of_records(np.flatnonzero(values_N == value), min(self.resamples, GROUP_RESAMPLES))
-                found.setdefault(name, {})[value] = {key: one[key] for key in ("n", "patients", "metrics", "intervals")}
+                shown = {key: one[key] for key in ("n", "patients", "metrics", "intervals")}
+                if self.head.kind != "regression":
+                    shown["positives"] = {label: of["positives"] for label, of in one["classes"].items()}
+                found.setdefault(name, {})[value] = shown
         return found
 
     def _of_records(self, rows: Array, resamples: int) -> dict[str, Any]:
+        return scored(*self.of_records(rows), resamples, self.head)
+
+    def of_records(self, rows: Array | slice = slice(None)) -> tuple[Array, Array, list[Any]]:
+        """Labels, mean scores and patients of the records in these rows."""
         records, patients = (np.asarray(each)[rows].tolist() for each in (self.records_N, self.patients_N))
-        means = by_record(self.labels_NK[rows], self.scores_NK[rows], records, patients)
-        return scored(*means, resamples, self.head)
+        return by_record(self.labels_NK[rows], self.scores_NK[rows], records, patients)
 
     def worst(self, count: int) -> list[int]:
         """Rows of the records with the largest errors: the worst half of each."""
@@ -117,6 +124,8 @@ class TaskResult:
             remarks.append(f"{unknown:,} of {labels.size:,} labels are unknown and ignored.")
         if half["patients"] == 1:
             remarks.append("All samples are from one patient: there are no intervals.")
+        elif self.head.kind != "regression" and few_patients(labels, self.patients_N):
+            remarks.append(f"{TOO_FEW} have no interval, or an exact one.")
         return remarks
 
     def document(self) -> dict[str, Any]:
@@ -140,6 +149,8 @@ def scored(labels: Array, scores: Array, patients: Sequence[Any], resamples: int
         ends = bootstrap(again, patients, resamples).tolist()
         figures = {"challenge": figures["challenge"], CHOSEN: (again(np.ones(len(labels), np.int64)), ends)} | figures
     metrics, intervals = ({name: figure[part] for name, figure in figures.items()} for part in (0, 1))
+    if head.kind != "regression" and few_patients(labels, patients):
+        intervals |= intervals_of_few(metrics, labels, patients)
     for name, threshold in zip(head.classes, head.thresholds, strict=False):
         summary["classes"][name]["threshold"] = threshold
     if head.kind != "regression":
