@@ -16,9 +16,9 @@ from data_tools.dataset import Dataset
 from engine.data.augmenter import HALF
 from engine.evaluation import plots, score_plots
 from engine.evaluation.intervals import TOO_FEW
-from engine.evaluation.metrics import Array, predicted, unit_vectors
+from engine.evaluation.metrics import Array, calibration, predicted, unit_vectors
 from engine.evaluation.plots import Line, LineStyle
-from engine.evaluation.results import IdentificationResult, TaskResult, calibration
+from engine.evaluation.results import IdentificationResult, TaskResult
 from engine.evaluation.run_report import ReportSection, readable, render
 from engine.model.inference import HeadInfo
 
@@ -72,8 +72,11 @@ def scored(result: TaskResult, dataset: Dataset | None) -> tuple[str, str, list[
     ]
     for name, groups in result.groups.items():
         grid = list(group_table(name.capitalize(), groups, list(record["intervals"])))
-        lacking = any(NO_INTERVAL in row for row in grid)
-        sections.append(ReportSection(f"Records by {name}", grid=grid, note=f"{TOO_FEW} have no interval." if lacking else ""))
+        notes = ["Positives: of the rarest and of the most frequent class."] * (
+            len(head.classes) > 1 and "Positives" in grid[0]
+        )
+        notes += [f"{TOO_FEW} have no interval."] * any(NO_INTERVAL in row for row in grid)
+        sections.append(ReportSection(f"Records by {name}", grid=grid, note=" ".join(notes)))
     if dataset is not None and result.crops_N is not None:
         charts = [ecg(result, dataset, row) for row in result.worst(WORST)]
         sections.append(ReportSection(f"The {len(charts)} records with the largest errors", charts=charts, columns=2))
@@ -181,11 +184,17 @@ def identification(result: IdentificationResult) -> tuple[str, str, list[ReportS
         "A probe is a hit if the gallery entry most similar to it (cosine) is of the same patient; a tie counts as the "
         "expected result of a random draw among its entries. Small: 95 % bootstrap interval over patients."
     )
+    if result.untrained:
+        share, ends = result.untrained.scores["accuracy"], interval(result.untrained.interval, True)
+        tiles.insert(1, ("Random weights", shown(share, True), ends))
+        note += " Random weights: those of the same architecture, on the same pairs."
     ranks = np.arange(1, len(found["cmc"]) + 1)
     lines = [
         Line("cmc", "patient among the first", ranks, found["cmc"]),
         Line("chance", "by chance", ranks, np.minimum(ranks * found["chance"], 1), 1, dashed=True),
     ]
+    if result.untrained:
+        lines.append(Line("untrained", "random weights", ranks, result.untrained.scores["cmc"], 2))
     style = LineStyle(percent=True, floor=0, smooth=False, x_label="rank")
     groups = [("same patient", found["same"]), ("other patients", other_pairs(result)), ("most similar other", found["other"])]
     similarity = plots.histogram("Similarity to the gallery (cosine)", groups)

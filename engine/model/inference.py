@@ -108,6 +108,14 @@ class TrainedModel(nn.Module):
         trained = self.config.get("trained")
         return trained if isinstance(trained, dict) else {}
 
+    def untrained(self, seed: int = 0) -> "TrainedModel":
+        """Random weights of the same architecture, without a head."""
+        config = config_of(self.config)
+        kind = type(self.encoder) if config.encoder else None
+        encoder = build_encoder(config, generator=torch.Generator().manual_seed(seed), kind=kind)
+        model = TrainedModel(encoder, None, self.config, self.preprocessing)
+        return model.to(self.device, next(self.parameters()).dtype)
+
     def unprepared(self) -> str:
         """Why its predictions are doubtful if some of its leads are missing; "" if it was trained with random lead masking."""
         masked = self.history.get("rlm")  # unknown for models of other programs and of older versions

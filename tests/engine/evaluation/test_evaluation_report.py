@@ -13,8 +13,8 @@ from pages import check
 from data_tools.dataset import CLASSES, Dataset
 from engine.evaluate import lines
 from engine.evaluation import evaluation_report, score_plots
-from engine.evaluation.metrics import challenge_score, measure, predicted
-from engine.evaluation.results import IdentificationResult, TaskResult, by_record, calibration
+from engine.evaluation.metrics import calibration, challenge_score, measure, predicted
+from engine.evaluation.results import IdentificationResult, TaskResult, by_record
 from engine.model.inference import HeadInfo
 
 FACTS = {"model": "runs/<b>w2v</b>", "data": "0f3a", "role": "test", "leads": "I,II,V2"}
@@ -34,7 +34,8 @@ def usual(n: int = 200) -> TaskResult:
 
 def identification(gallery: Any, probes: Any, ids: Any = None) -> IdentificationResult:
     own = [f"p{i}" for i in range(len(gallery))]
-    return IdentificationResult(np.asarray(gallery), own, np.asarray(probes), ids or own[: len(probes)], FACTS, resamples=20)
+    given = np.asarray(gallery), own, np.asarray(probes), ids or own[: len(probes)]
+    return IdentificationResult(*given, FACTS, resamples=20)
 
 
 def of_kind(kind: str, classes: Any, unknown: float = 0.2) -> TaskResult:
@@ -175,6 +176,20 @@ def test_one_patient_has_no_intervals() -> None:
     document = RESULTS["one patient"].document()
     assert document["metrics"] == {"accuracy": 1.0, "top5": 1.0, "chance": 1.0, "ties": 0.0}
     assert document["intervals"] == {"accuracy": [None, None]} and "say nothing" in document["remarks"][-1]
+
+
+def test_random_weights_stand_beside_a_model_that_recognises_patients() -> None:
+    eye, mixed = np.eye(4), np.eye(4)[[1, 0, 2, 3]]
+    better, worse = (replace(identification(eye, a), untrained=identification(eye, b)) for a, b in ((eye, mixed), (mixed, eye)))
+    document = better.document()
+    assert (document["score"], document["metrics"]["random_weights"]) == (1.0, 0.5) and not document["remarks"]
+    low, high = document["intervals"]["random_weights"]
+    assert 0 <= low <= 0.5 <= high <= 1
+    assert any(line.startswith(f"random weights    0.5000  {low:.4f} to") for line in lines({"dataset": "", **document}))
+    html = evaluation_report.build(better)
+    assert f"<span>Random weights</span><b>50.0%</b><small>{100 * low:.1f}% to" in html
+    assert 'data-label="random weights"' in html
+    assert "recognise as many patients" in worse.remarks[-1] and worse.remarks[-1] in evaluation_report.build(worse)
 
 
 def test_the_page_shows_what_was_measured() -> None:
