@@ -63,11 +63,11 @@ def scored(result: TaskResult, dataset: Dataset | None) -> tuple[str, str, list[
         head.kind, f"A class is predicted where its probability is above its threshold. {means}"
     )
     y_NK, scores_NK, _ = result.of_records()
-    charts = agreement if head.kind == "regression" else decisions
+    compared = agreement if head.kind == "regression" else decisions
     sections = [
         ReportSection("Records", tiles=list(tiles(record)), note=note, remarks=result.remarks),
         ReportSection("Halves of 5 s, as in the paper", tiles=list(tiles(half))),
-        *charts(head, np.asarray(y_NK, float), scores_NK),
+        *compared(head, np.asarray(y_NK, float), scores_NK),
         ReportSection("By class" if head.kind != "regression" else "By column", grid=list(class_table(record["classes"]))),
     ]
     for name, groups in result.groups.items():

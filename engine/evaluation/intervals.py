@@ -27,7 +27,7 @@ def few_patients(labels_NK: Array, patients: Sequence[Any]) -> bool:
     return True
 
 
-def intervals_of_few(metrics: Mapping[str, float], labels_NK: Array, patients: Sequence[Any]) -> dict[str, list[float]]:
+def intervals_of_few(metrics: Mapping[str, Any], labels_NK: Array, patients: Sequence[Any]) -> dict[str, list[float]]:
     """Exact intervals of the shares of rows, if each row is another patient; otherwise none for metrics of classes."""
     shares = {"accuracy": int((~np.isnan(labels_NK.astype(float))).any(1).sum())}
     if labels_NK.shape[1] == 1:

@@ -169,7 +169,7 @@ class TrainedModel(nn.Module):
         leads = leads if isinstance(leads, str) else tuple(leads)
         missing = set(self.input.seen) - set(leads_in_order(leads))
         if missing and (why := self.unprepared()):
-            warnings.warn(f"without leads {describe_leads(sorted(missing))}: {why}", stacklevel=2)
+            warnings.warn(f"without leads {describe_leads(sorted(missing))}: {why}", stacklevel=3)  # 2 is torch's decorator
         y_BK = self._means(self.scores, len(self.classes), signal, fs_hz, leads, unit)
         found = [dict(zip(self.classes, y_K, strict=True)) for y_K in y_BK.tolist()]
         return found if getattr(signal, "ndim", None) == 3 else found[0]
