@@ -83,12 +83,14 @@ archive knows. 0 and 1 make a binary task; text, numbers or several columns make
 drawn 8:1:1 for training, validation and test, unless a column `fold` or `split` says otherwise.
 
 Batch, steps and learning rate suit the data; training ends when validation gets no better. The exported model is the best step.
+`augment.rlm` masks random leads in training, so that the model may later be shown ECGs with fewer leads.
 """
 # %%
 first_crops = (ecg for ecg in dataset if ecg.start_s == 0)  # long records have several
 labels = [(ecg.source, ecg.record, int("NSR" not in ecg.labels)) for ecg in first_crops]
 Path("labels.csv").write_text(as_csv([("source", "record", "abnormal"), *labels]))
-tuned = engine.finetune(pretrained, data=dataset, labels="labels.csv", out="tuned", **{"train.steps": STEPS})
+settings = {"train.steps": STEPS, "augment.rlm": 0.5}
+tuned = engine.finetune(pretrained, data=dataset, labels="labels.csv", out="tuned", **settings)
 print(f"validation: {tuned.validation[-1]}")
 
 # %% [markdown]

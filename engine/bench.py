@@ -6,7 +6,8 @@
 
 Two baselines are included: random weights of each architecture, and the mean beat, which needs no training. OUT holds bench.md,
 bench.csv, bench.json and bench.png; OUT/parts caches the embeddings. Run again after an interruption or with more tasks, the
-command computes only what is missing. How to compare fairly: docs/comparing.md. Exit code 2: an argument or a file is wrong.
+command computes only what is missing. Without a terminal, a line on stderr says when a model is done. How to compare fairly:
+docs/comparing.md. Exit code 2: an argument or a file is wrong.
 """
 
 import argparse

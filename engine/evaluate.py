@@ -9,7 +9,8 @@
 Classification: AUROC, AUPRC, accuracy, F measure, sensitivity and specificity at the model's thresholds; for diagnosis also the
 CinC 2021 Challenge score. Regression: mean absolute error, RMSE, R2, Pearson r. Each is given for halves of 5 s, as in the
 paper, and for whole records. Identification: the share of probes whose most similar gallery crop (cosine) is of the same
-patient; it also works for a model that was only pre-trained. All scores have 95 % intervals from a bootstrap over patients.
+patient, and the same for random weights of the architecture; it also works for a model that was only pre-trained. Scores have
+95 % intervals from a bootstrap over patients; those from fewer than 10 positives or negatives are exact or left out.
 
 With --json F or --report F the outputs are kept in parts next to F until the scores are written: run the same command again
 to resume. Exit code 2: an argument or a file is wrong. Exit code 1: scoring or writing failed.
@@ -130,7 +131,7 @@ def lines(document: dict[str, Any]) -> Iterator[str]:
         columns = (_score(one, name) for one in (document, record) if one)
         shown = NAMES.get(name, name.replace("_", " "))
         yield f"{shown:<18}{''.join(f'{column:<30}' for column in columns)}".rstrip()
-    if 1 < len(classes := document["classes"]) <= CLASSES_SHOWN:
+    if 0 < len(classes := document["classes"]) <= CLASSES_SHOWN:
         names = [name for name in COLUMNS if name in next(iter(classes.values()))]
         yield f"{'class':<18}" + "".join(f"{name.replace('_', ' '):>11}" for name in names)
         for name, of in classes.items():

@@ -97,7 +97,7 @@ def save_model(
     if head and head.get("classes"):
         weights["head.weight"] = torch.randn(len(head["classes"]), config.width, generator=seeded)
         weights["head.bias"] = torch.randn(len(head["classes"]), generator=seeded)
-    document = {"model": asdict(config), "objective": asdict(objective), "trained": {"step": 1}}
+    document = {"model": asdict(config), "objective": asdict(objective), "trained": {"step": 1, "rlm": 0.5}}
     signal = {"fs_hz": 500, "leads": list(LEADS[:leads]), "segment_s": 5.0, "scale": "millivolt", "sha256": "0"}
     folders.write(folder, weights, document | ({"head": head} if head else {}), signal | (preprocessing or {}))
     return folder

@@ -13,6 +13,7 @@ Identification compares the first 5 s, by cosine and after whitening by the cova
 Axes as in engine.evaluation.probe; B: weightings of the test records, of which the first counts each record once.
 """
 
+import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow.compute as pc
 
+from data_tools.cli import interactive
 from data_tools.dataset import Dataset
 from engine.common import ConfigError, parse_leads
 from engine.data import counter
@@ -104,7 +106,7 @@ def bench(
     notes = [f"{name}: {remark}" for name, task in probed.items() for remark in task.labels.remarks]
     notes += remarks(embedders, leads, tuple(needed))  # refuses bad input before the work starts
     found: Found = {}
-    for one in embedders:
+    for number, one in enumerate(embedders, 1):
         for lead in leads:
             place = lead, Path(out, "parts")
             clean = {dataset: embedded(one, dataset, np.concatenate(rows), 0.0, *place) for dataset, rows in needed.items()}
@@ -116,6 +118,8 @@ def bench(
                 if persons:
                     row = identified(persons, clean[fitted], clean[tested], test, one.compared)
                     found[one.name, IDENTIFICATION, lead, None, level] = row
+        if not interactive():  # there are no progress bars
+            print(f"bench: {number} of {len(embedders)} done: {one.name}", file=sys.stderr, flush=True)
     about = {"data": data, "fingerprint": fitted.fingerprint, "test_data": how.test_data or None, "seed": how.seed}
     random = {one.name: one.random for one in embedders}
     document: dict[str, Any] = nullable({**about, "models": random, "notes": notes, **compared(found, random)})
@@ -155,7 +159,7 @@ def task_to_probe(word: str, fitted: Dataset, tested: Dataset, shares: Sequence[
         other = labels if tested is fitted else read_task(own, [tested])
         sides = (fitted, labels, "train"), (fitted, labels, "valid"), (tested, other, "test")
         train, valid, test = (records_of(*side, how.leads) for side in sides)
-        require_unlike(other, "test", own.labels or tested.root.url)
+        require_unlike(other, "test", tested)
         if tested is not fitted and (both := overlap(fitted, np.union1d(train.rows, valid.rows), tested, test.rows)):
             labels.remarks.append(f"Possible leakage: {both} is in train or valid of --data and in test of --test-data.")
     except ConfigError as error:
@@ -179,7 +183,7 @@ def records_of(dataset: Dataset, labels: TaskLabels, split: str, leads: Sequence
     rows = labels.rows(0, split)
     rows = rows[measured(dataset, leads)[rows]]
     if not len(rows):
-        raise ConfigError(f"{labels.task.labels or dataset.root.url}: no record of {dataset.root.url} is in the split {split}")
+        raise ConfigError(f"{labels.name or dataset.root.url}: no record of {dataset.root.url} is in the split {split}")
     names = pc.binary_join_element_wise(*dataset.table(["source", "record"]).columns, "/").combine_chunks()
     record_B = names.dictionary_encode().indices.to_numpy()
     rows = rows[np.argsort(record_B[rows], kind="stable")]

@@ -33,7 +33,6 @@ from engine.evaluation.embedding import prepare_model
 from engine.evaluation.metrics import Array
 from engine.evaluation.outputs import progress_bar
 from engine.evaluation.predict import CropBatch, dataset_batches, predict
-from engine.model.encoders import build_encoder
 from engine.model.inference import NOT_FINITE, TrainedModel, config_of
 
 MEAN_BEAT, RANDOM = "mean beat", "random weights"
@@ -84,10 +83,7 @@ def embedders_of(models: Sequence[str], args: Namespace) -> list[Embedder]:
         random = architectures.setdefault(key, f"{RANDOM} of {name}" if architectures else RANDOM)
         found[name] = Embedder(name, f"{model.digest} {own.precision}", model.input, model.pooled, model, random, batch)
         if random not in found:
-            kind = type(model.encoder) if config.encoder else None
-            encoder = build_encoder(config, generator=torch.Generator().manual_seed(args.seed), kind=kind)
-            drawn = TrainedModel(encoder, None, model.config, model.preprocessing)
-            drawn.to(model.device, next(model.parameters()).dtype)
+            drawn = model.untrained(args.seed)
             digest = hashlib.sha256(key.encode()).hexdigest()
             found[random] = Embedder(random, digest, model.input, drawn.pooled, drawn, random, batch)
     digest = hashlib.sha256(Path(mean_beat.__file__).read_bytes()).hexdigest()

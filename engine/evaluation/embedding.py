@@ -14,7 +14,7 @@ from data_tools.dataset import DataError
 from engine.common import ConfigError, OutputError, cores_per_rank, environment, write_result
 from engine.data.preprocess import Input
 from engine.evaluation.inputs import dataset_of, dataset_source, open_data
-from engine.evaluation.outputs import RESUMABLE, Output, ParquetParts, make, whole
+from engine.evaluation.outputs import MISSING, RESUMABLE, Output, ParquetParts, make, whole
 from engine.evaluation.probe import labels_to_probe, probe, probe_rows, report
 from engine.evaluation.results import nullable
 from engine.model.inference import TrainedModel, load
@@ -72,6 +72,9 @@ def run(args: argparse.Namespace, output_of: Callable[[TrainedModel], Output]) -
     if left:
         numbers = ", ".join(map(str, left[:SHOWN])) + ", ..." * (len(left) > SHOWN)
         return show(f"rank {rank} of {world}: done; others compute parts {numbers} (none runs? start the same command again)\n")
+    if parts.lacking and (why := model.unprepared()):
+        what = f"{parts.lacking:,} of {parts.rows:,} rows lack leads (column {MISSING})"
+        print(f"note: {args.out}: {what}: {why}", file=sys.stderr, flush=True)
     return 0 if parts.rows is None else show(f"{args.out}: {parts.rows:,} {output.what}, computed in {args.precision}\n")
 
 

@@ -7,7 +7,7 @@
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,14 +15,17 @@ import numpy as np
 from data_tools.dataset import Dataset
 from engine.data.augmenter import HALF
 from engine.evaluation import plots, score_plots
-from engine.evaluation.metrics import Array, predicted, unit_vectors
+from engine.evaluation.intervals import TOO_FEW
+from engine.evaluation.metrics import Array, calibration, predicted, unit_vectors
 from engine.evaluation.plots import Line, LineStyle
-from engine.evaluation.results import IdentificationResult, TaskResult, calibration
+from engine.evaluation.results import IdentificationResult, TaskResult
 from engine.evaluation.run_report import ReportSection, readable, render
+from engine.model.inference import HeadInfo
 
 CLASSES_SHOWN = 11  # the most frequent classes, which have curves of their own
 CONFUSED = 30  # classes in the confusion chart, the most frequent
 WORST = 12  # ECGs drawn
+NO_INTERVAL = "no interval"
 OTHER_PAIRS = 200_000  # pairs of different patients in the histogram
 NAMES = {
     **{"positives": "Positives", "predicted": "Predicted", "n": "Known", "threshold": "Threshold"},
@@ -49,29 +52,35 @@ def shown(value: float | None, percent: bool = False) -> str:
 
 
 def interval(ends: list[float], percent: bool = False) -> str:
-    return f"{shown(ends[0], percent)} to {shown(ends[1], percent)}" if math.isfinite(ends[0]) else "no interval"
+    return f"{shown(ends[0], percent)} to {shown(ends[1], percent)}" if math.isfinite(ends[0]) else NO_INTERVAL
 
 
 def scored(result: TaskResult, dataset: Dataset | None) -> tuple[str, str, list[ReportSection]]:
-    half, head = result.half, result.head
+    half, record, head = result.half, result.record, result.head
     means = "AUROC, AUPRC and F are means over the classes for which they are defined; unknown labels are ignored."
     how = {"multiclass": f"The most probable class is predicted. {means}", "regression": f"In {head.unit or 'its own unit'}."}
-    note = "Each sample is a half of 5 s, as in the paper. Small: 95 % bootstrap intervals over patients. " + how.get(
+    note = "Of whole records: the mean over the halves of 5 s. Small: 95 % bootstrap intervals over patients. " + how.get(
         head.kind, f"A class is predicted where its probability is above its threshold. {means}"
     )
+    y_NK, scores_NK, _ = result.of_records()
+    compared = agreement if head.kind == "regression" else decisions
     sections = [
-        ReportSection(tiles=list(tiles(half)), note=note, remarks=result.remarks),
-        ReportSection("By record: mean over its halves", tiles=list(tiles(result.record))),
-        *(agreement(result) if head.kind == "regression" else decisions(result)),
-        ReportSection("By class" if head.kind != "regression" else "By column", grid=list(class_table(half["classes"]))),
+        ReportSection("Records", tiles=list(tiles(record)), note=note, remarks=result.remarks),
+        ReportSection("Halves of 5 s, as in the paper", tiles=list(tiles(half))),
+        *compared(head, np.asarray(y_NK, float), scores_NK),
+        ReportSection("By class" if head.kind != "regression" else "By column", grid=list(class_table(record["classes"]))),
     ]
     for name, groups in result.groups.items():
-        grid = list(group_table(name.capitalize(), groups, list(half["intervals"])))
-        sections.append(ReportSection(f"Records by {name}", grid=grid))
+        grid = list(group_table(name.capitalize(), groups, list(record["intervals"])))
+        notes = ["Positives: of the rarest and of the most frequent class."] * (
+            len(head.classes) > 1 and "Positives" in grid[0]
+        )
+        notes += [f"{TOO_FEW} have no interval."] * any(NO_INTERVAL in row for row in grid)
+        sections.append(ReportSection(f"Records by {name}", grid=grid, note=" ".join(notes)))
     if dataset is not None and result.crops_N is not None:
         charts = [ecg(result, dataset, row) for row in result.worst(WORST)]
         sections.append(ReportSection(f"The {len(charts)} records with the largest errors", charts=charts, columns=2))
-    return f"{head.task}, {head.kind}", f"{half['n']:,} halves of 5 s of {result.record['n']:,} records", sections
+    return f"{head.task}, {head.kind}", f"{record['n']:,} records, {half['n']:,} halves of 5 s", sections
 
 
 def tiles(part: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -90,16 +99,26 @@ def class_table(classes: Mapping[str, Mapping[str, Any]]) -> Iterator[Sequence[s
 
 def group_table(name: str, groups: Mapping[str, Any], metrics: Sequence[str]) -> Iterator[Sequence[str]]:
     first, *others = metrics
-    yield [name, "Records", "Patients", NAMES[first], "95 % interval", *(NAMES[key] for key in others)]
+    counted = ["Records", "Patients"] + ["Positives"] * any("positives" in of for of in groups.values())
+    yield [name, *counted, NAMES[first], "95 % interval", *(NAMES[key] for key in others)]
     for value, of in groups.items():
+        counts = [f"{of['n']:,}", f"{of['patients']:,}"]
+        if "positives" in of:
+            counts.append(span(of["positives"].values()))
         score = shown(of["metrics"][first]), interval(of["intervals"][first])
-        yield [value, f"{of['n']:,}", f"{of['patients']:,}", *score, *(shown(of["metrics"][key]) for key in others)]
+        yield [value, *counts, *score, *(shown(of["metrics"][key]) for key in others)]
 
 
-def decisions(result: TaskResult) -> Iterator[ReportSection]:
+def span(counts: Iterable[int]) -> str:
+    """The count of the only class, or of the rarest and the most frequent one."""
+    ends = sorted({min(counts), max(counts)})
+    return " to ".join(f"{count:,}" for count in ends)
+
+
+def decisions(head: HeadInfo, y: Array, scores: Array) -> Iterator[ReportSection]:
     """Curves, calibration and confusions."""
-    y, scores, names = np.asarray(result.labels_NK, float), result.scores_NK, list(result.head.classes)
-    outputs = predicted(result.head.kind, scores, result.head.thresholds) & ~np.isnan(y)
+    names = list(head.classes)
+    outputs = predicted(head.kind, scores, head.thresholds) & ~np.isnan(y)
     yield ReportSection("ROC and precision-recall curves", charts=list(threshold_charts(y, scores, names)), columns=4)
     labels, kept = y == 1, np.sort(np.argsort(-(y == 1).sum(0), kind="stable")[:CONFUSED])
     if len(names) == 1:  # no and yes as two classes
@@ -122,13 +141,12 @@ def threshold_charts(y: Array, scores: Array, names: Sequence[str]) -> Iterator[
             yield score_plots.roc_and_pr(names[k], y[known[:, k], k] == 1, scores[known[:, k], k])
 
 
-def agreement(result: TaskResult) -> Iterator[ReportSection]:
+def agreement(head: HeadInfo, y: Array, scores: Array) -> Iterator[ReportSection]:
     """Predictions against true values, by column."""
-    y, scores = np.asarray(result.labels_NK, float), result.scores_NK
-    for k, name in enumerate(result.head.classes):
+    for k, name in enumerate(head.classes):
         known = np.isfinite(y[:, k])
         if known.any():
-            charts = score_plots.agreement_charts(name, y[known, k], scores[known, k].astype(float), result.head.unit)
+            charts = score_plots.agreement_charts(name, y[known, k], scores[known, k].astype(float), head.unit)
             yield ReportSection(f"Predicted {name}", charts=charts)
 
 
@@ -141,7 +159,7 @@ def ecg(result: TaskResult, dataset: Dataset, row: int) -> str:
     return score_plots.clinical_chart(f"{result.records_N[row]}: {facts}", reading(result.head, y_K, score_K), mv_LT)
 
 
-def reading(head: Any, y_K: Array, score_K: Array) -> str:
+def reading(head: HeadInfo, y_K: Array, score_K: Array) -> str:
     """The largest error, in words."""
     names = head.classes
     if head.kind == "multiclass":
@@ -166,11 +184,17 @@ def identification(result: IdentificationResult) -> tuple[str, str, list[ReportS
         "A probe is a hit if the gallery entry most similar to it (cosine) is of the same patient; a tie counts as the "
         "expected result of a random draw among its entries. Small: 95 % bootstrap interval over patients."
     )
+    if result.untrained:
+        share, ends = result.untrained.scores["accuracy"], interval(result.untrained.interval, True)
+        tiles.insert(1, ("Random weights", shown(share, True), ends))
+        note += " Random weights: those of the same architecture, on the same pairs."
     ranks = np.arange(1, len(found["cmc"]) + 1)
     lines = [
         Line("cmc", "patient among the first", ranks, found["cmc"]),
         Line("chance", "by chance", ranks, np.minimum(ranks * found["chance"], 1), 1, dashed=True),
     ]
+    if result.untrained:
+        lines.append(Line("untrained", "random weights", ranks, result.untrained.scores["cmc"], 2))
     style = LineStyle(percent=True, floor=0, smooth=False, x_label="rank")
     groups = [("same patient", found["same"]), ("other patients", other_pairs(result)), ("most similar other", found["other"])]
     similarity = plots.histogram("Similarity to the gallery (cosine)", groups)

@@ -46,6 +46,9 @@ class EmbeddedCrops(NamedTuple):
     part: int
     table: pa.Table  # COLUMNS, one row for each crop
     record_B: np.ndarray  # number of each crop's record, ascending
+    missing_B: np.ndarray | None = (
+        None  # one bit for each lead that the model uses but does not get (engine.evaluation.outputs)
+    )
 
 
 class DatasetSource:

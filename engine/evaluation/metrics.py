@@ -43,6 +43,7 @@ WEIGHTS = "challenge_weights.csv"
 UNIT = 80  # of the weights
 THRESHOLD = 0.5
 TIE = 1e-12  # cosines in float64 closer than this are equal
+BINS = 10  # bins of probabilities, equally wide
 BLOCK = 2**23  # similarities at a time, 64 MB
 
 
@@ -364,6 +365,17 @@ def _found_within(better: Array, tied: Array, right: Array, ranks: int) -> Array
         missed = missed * np.where(left > 0, np.maximum(left - right, 0) / np.maximum(left, 1), 1.0)
         found[:, rank] = 1 - missed
     return found
+
+
+def calibration(labels: Array, scores: Array) -> tuple[Array, Array, Array, float]:
+    """For each bin of probabilities, over all classes: mean, share of positives, and count; then the expected calibration
+    error."""
+    known = ~np.isnan(labels.astype(float))
+    p, y = scores[known].astype(float), labels[known]
+    bin_of = np.minimum((p * BINS).astype(int), BINS - 1)
+    count = np.bincount(bin_of, minlength=BINS)
+    mean, true = (np.bincount(bin_of, v, BINS) / np.maximum(count, 1) for v in (p, y))
+    return mean, true, count, float((np.abs(mean - true) * count).sum() / max(len(p), 1))
 
 
 def over_seeds(values: Sequence[float]) -> tuple[float, float]:

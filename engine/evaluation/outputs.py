@@ -17,7 +17,7 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import groupby
 from pathlib import Path
@@ -32,7 +32,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from data_tools.cli import interactive
-from engine.common import ConfigError, OutputError, sync, write_whole
+from engine.common import ALL, ConfigError, OutputError, describe_leads, sync, write_whole
 from engine.data.augmenter import FS_HZ, HALF
 from engine.data.preprocess import Input
 from engine.evaluation.inputs import COLUMNS, CropSource, Per
@@ -42,6 +42,7 @@ from engine.model.inference import NOT_FINITE, TrainedModel
 CSV = ".csv"
 RESUMABLE = ": run the same command again to resume"
 VECTOR = "embedding"  # a column
+MISSING = "missing_leads"  # a column of predictions: leads that the model uses but did not get, such as II,V1; null: none
 KEY = b"omnilead"  # in a parquet file's metadata: the job
 
 
@@ -50,7 +51,7 @@ class Output(NamedTuple):
 
     model: TrainedModel
     forward: Callable[[Tensor], Tensor]
-    schema: pa.Schema  # COLUMNS, and those that `columns` makes
+    schema: pa.Schema  # COLUMNS, perhaps MISSING, and those that `columns` makes
     columns: Callable[[np.ndarray], list[pa.Array]]
     what: str  # for messages
     job: dict[str, Any]  # what distinguishes it from embeddings
@@ -88,7 +89,7 @@ def predictions(model: TrainedModel) -> Output:
         fields = [("predicted", pa.string()), *((name, number) for name in head.classes)]
     else:
         fields = [one for name in head.classes for one in ((name, number), (f"{name}_predicted", pa.bool_()))]
-    described = pa.schema([*COLUMNS.items(), *fields])
+    described = pa.schema([*COLUMNS.items(), (MISSING, pa.string()), *fields])
     if twice := [name for name in described.names if described.names.count(name) > 1]:
         raise ConfigError(f"two columns would be called {twice[0]!r}: fine-tune the model with another name for that label")
 
@@ -123,12 +124,23 @@ def tables(
         return x_RLT.index_select(0, first_B.to(x_RLT.device)) if per == "first" else x_RLT
 
     with closing(source.batches(parts, progress)) as batches:
-        given = predict(batches, prepare, output.forward, output.model.device)
+        noted = MISSING in output.schema.names
+        crops = with_missing_leads(batches, output.model.input, model_input) if noted else batches
+        given = predict(crops, prepare, output.forward, output.model.device)
         for part, group in groupby(given, key=lambda batch: batch[0].crops.part):
             empty.remove(part)
             yield part, _table(list(group), output, per)
     for part in sorted(empty):  # none of its records or crops could be read
         yield part, output.schema.empty_table()
+
+
+def with_missing_leads(batches: Iterable[CropBatch], used: Input, shown: Input) -> Iterator[CropBatch]:
+    """Notes which of the leads that the model uses were not recorded, or are not shown to it."""
+    bit_L = np.array([1 << lead if lead in used.seen else 0 for lead in ALL], np.int16)
+    hidden_L = ~np.isin(ALL, shown.seen)
+    for batch in batches:
+        missing_BL = hidden_L | ~batch.uv_BLT.any(axis=2)
+        yield batch._replace(crops=batch.crops._replace(missing_B=missing_BL @ bit_L))
 
 
 def _table(given: list[tuple[CropBatch, np.ndarray]], output: Output, per: Per) -> pa.Table:
@@ -143,6 +155,11 @@ def _table(given: list[tuple[CropBatch, np.ndarray]], output: Output, per: Per) 
     first = np.flatnonzero(np.diff(group_H, prepend=-1))
     y_ND = np.add.reduceat(y_HD, first) / np.diff(first, append=len(y_HD))[:, None].astype(np.float32)
     rows = crops.take(crop_H[first])
+    if MISSING in output.schema.names:
+        missing_B = np.concatenate([batch.crops.missing_B for batch, _ in given])
+        missing_N = np.bitwise_or.reduceat(missing_B[crop_H], first)  # of a record: in any of its crops
+        names = [describe_leads(lead for lead in ALL if bits >> lead & 1) or None for bits in missing_N.tolist()]
+        rows = rows.append_column(MISSING, pa.array(names, pa.string()))
     if per == "half":
         second_H = np.diff(crop_H, prepend=-1) == 0
         starts = pa.array(rows["start_s"].to_numpy() + second_H * (HALF / FS_HZ))
@@ -155,6 +172,7 @@ class ParquetParts:
         self.out, self.job, self.folder = out, json.loads(json.dumps(job)), out.with_name(f"{out.name}.parts")
         self.rank, self.world, self.finished = rank, world, out.exists()
         self.rows: int | None = None  # of `out`, on the rank that has joined it
+        self.lacking = 0  # rows with missing leads, on that rank
         self._lock: Any = None
         if self.finished:
             if out.suffix != CSV:
@@ -217,7 +235,7 @@ class ParquetParts:
         missing = [number for number in range(count) if self._path(number).name not in there]
         if missing:
             return missing
-        rows = 0
+        rows = lacking = 0
         with (csv.CSVWriter if self.out.suffix == CSV else pq.ParquetWriter)(whole, described) as writer:
             for number in range(count):
                 table = self._read(number, described)
@@ -226,13 +244,14 @@ class ParquetParts:
                 elif len(table):
                     writer.write_table(table.replace_schema_metadata(described.metadata))  # one row group in parquet
                     rows += len(table)
+                    lacking += len(table) - table[MISSING].null_count if MISSING in table.column_names else 0
         if missing:
             return missing
         with open(whole, "rb") as file:
             os.fsync(file.fileno())
         os.replace(whole, self.out)
         sync(self.out.parent)
-        self.rows = rows
+        self.rows, self.lacking = rows, lacking
         return []
 
     def __enter__(self) -> "ParquetParts":

@@ -66,15 +66,19 @@ def labels_to_probe(dataset: Dataset, name: str, url: str, splits: Sequence[str]
         raise ConfigError(f"--task {name}: leave it out: identification is then probed")
     labels = read_task(task, [dataset])
     if empty := [split for split in splits if not len(labels.rows(0, split))]:
-        raise ConfigError(f"{url or dataset.root.url}: no record is in the split {empty[0]}: a probe needs {', '.join(splits)}")
+        raise ConfigError(
+            f"{labels.name or dataset.root.url}: no record is in the split {empty[0]}: a probe needs {', '.join(splits)}"
+        )
     for split in (split for split in splits if split != "valid"):
-        require_unlike(labels, split, url or dataset.root.url)
+        require_unlike(labels, split, dataset)
     return labels
 
 
-def require_unlike(labels: TaskLabels, split: str, where: str) -> None:
+def require_unlike(labels: TaskLabels, split: str, dataset: Dataset) -> None:
     if not unlike(labels.y[0][labels.rows(0, split)]).any():
-        raise ConfigError(f"{where}: all labels of the split {split} are the same: nothing to learn or to score")
+        raise ConfigError(
+            f"{labels.name or dataset.root.url}: all labels of the split {split} are the same: nothing to learn or to score"
+        )
 
 
 def unlike(y_NK: Array) -> Array:

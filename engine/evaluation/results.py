@@ -19,7 +19,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from data_tools.dataset import CLASSES, Dataset
 from engine.common import ConfigError, OutputError, describe_leads, environment, find_config, read_yaml
@@ -27,23 +29,24 @@ from engine.data.augmenter import FS_HZ, none_measured
 from engine.data.leakage import conflicting_splits, patient_ids
 from engine.data.preprocess import Input
 from engine.evaluation.inputs import DatasetSource, Per, no_leads
+from engine.evaluation.intervals import TOO_FEW, few_patients, intervals_of_few
 from engine.evaluation.metrics import (
     Array,
     MetricError,
     bootstrap,
+    calibration,
     challenge_statistic,
     exact_interval,
     identification,
     statistic_of,
 )
-from engine.evaluation.outputs import RESUMABLE, Output, ParquetParts, embeddings, make, matrix, vectors, whole
+from engine.evaluation.outputs import RESUMABLE, Output, ParquetParts, make, matrix, vectors, whole
 from engine.model.config import validated
 from engine.model.inference import THRESHOLD, HeadInfo, TrainedModel
 from engine.tasks.config import TaskConfig
 from engine.tasks.labels import TaskLabels, read_task
 
 RESAMPLES, GROUP_RESAMPLES = 1000, 200
-BINS = 10  # bins of probabilities, equally wide
 AGES, AGE_BANDS = (18, 40, 60, 80), np.array(["0-17", "18-39", "40-59", "60-79", "80+", "unknown"])  # years
 CHOSEN = "challenge_chosen"
 DIAGNOSIS = HeadInfo("diagnosis", "multilabel", CLASSES, (THRESHOLD,) * len(CLASSES))
@@ -83,18 +86,24 @@ class TaskResult:
 
     @cached_property
     def groups(self) -> dict[str, dict[str, Any]]:
-        """By age, sex and source: n, patients, metrics and intervals of the records."""
+        """By age, sex and source: n, patients, positives of each class, metrics and intervals of the records."""
         found: dict[str, dict[str, Any]] = {}
         for name, values_N in self.groups_N.items():
             for value in np.unique(values_N).tolist():
                 one = self._of_records(np.flatnonzero(values_N == value), min(self.resamples, GROUP_RESAMPLES))
-                found.setdefault(name, {})[value] = {key: one[key] for key in ("n", "patients", "metrics", "intervals")}
+                shown = {key: one[key] for key in ("n", "patients", "metrics", "intervals")}
+                if self.head.kind != "regression":
+                    shown["positives"] = {label: of["positives"] for label, of in one["classes"].items()}
+                found.setdefault(name, {})[value] = shown
         return found
 
     def _of_records(self, rows: Array, resamples: int) -> dict[str, Any]:
+        return scored(*self.of_records(rows), resamples, self.head)
+
+    def of_records(self, rows: Array | slice = slice(None)) -> tuple[Array, Array, list[Any]]:
+        """Labels, mean scores and patients of the records in these rows."""
         records, patients = (np.asarray(each)[rows].tolist() for each in (self.records_N, self.patients_N))
-        means = by_record(self.labels_NK[rows], self.scores_NK[rows], records, patients)
-        return scored(*means, resamples, self.head)
+        return by_record(self.labels_NK[rows], self.scores_NK[rows], records, patients)
 
     def worst(self, count: int) -> list[int]:
         """Rows of the records with the largest errors: the worst half of each."""
@@ -117,6 +126,8 @@ class TaskResult:
             remarks.append(f"{unknown:,} of {labels.size:,} labels are unknown and ignored.")
         if half["patients"] == 1:
             remarks.append("All samples are from one patient: there are no intervals.")
+        elif self.head.kind != "regression" and few_patients(labels, self.patients_N):
+            remarks.append(f"{TOO_FEW} have no interval, or an exact one.")
         return remarks
 
     def document(self) -> dict[str, Any]:
@@ -140,6 +151,8 @@ def scored(labels: Array, scores: Array, patients: Sequence[Any], resamples: int
         ends = bootstrap(again, patients, resamples).tolist()
         figures = {"challenge": figures["challenge"], CHOSEN: (again(np.ones(len(labels), np.int64)), ends)} | figures
     metrics, intervals = ({name: figure[part] for name, figure in figures.items()} for part in (0, 1))
+    if head.kind != "regression" and few_patients(labels, patients):
+        intervals |= intervals_of_few(metrics, labels, patients)
     for name, threshold in zip(head.classes, head.thresholds, strict=False):
         summary["classes"][name]["threshold"] = threshold
     if head.kind != "regression":
@@ -155,17 +168,6 @@ def by_record(labels: Array, scores: Array, records: Sequence[Any], patients: Se
     return np.asarray(labels)[first], sums / halves[:, None], np.asarray(patients)[first].tolist()
 
 
-def calibration(labels: Array, scores: Array) -> tuple[Array, Array, Array, float]:
-    """For each bin of probabilities, over all classes: mean, share of positives, and count; then the expected calibration
-    error."""
-    known = ~np.isnan(labels.astype(float))
-    p, y = scores[known].astype(float), labels[known]
-    bin_of = np.minimum((p * BINS).astype(int), BINS - 1)
-    count = np.bincount(bin_of, minlength=BINS)
-    mean, true = (np.bincount(bin_of, v, BINS) / np.maximum(count, 1) for v in (p, y))
-    return mean, true, count, float((np.abs(mean - true) * count).sum() / max(len(p), 1))
-
-
 @dataclass(frozen=True, eq=False)
 class IdentificationResult:
     gallery_PD: Array
@@ -175,6 +177,7 @@ class IdentificationResult:
     facts: dict[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
     resamples: int = RESAMPLES
+    untrained: "IdentificationResult | None" = None  # random weights of the same architecture, on the same pairs
 
     @cached_property
     def scores(self) -> dict[str, Any]:
@@ -197,15 +200,21 @@ class IdentificationResult:
             remarks.append("Most probes are equally similar to several patients: the embeddings have collapsed, or are copies.")
         if scores["one_sided"]:
             remarks.append(f"{scores['one_sided']:,} probes are of patients who are not in the gallery: they count as misses.")
+        if self.untrained and self.untrained.scores["accuracy"] >= scores["accuracy"]:
+            remarks.append("Random weights of the same architecture recognise as many patients: training gains nothing here.")
         return remarks
 
     def document(self) -> dict[str, Any]:
         scores = self.scores
+        metrics = {name: scores[name] for name in ("accuracy", "top5", "chance", "ties")}
+        intervals = {"accuracy": self.interval}
+        if self.untrained:
+            metrics["random_weights"] = self.untrained.scores["accuracy"]
+            intervals["random_weights"] = self.untrained.interval
         whole = {
             **{"task": "identification", **self.facts, "unit": "patient"},
             **{"n": scores["n_probes"], "gallery": scores["n_gallery"], "one_sided": scores["one_sided"]},
-            "metrics": {name: scores[name] for name in ("accuracy", "top5", "chance", "ties")},
-            "intervals": {"accuracy": self.interval},
+            **{"metrics": metrics, "intervals": intervals},
             **{"classes": {}, "cmc": scores["cmc"].tolist(), "score": scores["accuracy"], "remarks": self.remarks},
         }
         return {key: nullable(value) for key, value in whole.items()}
@@ -271,28 +280,33 @@ def score_task(model: TrainedModel, dataset: Dataset, task: TaskConfig, options:
 
 def labels_of(labels: TaskLabels, dataset: Dataset, role: str) -> tuple[Array, Array]:
     """The crops of a split, and their labels."""
-    url, rows = labels.task.labels or dataset.root.url, labels.rows(0, role)
+    name, rows = labels.name or dataset.root.url, labels.rows(0, role)
     if labels.role:
         require(rows, dataset, f"dx={role}", "crops of cpsc_2018 or georgia: shard --dx-sources names others")
     if not len(rows):
-        raise ConfigError(f"{url}: no record of {dataset.root.url} is in the split {role}: choose another --role")
+        raise ConfigError(f"{name}: no record of {dataset.root.url} is in the split {role}: choose another --role")
     y_NK = labels.y[0][rows]
     if labels.task.kind != "regression" and not np.nansum(y_NK):
         what = f"with dx={role} has a scored diagnosis" if labels.role else f"of the split {role} has a positive label"
-        raise ConfigError(f"{url}: none of its {len(rows):,} crops {what}")
+        raise ConfigError(f"{name}: none of its {len(rows):,} crops {what}")
     return rows, y_NK
 
 
 def identify(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> IdentificationResult:
     model_input, notes = shown_input(model, dataset, options)
-    patients = patient_ids([dataset])[0]
+    patients, untrained, width = patient_ids([dataset])[0], model.untrained(), model.encoder.width
+
+    def with_untrained(x_RLT: Tensor) -> Tensor:
+        return torch.cat([model.pooled(x_RLT), untrained.pooled(x_RLT)], 1)
+
+    output = vectors(model, with_untrained, 2 * width)
     if options.role == "valid":
         rows = dataset.select(identity="valid")
         rows = rows[dataset.column("halves")[rows] == 2]
         require(rows, dataset, "id=valid and two halves", "records that are not kept for tests")
         (rows,), left_out = _measured(dataset, model_input, rows)
         gallery = probe = rows
-        c_RD, _ = _outputs(embeddings(model), dataset, rows, model_input, options)
+        c_RD, _ = _outputs(output, dataset, rows, model_input, options)
         gallery_PD, probe_QD = c_RD[::2], c_RD[1::2]
     else:
         gallery, probe = (dataset.select(identity=role) for role in ("gallery", "probe"))
@@ -300,11 +314,13 @@ def identify(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> Ide
             require(side, dataset, f"id={role}", "patients of ptb-xl with two sessions: shard --id-sources names others")
         (gallery, probe), left_out = _measured(dataset, model_input, gallery, probe)
         rows = np.union1d(gallery, probe)
-        c_BD, _ = _outputs(embeddings(model), dataset, rows, model_input, options, "first")
+        c_BD, _ = _outputs(output, dataset, rows, model_input, options, "first")
         gallery_PD, probe_QD = (c_BD[np.searchsorted(rows, side)] for side in (gallery, probe))
     notes += left_out
     ids = patients[gallery].tolist(), patients[probe].tolist()
-    return IdentificationResult(gallery_PD, ids[0], probe_QD, ids[1], _facts(dataset, options, model_input), notes)
+    baseline = IdentificationResult(gallery_PD[:, width:], ids[0], probe_QD[:, width:], ids[1])
+    vectors_of = gallery_PD[:, :width], ids[0], probe_QD[:, :width], ids[1]
+    return IdentificationResult(*vectors_of, _facts(dataset, options, model_input), notes, untrained=baseline)
 
 
 def load_task(name: str) -> TaskConfig:

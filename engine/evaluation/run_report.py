@@ -111,6 +111,7 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         Chart("Memory", _one("memory_gb", "rank 0"), LineStyle("GB", floor=0, smooth=False)),
     ),
 }
+RECOGNISED = "identification_accuracy"
 CARDS = {
     "auroc": ("AUROC", ".3f"),
     "challenge": ("CinC score", ".3f"),
@@ -118,7 +119,7 @@ CARDS = {
     "r2": ("R2", ".3f"),
     "accuracy_local": ("Local accuracy", ".1%"),
     "accuracy_global": ("Global accuracy", ".1%"),
-    "identification_accuracy": ("Patients recognised", ".1%"),
+    RECOGNISED: ("Patients recognised", ".1%"),  # random weights recognise patients far above chance: step 0 is shown beside
 }
 SIMILARITIES = {
     "Cosine of contexts and targets": {"positive_similarity": "own target", "negative_similarity": "negatives"},
@@ -212,7 +213,9 @@ def summary(files: RunFiles, best: float | None) -> Iterator[tuple[str, str, str
             value, prefix, where = metrics.recent(key), "", "training"
         if math.isfinite(value):
             guess = number(files.fact("chance", prefix + key))
-            yield name, f"{value:{form}}", where + (f", chance {guess:{form}}" if math.isfinite(guess) else "")
+            before = held_out.at(key, 0) if prefix and key == RECOGNISED else math.nan
+            where += f", chance {guess:{form}}" if math.isfinite(guess) else ""
+            yield name, f"{value:{form}}", where + (f", {before:{form}} before training" if math.isfinite(before) else "")
     if ended := result(files):
         yield "Converged", "yes" if ended["converged"] else "no", f"{ended['validations_since']} validations since the best"
     if math.isfinite(used := metrics.last("code_perplexity")):

@@ -14,6 +14,7 @@ shapes. Only the quantiser and the projections of pre-training are ignored.
 """
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
 from pathlib import Path
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from data_tools.errors import ReadError
 from data_tools.prepare import crop_count, fill, samples_at_500
 from data_tools.record import MV_PER_UNIT, RATE_RANGE_HZ, EcgRecord, unit_name
-from engine.common import LEADS, ConfigError, blaming, leads_in_order, plugin
+from engine.common import LEADS, ConfigError, blaming, describe_leads, leads_in_order, plugin
 from engine.data.augmenter import CROP, FS_HZ, HALF
 from engine.data.preprocess import Input, SignalError
 from engine.model.config import ModelConfig, validated
@@ -107,6 +108,23 @@ class TrainedModel(nn.Module):
         trained = self.config.get("trained")
         return trained if isinstance(trained, dict) else {}
 
+    def untrained(self, seed: int = 0) -> "TrainedModel":
+        """Random weights of the same architecture, without a head."""
+        config = config_of(self.config)
+        kind = type(self.encoder) if config.encoder else None
+        encoder = build_encoder(config, generator=torch.Generator().manual_seed(seed), kind=kind)
+        model = TrainedModel(encoder, None, self.config, self.preprocessing)
+        return model.to(self.device, next(self.parameters()).dtype)
+
+    def unprepared(self) -> str:
+        """Why its predictions are doubtful if some of its leads are missing; "" if it was trained with random lead masking."""
+        masked = self.history.get("rlm")  # unknown for models of other programs and of older versions
+        if masked:
+            return ""
+        trained = "was not trained" if masked == 0 else "is not known to have been trained"
+        measure = "measure it with `omnilead evaluate --leads`, or fine-tune it with augment.rlm=0.5"
+        return f"the model {trained} with missing leads: {measure}"
+
     def pooled(self, x_RLT: Tensor) -> Tensor:
         """c_RD, float32: the mean over tokens."""
         return pool(self.encoder(x_RLT.to(next(self.encoder.parameters()).dtype)))
@@ -146,7 +164,12 @@ class TrainedModel(nn.Module):
         self, signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str = "mV"
     ) -> dict[str, float] | list[dict[str, float]]:
         """{class: probability} or {name: value in `self.unit`} for an ECG [L, T], a list of them for several [B, L, T]: means
-        over segments of 5 s, as `evaluate` scores a record. Arguments: see `embed`."""
+        over segments of 5 s, as `evaluate` scores a record. Arguments: see `embed`. Warns if leads are missing that the model
+        was not trained without."""
+        leads = leads if isinstance(leads, str) else tuple(leads)
+        missing = set(self.input.seen) - set(leads_in_order(leads))
+        if missing and (why := self.unprepared()):
+            warnings.warn(f"without leads {describe_leads(sorted(missing))}: {why}", stacklevel=3)  # 2 is torch's decorator
         y_BK = self._means(self.scores, len(self.classes), signal, fs_hz, leads, unit)
         found = [dict(zip(self.classes, y_K, strict=True)) for y_K in y_BK.tolist()]
         return found if getattr(signal, "ndim", None) == 3 else found[0]

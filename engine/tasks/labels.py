@@ -52,6 +52,7 @@ class TaskLabels:
     y: list[np.ndarray]  # by dataset [crops, K] float32; multiclass: one-hot; identity: patients, int64 [crops]
     split: list[np.ndarray]  # by dataset [crops] int8, as in SPLITS; 0 where no label is known
     remarks: list[str] = field(default_factory=list)
+    name: str = ""  # of the table in messages; "": the labels are roles of the datasets
 
     def rows(self, dataset: int, split: str) -> np.ndarray:
         return np.flatnonzero(self.split[dataset] == SPLITS.index(split))
@@ -76,7 +77,7 @@ class TaskLabels:
 
 
 class LabelTable(NamedTuple):
-    name: str  # in messages
+    name: str  # in messages; also says so if few of its records are in the data, the likely cause of any error
     cells: pa.Table  # of text, null: unknown
     row: list[np.ndarray]  # by dataset, the row of each crop; -1: none
     remarks: list[str]
@@ -96,7 +97,7 @@ def read_task(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
         raise ConfigError(f"{table.name}: no record has a known label in {', '.join(task.columns)}: fill in the cells")
     task, split_N, remarks = _splits(task, table, datasets, known)
     split = np.split(np.where(known, split_N, 0).astype(np.int8), np.cumsum([len(one) for one in y])[:-1])
-    return TaskLabels(task, classes, y, split, [*table.remarks, *remarks])
+    return TaskLabels(task, classes, y, split, [*table.remarks, *remarks], table.name)
 
 
 def _of_roles(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
@@ -221,10 +222,15 @@ def _joined(task: TaskConfig, datasets: Sequence[Dataset]) -> LabelTable:
     row_of_key = np.full(len(keys), -1)
     row_of_key[found[rows]] = rows
     missing, bare = np.flatnonzero(found < 0), np.flatnonzero(row_of_key < 0)
-    remarks = [f"{url}: {_some(missing, record)} of {len(record):,} records are not in the data"] if len(missing) else []
+    absent = f"{url}: {_some(missing, record)} of {len(record):,} records are not in the data"
+    remarks = [absent] if len(missing) else []
     remarks += [f"{url}: has no row for {_some(bare, keys)} of {len(keys):,} records of the data"] if len(bare) else []
     ends = np.cumsum([len(dataset) for dataset in datasets])[:-1]
-    return LabelTable(url, cells, np.split(row_of_key[key_of_crop], ends), remarks)
+    name = url
+    if len(missing) > len(rows):
+        there = ", ".join(map(str, targets[:SHOWN].to_pylist()))
+        name = f"{absent}, which has {there}, ...: check that the table belongs to the data"
+    return LabelTable(name, cells, np.split(row_of_key[key_of_crop], ends), remarks)
 
 
 def _some(positions: np.ndarray, names: pa.Array) -> str:
@@ -321,7 +327,7 @@ def _splits(
     if "patient" in table.cells.column_names and any(
         part.null_count for d in datasets for part in d.table(["patient"]).columns
     ):
-        remarks.append(f"{table.name}: column `patient` is not read: ECGs without a patient in the dataset count as one each")
+        remarks.append(f"{task.labels}: column `patient` is not read: ECGs without a patient in the dataset count as one each")
     return task, split, remarks
 
 

@@ -60,7 +60,9 @@ class FinetuneTask(TrainingTask):
         for dataset, rows in zip(datasets, trained, strict=True):
             if not len(rows):
                 what = f"{labels.role}=train" if labels.role else "a known label in the training split"
-                raise ConfigError(f"data.datasets: {dataset.root.url} has no crop with {what}: nothing to learn from")
+                raise ConfigError(
+                    f"{labels.name or 'data.datasets'}: {dataset.root.url} has no crop with {what}: nothing to learn from"
+                )
         self.roles = {labels.role: "train"} if labels.role else {"rows": trained}
         self.start = read_start(config.start, config.code)
         self.architecture = config.tuned(self.start.model)
@@ -96,7 +98,7 @@ class FinetuneTask(TrainingTask):
 
     def _use_labels(self, labels: TaskLabels) -> None:
         """Sets targets and class weights; ConfigError if the labels cannot be learnt."""
-        y_NK, name = labels.of("train"), self.config.task.labels or "data.datasets"
+        y_NK, name = labels.of("train"), labels.name or "data.datasets"
         self.y, self.outputs = labels.y, len(labels.classes)
         if unknown := named(labels, np.isnan(y_NK).all(0)):
             raise ConfigError(f"{name}: no crop of the training split has a known label in {unknown}: leave the column out")

@@ -184,6 +184,8 @@ def refuse_changes(
     facts = run_facts(config, datasets, ranks)
     now = {name: facts[name] for name in ("preprocessing_sha256", "datasets", "zero_stage")} | task.facts()
     before = {name: saved.get(name) for name in now} | saved_config(path, saved, type(config)).tree()
+    if subject(saved["config"]) != subject(config.tree()):
+        raise other_run(path, saved)
     pairs = flatten(before), flatten(now | config.tree())
     fixed = config.train.schedule == "fixed" and not (isinstance(config, FinetuneConfig) and config.task.margin_warmup)
     lengths = ("train.steps", "train.epochs") if fixed else ()
@@ -198,8 +200,25 @@ def refuse_changes(
     return saved
 
 
+def subject(settings: dict[str, Any]) -> str:
+    """What a run with these settings is."""
+    if "task" not in settings:
+        return "pre-training"
+    return f"fine-tuning of {settings['start']} for {settings['task']['name']}"
+
+
+def other_run(path: Path, state: dict[str, Any]) -> ConfigError:
+    """An error that says which run the checkpoint belongs to, if it is not the one that was asked for."""
+    settings = state["config"]
+    program = "finetune" if "task" in settings else "pretrain"
+    where = f"{path.parent.parent}: holds another run, a {subject(settings)} (step {state['step']})"
+    return ConfigError(f"{where}: use --out NEW; only `omnilead {program}` with the same settings resumes or exports it")
+
+
 def saved_config(path: Path, state: dict[str, Any], kind: type[RunConfig]) -> RunConfig:
     """A checkpoint's settings. Those that did not exist when it was written have their defaults."""
+    if ("task" in state["config"]) != issubclass(kind, FinetuneConfig):
+        raise other_run(path, state)
     try:
         return build(state["config"], kind)
     except ConfigError as error:
@@ -265,7 +284,7 @@ def export_run(run: Path, kind: type[RunConfig], task: type[TrainingTask]) -> Pa
     signal_spec["meaning"] = SCALES[signal_spec["scale"]]
     signal_spec |= ({"seen": seen} if seen != leads else {}) | {"sha256": state["preprocessing_sha256"]}
     trained = {name: state[name] for name in ("step", "crops_seen", "datasets", "preprocessing_sha256")}
-    trained["precision"] = config.train.precision
+    trained |= {"precision": config.train.precision, "rlm": config.augment.rlm}
     trained["splits"] = [*state.get("splits", ()), *state.get("splits_before", ())]
     card = model_card(run, config, state, weights, task)
     try:

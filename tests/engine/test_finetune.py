@@ -27,6 +27,7 @@ from engine.common import ConfigError
 from engine.config import CONFIGS, FinetuneConfig, build, load
 from engine.data.leakage import find_leak, split_of
 from engine.evaluation.run_files import DIAGNOSTICS, read_diagnostics
+from engine.finetune import main
 from engine.model.classifier import Classifier
 from engine.model.encoder import Encoder, pool
 from engine.model.init_weights import initialise
@@ -100,7 +101,21 @@ def test_a_resumed_run_and_two_ranks_are_the_same_run(dataset: Dataset, base: Pa
     whole, two = ([[row[key] for key in EXACT] for row in rows(tmp_path / name)] for name in ("whole", "two"))
     np.testing.assert_allclose(two, whole, rtol=2e-4)
     elsewhere = finetune(tmp_path, dataset.root.url, Path(CONFIGS / "pretrain" / "quickstart.yaml"), "identification", "whole")
-    assert elsewhere.codes == [2] and "cannot resume" in elsewhere.output and "start changed from" in elsewhere.output
+    found = f"whole: holds another run, a fine-tuning of {base} for identification (step 4): use --out NEW"
+    assert found in elsewhere.one_line()
+
+
+def test_a_folder_with_another_run_is_refused(dataset: Dataset, base: Path, tmp_path: Path, capsys: Any) -> None:
+    shutil.copytree(base, tmp_path / "pre")
+    says = "pre: holds another run, a pre-training (step 2): use --out NEW; only `omnilead pretrain` with the same"
+    assert says in finetune(tmp_path, dataset.root.url, base, "diagnosis", "pre").one_line()
+    assert main(["--export", str(tmp_path / "pre")]) == 2 and says in capsys.readouterr().err
+    assert finetune(tmp_path, dataset.root.url, base, "diagnosis", "dx", train__steps=1).ok
+    says = f"dx: holds another run, a fine-tuning of {base} for diagnosis (step 1): use --out NEW; only `omnilead finetune`"
+    assert says in finetune(tmp_path, dataset.root.url, base, "identification", "dx").one_line()
+    assert says in pretrain(tmp_path, dataset.root.url, name="dx").one_line()
+    before = (tmp_path / "pre" / "metrics.jsonl").read_bytes()
+    assert before == (base / "metrics.jsonl").read_bytes()
 
 
 def test_the_first_best_step_is_exported_and_the_card_says_so(
@@ -137,8 +152,8 @@ def test_random_weights_of_a_pretraining_file(dataset: Dataset, tmp_path: Path) 
     model = engine.load(tmp_path / "run")
     assert model.config["model"]["leads"] == 2 and model.preprocessing["leads"] == ["I", "II"]
     assert finetune(tmp_path, dataset.root.url, tmp_path / "tiny.yaml", "diagnosis", train__steps=2, **changes).ok  # goes on
-    (tmp_path / "wide.yaml").write_text(TINY.replace("ffn: 32", "ffn: 64"))
-    ended = finetune(tmp_path, dataset.root.url, tmp_path / "wide.yaml", "diagnosis", train__steps=3, **changes)
+    (tmp_path / "tiny.yaml").write_text(TINY.replace("ffn: 32", "ffn: 64"))
+    ended = finetune(tmp_path, dataset.root.url, tmp_path / "tiny.yaml", "diagnosis", train__steps=3, **changes)
     assert "finetuning.architecture.ffn changed from 32 to 64" in ended.one_line()
 
 
@@ -405,12 +420,20 @@ def test_labels_that_cannot_be_learnt_are_refused(dataset: Dataset, base: Path, 
         ("regression", lambda i: "61", "all known values of v in the training split are equal"),
         ("binary", lambda i: str(i % 2) if i < 3 else "", "has no crop with a known label in the training split"),
     ]
+    absent = [f"X{i},1,train" for i in range(len(names) + 1)]
+    strangers = (
+        f"mine.csv: {len(absent)} (X0, X1, X2, ...) of {len(names) + len(absent)} records are not in the data, which has "
+    )
     for kind, cell, says in cases:
         split = ["test" if i < 3 else "train" for i in range(len(names))]
         path.write_text("\n".join(["record,v,split", *(f"{n},{cell(i)},{split[i]}" for i, n in enumerate(names))]))
         how = {"task__kind": kind, "task__labels": str(path), "data__datasets": [dataset.root.url]}
         ended = finetune(tmp_path, dataset.root.url, base, "diagnosis", "bad", **how)
-        assert says in ended.one_line()
+        assert says in ended.one_line() and strangers not in ended.output
+        with path.open("a") as file:  # most of its records are of another dataset
+            file.write("\n".join(["", *absent]))
+        line = finetune(tmp_path, dataset.root.url, base, "diagnosis", "bad", **how).one_line()
+        assert 0 <= line.find(strangers) < line.find(says)
 
 
 def test_a_split_without_test_records_is_reported() -> None:

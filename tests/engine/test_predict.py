@@ -1,6 +1,8 @@
 """engine.predict: columns of each kind of task, their numbers, what is refused. Reading and resuming: test_embed."""
 
+import json
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,11 @@ import engine
 from data_tools.dataset import Dataset
 from engine import predict
 from engine.common import LEADS
+from engine.model import folder
 from tests.conftest import save_model
 
 torch.set_num_threads(1)
-BASE = ["source", "record", "patient", "row", "start_s"]
+BASE = ["source", "record", "patient", "row", "start_s", "missing_leads"]
 HEADS: dict[str, dict[str, Any]] = {
     "diagnosis": {"task": "diagnosis", "kind": "multilabel", "classes": ["AF", "SB"], "thresholds": [0.5, 0.5]},
     "rhythm": {"task": "rhythm", "kind": "multilabel", "classes": ["AF", "SB"], "thresholds": [0.4, 0.6]},
@@ -91,6 +94,52 @@ def test_csv_equals_parquet_also_from_two_ranks(
         monkeypatch.setenv("RANK", rank)
         shared, _ = predicted("rhythm", "--batch", "2", name="shared.csv")
     assert shared.read_bytes() == out.read_bytes()
+
+
+@pytest.mark.parametrize("rlm, doubt", [(None, "is not known to have been trained"), (0.0, "was not trained"), (0.5, "")])
+def test_missing_leads_are_named(rlm: float | None, doubt: str, tmp_path: Path, capsys: Any) -> None:
+    model = save_model(tmp_path / "model", head=HEADS["rhythm"])
+    folder.seal(model, json.loads((model / "config.json").read_text()) | {"trained": {} if rlm is None else {"rlm": rlm}})
+    mv_LT = np.random.default_rng(0).normal(0, 0.3, (12, 10_000)).astype(np.float32)
+    lacks = mv_LT.copy()
+    lacks[1, 5000:] = np.nan  # II, in the second crop of two
+    lacks[6] = 0  # V1, never
+    np.savez(tmp_path / "ecgs.npz", whole=mv_LT, lacks=lacks)
+    command = ["--model", str(model), "--data", str(tmp_path / "ecgs.npz"), "--fs", "500"]
+    doubt = f"the model {doubt} with missing leads: measure it with `omnilead evaluate --leads`" if doubt else ""
+
+    def missing(name: str, *options: str) -> list[str | None]:
+        out = tmp_path / name
+        assert predict.main([*command, "--out", str(out), *options]) == 0
+        read = csv.ConvertOptions(strings_can_be_null=True)
+        table = pq.read_table(out) if out.suffix == ".parquet" else csv.read_csv(out, convert_options=read)
+        return [table["missing_leads"][i].as_py() for i in np.argsort(table["record"].to_pylist(), kind="stable")]
+
+    for suffix in (".csv", ".parquet"):
+        assert missing(f"records{suffix}") == ["II,V1", None]  # lacks, whole
+        err = capsys.readouterr().err
+        assert doubt in err and err.count("1 of 2 rows lack leads (column missing_leads)") == err.count("\n") == bool(doubt)
+    assert missing("crops.csv", "--per", "crop") == ["V1", "II,V1", None, None]
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        engine.load(model).predict(mv_LT, 500, LEADS)
+        assert not caught
+        engine.load(model).predict(mv_LT[:2], 500, ["I", "V1"])
+    assert all(one.filename == __file__ for one in caught)
+    assert [f"without leads II,III,aVR,aVL,aVF,V2,V3,V4,V5,V6: {doubt}" in str(one.message) for one in caught] == [True] * bool(
+        doubt
+    )
+
+
+def test_leads_that_are_hidden_are_missing(dataset: Dataset, tmp_path: Path) -> None:
+    out, model = (
+        tmp_path / "out.parquet",
+        save_model(tmp_path / "model", head=HEADS["rhythm"], preprocessing={"seen": ["I", "II"]}),
+    )
+    assert predict.main(["--model", str(model), "--data", dataset.root.url, "--out", str(out)]) == 0
+    assert pq.read_table(out)["missing_leads"].null_count == pq.read_metadata(out).num_rows  # it uses two leads, both there
+    out = tmp_path / "one.parquet"
+    assert predict.main(["--model", str(model), "--data", dataset.root.url, "--out", str(out), "--leads", "II"]) == 0
+    assert set(pq.read_table(out)["missing_leads"].to_pylist()) == {"I"}
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """engine.evaluate: its numbers against plain loops over the same crops, and its warnings."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import engine
 from data_tools.dataset import CLASSES, Dataset
@@ -71,6 +73,23 @@ def test_identification_equals_a_loop_over_gallery_crops(data: Dataset, pretrain
     assert document["score"] == pytest.approx(accuracy(*first, patient[gallery], patient[probe]))
     assert (document["n"], document["gallery"], document["one_sided"]) == (100, 100, 0)
     assert document["metrics"]["ties"] == 0 and document["metrics"]["chance"] == 0.01 < document["score"]
+
+
+def test_identification_has_random_weights_of_the_architecture_beside_it(
+    data: Dataset, pretrained: Path, evaluated: Evaluated, tmp_path: Path
+) -> None:
+    """`pretrained` has the random weights of seed 0."""
+    trained = tmp_path / "trained"
+    shutil.copytree(pretrained, trained)
+    drawn = torch.Generator().manual_seed(1)
+    weights = load_file(trained / "model.safetensors")
+    changed = {name: w + 0.1 * torch.randn(w.shape, generator=drawn) for name, w in weights.items()}
+    save_file(changed, trained / "model.safetensors", metadata={"format": "pt"})
+    seal(trained, json.loads((trained / "config.json").read_text()))
+    before, after = evaluated(pretrained), evaluated(trained)
+    assert before["metrics"]["random_weights"] == before["score"] == after["metrics"]["random_weights"] != after["score"]
+    assert after["intervals"]["random_weights"] == before["intervals"]["accuracy"]
+    assert "Random weights of the same architecture recognise as many patients" in before["remarks"][-1]
 
 
 def test_identification_in_validation_compares_the_halves_of_a_crop(

@@ -92,7 +92,7 @@ def test_every_row_and_its_differences_in_every_file(out: Path) -> None:
 
 
 def test_cached_embeddings_are_reused(
-    out: Path, models: list[str], dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    out: Path, models: list[str], dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """More tasks of the same model cost nothing; only a damaged file is computed again."""
     shutil.copytree(out, copy := tmp_path / "OUT")
@@ -102,12 +102,16 @@ def test_cached_embeddings_are_reused(
     )
     again = ["bench", *models, "--data", dataset.root.url, *LEADS, "--seed", "3", "--out", str(copy), "--tasks"]
     assert main([*again, "identification"]) == 0 and made == []
+    names = list(json.loads((out / "bench.json").read_text())["models"])
+    said = [f"bench: {i} of {len(names)} done: {name}" for i, name in enumerate(names, 1)]
+    assert capsys.readouterr().err.splitlines() == said and len(said) == 5  # no terminal: a line for each model
+    monkeypatch.setattr(bench, "interactive", lambda: True)
     found, before = (json.loads((folder / "bench.json").read_text())["rows"] for folder in (copy, out))
     of = [row for row in before if (row["task"], row["leads"], row["noise"]) == ("identification", "V2,I", 0)]
     assert [row["metrics"] for row in found] == [row["metrics"] for row in of]
     damaged = sorted((copy / "parts").rglob("*.npz"), key=lambda path: path.stat().st_size)[-1]
     damaged.write_bytes(damaged.read_bytes()[:-100])
-    assert main([*again, *TASKS[1:]]) == 0 and len(made) == 1
+    assert main([*again, *TASKS[1:]]) == 0 and len(made) == 1 and " done: " not in capsys.readouterr().err
     assert damaged.stat().st_size == (out / damaged.relative_to(copy)).stat().st_size
 
 

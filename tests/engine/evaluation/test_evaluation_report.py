@@ -11,9 +11,10 @@ import pytest
 from pages import check
 
 from data_tools.dataset import CLASSES, Dataset
+from engine.evaluate import lines
 from engine.evaluation import evaluation_report, score_plots
-from engine.evaluation.metrics import challenge_score, measure, predicted
-from engine.evaluation.results import IdentificationResult, TaskResult, by_record, calibration
+from engine.evaluation.metrics import calibration, challenge_score, measure, predicted
+from engine.evaluation.results import IdentificationResult, TaskResult, by_record
 from engine.model.inference import HeadInfo
 
 FACTS = {"model": "runs/<b>w2v</b>", "data": "0f3a", "role": "test", "leads": "I,II,V2"}
@@ -33,7 +34,8 @@ def usual(n: int = 200) -> TaskResult:
 
 def identification(gallery: Any, probes: Any, ids: Any = None) -> IdentificationResult:
     own = [f"p{i}" for i in range(len(gallery))]
-    return IdentificationResult(np.asarray(gallery), own, np.asarray(probes), ids or own[: len(probes)], FACTS, resamples=20)
+    given = np.asarray(gallery), own, np.asarray(probes), ids or own[: len(probes)]
+    return IdentificationResult(*given, FACTS, resamples=20)
 
 
 def of_kind(kind: str, classes: Any, unknown: float = 0.2) -> TaskResult:
@@ -97,12 +99,61 @@ def test_the_page_of_a_task_shows_classes_and_groups() -> None:
     assert "of 240 labels are unknown" in html and "AFL" in html and "Records by age" in html
 
 
+def of_patients(positives: int, negatives: int, halves: int = 1) -> TaskResult:
+    """A perfect classifier of patients with one record each, all of them women."""
+    y = np.repeat(np.arange(positives + negatives) < positives, halves)[:, None].astype(float)
+    names, head = np.repeat(np.arange(positives + negatives), halves), HeadInfo("af", "binary", ("AF",), (0.5,))
+    return TaskResult(y, 0.1 + 0.8 * y, names, names, FACTS, head=head, groups_N={"sex": np.array(["F"] * len(y))})
+
+
+def test_few_positives_have_an_exact_interval_or_none() -> None:
+    """Clopper-Pearson: if all of n are right, the lower end is 0.025 ** (1 / n)."""
+    for positives, negatives in ((2, 25), (25, 2)):
+        result = of_patients(positives, negatives)
+        document = result.document()
+        for part in (document, document["record"], document["groups"]["sex"]["F"]):
+            ends = part["intervals"]
+            assert part["metrics"]["auroc"] == 1 and ends["auroc"] == ends["auprc"] == ends["f_measure"] == [None, None]
+            for name, n in (("accuracy", 27), ("sensitivity", positives), ("specificity", negatives)):
+                assert ends[name] == [pytest.approx(0.025 ** (1 / n)), 1.0]
+        group = document["groups"]["sex"]["F"]
+        assert (group["n"], group["positives"]) == (27, {"AF": positives})
+        said = "Fewer than 10 patients with or without the class"
+        html = evaluation_report.build(result)
+        assert said in document["remarks"][0] and html.count(said) == 2  # also below the group
+        assert f"<td>27</td><td>27</td><td>{positives}</td><td>1.000</td><td>no interval</td>" in html
+        printed = [line.split() for line in lines({"dataset": "", **document})]
+        assert ["auroc", "1.0000", "1.0000"] in printed and ["AF", str(positives), "0.5"] in [words[:3] for words in printed]
+    two_halves = of_patients(5, 25, 2).half["intervals"]  # 10 positive rows, but of five patients
+    assert np.isnan([two_halves[name] for name in ("auroc", "sensitivity", "specificity")]).all()
+    enough = of_patients(10, 10).document()
+    assert enough["intervals"]["auroc"] == [1, 1] and not enough["remarks"]
+    assert "no interval" not in evaluation_report.build(of_patients(10, 10))
+
+
+def test_groups_of_several_classes_show_the_rarest_and_the_most_frequent() -> None:
+    result = of_kind("multilabel", ["AF", "AFL"], 0.0)
+    positives = result.groups["age"]["unknown"]["positives"]
+    assert positives == {name: int(result.labels_NK[62::2, k].sum()) for k, name in enumerate(["AF", "AFL"])}
+    low, high = sorted(positives.values())
+    assert low < high and f"<td>29</td><td>29</td><td>{low} to {high}</td>" in evaluation_report.build(result)
+
+
+def test_the_page_begins_with_whole_records() -> None:
+    html, result = evaluation_report.build(usual()), usual()
+    titles = re.findall("<h2>(.*?)</h2>", html)
+    assert titles[:2] == ["Records", "Halves of 5 s, as in the paper"] and "<p>100 records, 200 halves of 5 s" in html
+    first, second = (f"<b>{part['metrics']['auroc']:.3f}</b>" for part in (result.record, result.half))
+    assert 0 < html.find(first) < html.find(titles[1]) < html.find(second)
+    assert f"<td>{result.record['classes']['TInv']['auroc']:.3f}</td>" in html
+
+
 def test_predicted_and_true_values_are_drawn() -> None:
     result = of_kind("regression", ["QRS"], 0.0)
     same, difference = [chart for chart in check(evaluation_report.build(result)) if chart.get("aria-label")]
     assert (same.get("aria-label"), difference.get("aria-label")) == ("QRS, ms", "Bland-Altman: predicted - true, ms")
     dots = [node.get("d", "") for node in difference.iter("path") if "dots" in node.get("class", "")]
-    assert dots[0].count("M") == 120
+    assert dots[0].count("M") == 60  # records
     error = result.scores_NK - result.labels_NK
     assert f"mean {error.mean():+.3g}" in ElementTree.tostring(difference, "unicode")
     assert result.worst(1) == [int(np.abs(error).argmax())]
@@ -125,6 +176,20 @@ def test_one_patient_has_no_intervals() -> None:
     document = RESULTS["one patient"].document()
     assert document["metrics"] == {"accuracy": 1.0, "top5": 1.0, "chance": 1.0, "ties": 0.0}
     assert document["intervals"] == {"accuracy": [None, None]} and "say nothing" in document["remarks"][-1]
+
+
+def test_random_weights_stand_beside_a_model_that_recognises_patients() -> None:
+    eye, mixed = np.eye(4), np.eye(4)[[1, 0, 2, 3]]
+    better, worse = (replace(identification(eye, a), untrained=identification(eye, b)) for a, b in ((eye, mixed), (mixed, eye)))
+    document = better.document()
+    assert (document["score"], document["metrics"]["random_weights"]) == (1.0, 0.5) and not document["remarks"]
+    low, high = document["intervals"]["random_weights"]
+    assert 0 <= low <= 0.5 <= high <= 1
+    assert any(line.startswith(f"random weights    0.5000  {low:.4f} to") for line in lines({"dataset": "", **document}))
+    html = evaluation_report.build(better)
+    assert f"<span>Random weights</span><b>50.0%</b><small>{100 * low:.1f}% to" in html
+    assert 'data-label="random weights"' in html
+    assert "recognise as many patients" in worse.remarks[-1] and worse.remarks[-1] in evaluation_report.build(worse)
 
 
 def test_the_page_shows_what_was_measured() -> None:

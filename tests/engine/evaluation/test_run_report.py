@@ -38,7 +38,9 @@ def make(run: Path, *lines: Row | str, validation: list[Row] | None = None, fact
 @pytest.fixture
 def full(tmp_path: Path) -> Path:
     """A run with all its files."""
-    validation = [{"step": s, "loss": 3.0, "accuracy_local": 0.2, "identification_accuracy": 0.5} for s in (50, 100)]
+    validation = [
+        {"step": s, "loss": 3.0, "accuracy_local": 0.2, "identification_accuracy": 0.5 - s / 1000} for s in (0, 50, 100)
+    ]
     facts = {"steps": 300, "hardware": {"gpus": ["<b>H200</b>"]}, "config": {"model": {}}}
     run = make(tmp_path / "w2v", *(row(step) for step in range(1, 200)), validation=validation, facts=facts)
     (run / "config.yaml").write_text("run: '</pre><script>alert(1)</script>'\n")
@@ -72,6 +74,7 @@ def test_every_curve_is_on_the_page_and_texts_are_escaped(full: Path, capsys: py
     assert html == run_report.build(full)  # same run, same bytes
     wanted = {*LOGGED, "valid/loss", "valid/accuracy_local", "valid/identification_accuracy", "codebook 1", "codebook 2"}
     assert wanted <= curves(html)
+    assert cards(html)["Patients recognised"] == ("40.0%", "held out, 50.0% before training")
     assert "Crop 1" in html and "aVR" in html and "of 300" in html and "hardware.gpus" in html
     assert "<b>H200</b>" not in html and "&lt;b&gt;H200" in html
 

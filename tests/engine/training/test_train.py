@@ -50,6 +50,7 @@ def test_a_run_writes_all_its_files(dataset: Dataset, tmp_path: Path) -> None:
     best = f"step-{min(valid[1:], key=lambda row: row['loss'])['step']}"
     assert (checkpoints / "best").read_text() == best and {p.name for p in checkpoints.glob("step-*")} == {best, "step-5"}
     config = json.loads((out / "model" / "config.json").read_text())
+    assert config["trained"]["rlm"] == facts["config"]["augment"]["rlm"] == 0.5
     assert len({path.stat().st_mode for path in (out / "model").iterdir()}) == 1  # weights as readable as the rest
     weights = load_file(out / "model" / "model.safetensors")
     model = Pretrainer(build({"model": config["model"]}).model, build({"objective": config["objective"]}).objective)
