@@ -5,12 +5,14 @@ incomplete file under its final name.
 """
 
 import errno
+import fcntl
 import hashlib
 import os
 import random
 import shutil
 import socket
 import stat
+import sys
 import tempfile
 import time
 from collections import deque
@@ -21,7 +23,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from data_tools.errors import ReadError, StorageError, one_line, printable
 
@@ -62,6 +64,17 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """Write or replace a file atomically; it is on the disk when this returns."""
     with replaced(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def locked_by_another(file: IO[Any], place: str) -> bool:
+    """Lock an open file until it is closed; True if another process has locked it. Prints a note if files cannot be locked."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return True
+        print(f"note: {printable(place)}: its file system has no locks: never let two runs write there", file=sys.stderr)
+    return False
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from data_tools.cli import Parser as Parser
 from data_tools.cli import guard_streams, is_memory, show
 from data_tools.plugins import blame
 from data_tools.plugins import plugin as plugin
+from data_tools.storage import locked_by_another as locked_by_another
 from data_tools.storage import missing_package as missing_package
 from data_tools.storage import prefetch as prefetch
 from data_tools.storage import sync as sync
