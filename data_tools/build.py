@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -371,11 +372,13 @@ def role_counts(table: pa.Table) -> dict[str, Any]:
 
 
 def read_key(path: str) -> bytes:
-    """Read a key file and hash it to a key. `head -c 32 /dev/urandom > KEYFILE` creates one."""
+    """Read a key file and hash it to a key. `(umask 077; head -c 32 /dev/urandom > KEYFILE)` creates one."""
     try:
-        secret = Path(path).read_bytes()
+        secret, mode = Path(path).read_bytes(), os.stat(path).st_mode
     except OSError as error:
         raise StorageError(f"--pseudonymize {path}: {error.strerror}") from None
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
+        raise StorageError(f"--pseudonymize {path}: other users can read it ({stat.filemode(mode)}): chmod 600 {path}")
     if len(secret) < 16:
         raise StorageError(f"--pseudonymize {path}: {len(secret)} bytes, at least 16 are needed: head -c 32 /dev/urandom")
     return blake2b(secret, digest_size=32).digest()

@@ -80,6 +80,7 @@ def locked_by_another(file: IO[Any], place: str) -> bool:
 @dataclass(frozen=True)
 class LocalFolder:
     url: str
+    private: bool = False  # no message may name what is in the folder: patients' names, for example
     remote = False
 
     def path(self, name: str) -> str:
@@ -131,7 +132,9 @@ class LocalFolder:
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
-            raise StorageError(f"cannot list {self.path(under)}: {error.strerror}") from None
+            inside = f"a folder in {self.url} (`find {self.url} -type d ! -readable` names it)"
+            place = inside if self.private and under else self.path(under)
+            raise StorageError(f"cannot list {place}: {error.strerror}") from None
         prefix = f"{under}/" if under else ""
         yield from (prefix + entry.name for entry in entries if not entry.is_dir(follow_symlinks=False))
         for entry in entries:
@@ -214,6 +217,7 @@ class RemoteFolder:
 
     url: str
     anonymous: bool = False
+    private: bool = False  # as in LocalFolder
     remote = True
 
     @property
@@ -225,7 +229,7 @@ class RemoteFolder:
 
     def _retry(self, name: str, call: Callable[[], T], must_exist: bool = False) -> T:
         """Call with retries, exponential backoff and jitter. `must_exist`: also retry a 404, which can be transient."""
-        what = self.path(name)
+        what = self.url if self.private else self.path(name)
         for attempt in range(1, RETRIES + 1):
             try:
                 return call()
@@ -235,12 +239,14 @@ class RemoteFolder:
                 if not must_exist or attempt == RETRIES:
                     raise
             except PermissionError as error:
-                raise StorageError(f"{what}: not allowed ({error}): check the credentials, or use --anonymous") from None
+                why = type(error).__name__ if self.private else error
+                raise StorageError(f"{what}: not allowed ({why}): check the credentials, or use --anonymous") from None
             except Exception as error:
                 if "Credentials" in type(error).__name__:
                     raise StorageError(f"{what}: {error}: set AWS credentials, or use --anonymous for public data") from None
                 if attempt == RETRIES:
-                    raise StorageError(one_line(f"{what}: {type(error).__name__} after {RETRIES} tries: {error}")) from None
+                    why = "" if self.private else f": {error}"
+                    raise StorageError(one_line(f"{what}: {type(error).__name__} after {RETRIES} tries{why}")) from None
             time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1) * (0.5 + random.random()))
         raise AssertionError
 
@@ -324,9 +330,11 @@ class RemoteFolder:
 Folder = LocalFolder | RemoteFolder
 
 
-def folder(url: str | os.PathLike[str], anonymous: bool = False) -> Folder:
+def folder(url: str | os.PathLike[str], anonymous: bool = False, private: bool = False) -> Folder:
     text = os.fspath(url)
-    return RemoteFolder(text.rstrip("/"), anonymous) if "://" in text else LocalFolder(os.path.realpath(text))
+    if "://" in text:
+        return RemoteFolder(text.rstrip("/"), anonymous, private)
+    return LocalFolder(os.path.realpath(text), private)
 
 
 def dataset_folder(url: str | os.PathLike[str], anonymous: bool = False) -> Folder:
@@ -349,7 +357,9 @@ def links_in(place: Folder) -> str:
     """A hint for the error message when nothing was found in an archive."""
     names = () if place.remote else place.names()
     link = next((name for name in names if os.path.islink(path := place.path(name)) and os.path.isdir(path)), None)
-    return f" ({link} is a link, and such folders are not entered: name the folder itself)" if link else ""
+    if link is None:
+        return ""
+    return f" ({'one' if place.private else link} is a link, and such folders are not entered: name the folder itself)"
 
 
 def prefetch(call: Callable[[Item], T], items: Iterable[Item], threads: int = REQUESTS) -> Generator[T, None, None]:

@@ -23,9 +23,10 @@ ARCHIVES |= {"code15": Code15, "wfdb": WfdbFolder, "hospital": HospitalFiles}
 __all__ = ["ARCHIVES", "ENDINGS", "DataError", "PhysioNet2021", "Prepared", "ReadError", "Source", "open_sources", "prepared"]
 
 
-def open_sources(url: str, kind: str = "auto", anonymous: bool = False) -> list[Source]:
-    """Open the sources in a folder. `kind`: auto, a name in ARCHIVES or FORMATS, or `file.py:Class` or `module:Class`."""
-    root = folder(url, anonymous)
+def open_sources(url: str, kind: str = "auto", anonymous: bool = False, private: bool = False) -> list[Source]:
+    """Open the sources in a folder. `kind`: auto, a name in ARCHIVES or FORMATS, or `file.py:Class` or `module:Class`.
+    `private`: messages name no file or folder in it."""
+    root = folder(url, anonymous, private)
     names = set(root.children())
     if not names:
         raise StorageError(f"{root.url}: the folder is empty")
@@ -41,7 +42,7 @@ def open_sources(url: str, kind: str = "auto", anonymous: bool = False) -> list[
     places = [(root, names)]
     for name in sorted(names - {"training"}):
         if not (root.remote and "." in name):  # probably a file, not worth a request for its listing
-            below = folder(f"{root.url}/{name}", anonymous)
+            below = folder(f"{root.url}/{name}", anonymous, private)
             with suppress(StorageError):  # not a folder
                 places.append((below, set(below.children())))
     found: list[Source] = [source(place) for place, inside in places for source in ARCHIVES.values() if source.detect(inside)]
@@ -56,8 +57,8 @@ def open_sources(url: str, kind: str = "auto", anonymous: bool = False) -> list[
     if not found and META in names:
         raise StorageError(f"{root.url}: a dataset, not an archive: pass the archives that it was made from")
     if not found:
-        some = ", ".join(sorted(names)[:5])
-        raise StorageError(f"{root.url}: no known archive ({some}, ...){links_in(root)}: set its format with --source")
+        some = "" if private else f" ({', '.join(sorted(names)[:5])}, ...)"
+        raise StorageError(f"{root.url}: no known archive{some}{links_in(root)}: set its format with --source")
     return found
 
 

@@ -65,6 +65,7 @@ SAME = ("--workers", "1", "--pretrain-sources", "all", "--id-share", "1")  # as 
         (("shard", "SRC", "--out", "x", "--source", "data_tools.sources:Source"), "abstract method"),
         (("shard", "SRC", "--out", "x", "--pseudonymize", "nokey"), "nokey"),
         (("shard", "SRC", "--out", "x", "--pseudonymize", "SHORT"), "at least 16"),
+        (("shard", "SRC", "--out", "x", "--pseudonymize", "OPEN"), "other users can read it (-rw-r-----): chmod 600 OPEN"),
         (("shard", "SRC", "--out", "SHORT"), "--out SHORT: is a file"),
         (("shard", "SRC", "--out", "x", "--crop", "3"), "unrecognized arguments: --crop 3 (--help"),
         (("shard", "SRC", "--out", "x", "--patients", "p.csv"), "--patients p.csv: no such file"),
@@ -98,6 +99,9 @@ def test_wrong_arguments_give_a_one_line_error_and_exit_code_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "SHORT").write_bytes(b"short")
+    (tmp_path / "SHORT").chmod(0o600)
+    (tmp_path / "OPEN").write_bytes(bytes(32))
+    (tmp_path / "OPEN").chmod(0o640)
     (tmp_path / "LINKS" / "training").mkdir(parents=True)
     (tmp_path / "LINKS" / "training" / "georgia").symlink_to(archive / "training" / "georgia")
     (tmp_path / "raising.py").write_text('raise RuntimeError("a\\nb")\n')
