@@ -260,12 +260,13 @@ def one_blas_thread() -> None:
 
 
 def interruptible(name: str) -> None:
-    """Prints one line instead of a traceback for Ctrl-C (importing torch takes seconds) or a lack of memory."""
+    """Prints one line instead of a traceback for Ctrl-C (importing torch takes seconds; exit code 130) or a lack of memory."""
     guard_streams()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
             print(f"{name}: interrupted", file=sys.stderr)
+            leave(130)  # Python would end itself by SIGINT: 130 in a shell, but -2 for a program that started it
         elif is_memory(error):
             print(f"{name}: out of memory: raise the limit (ulimit -v), or free some", file=sys.stderr)
         else:
