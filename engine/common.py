@@ -104,7 +104,8 @@ def blaming(setting: str, hint: str = "") -> Iterator[None]:
 
 class _YamlLoader(yaml.SafeLoader):  # type: ignore[misc]
     """Has limits, because a file may come from anyone: an alias counts as all the values it repeats ("billion laughs"), and
-    integers have at most 63 bits. Reads 5e-5 as a number, where YAML 1.1 has a string."""
+    integers have at most 63 bits. Reads 5e-5 as a number, where YAML 1.1 has a string. A key must not stand twice: PyYAML would
+    use the last value without a word."""
 
     def __init__(self, stream: bytes | str) -> None:
         super().__init__(stream)
@@ -118,6 +119,15 @@ class _YamlLoader(yaml.SafeLoader):  # type: ignore[misc]
         if self.values > MAX_YAML_VALUES:
             raise yaml.YAMLError(f"more than {MAX_YAML_VALUES:,} values, counting those that aliases repeat")
         self.sizes.setdefault(id(node), self.values - before)
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
+            if (key.tag, key.value) in seen:
+                raise yaml.YAMLError(f"line {key.start_mark.line + 1}: the key {key.value[:40]!r} stands twice: remove one")
+            seen.add((key.tag, key.value))
         return node
 
     def construct_integer(self, node: Any) -> int | str:
