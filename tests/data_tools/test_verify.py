@@ -143,7 +143,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {  # damage, words of the finding
     "a source's records": (rewritten(lambda meta: meta["sources"][0]["records"].update(seen=10**6)), "counts of"),
     "a source renamed": (rewritten(lambda meta: meta["sources"][0].update(name="mine")), "missing in sources"),
     "no plan": (rewritten(lambda meta: meta.pop("plan")), "plan is missing"),
-    "no rejects": (rewritten(lambda meta: meta.pop("rejects")), "rejects is missing"),
+    "no rejects": (rewritten(lambda meta: meta.pop("rejects")), "has no entry `rejects`"),
     "another column": (with_table(lambda table: table.append_column("name", table["record"])), "name"),
     "a column less": (with_table(lambda table: table.drop_columns("waveform")), "waveform is missing"),
     "rows without an address": (column("offset", lambda values: [None, *values[1:]]), "offset is missing in some rows"),
