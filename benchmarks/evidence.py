@@ -89,11 +89,11 @@ def run(options: argparse.Namespace) -> int:
     same_commands(plan, folder)
     print(left, flush=True)
     with on_this_machine(options.jobs) as executor:
-        failed = run_jobs(plan, folder, executor, lambda: options.jobs, lambda job: None)
+        failed, interrupted = run_jobs(plan, folder, executor, lambda: options.jobs, lambda job: None)
     for name, why in failed.items():
         print(f"benchmarks.evidence: {name} failed: {why}; its output: {folder.path}/jobs", file=sys.stderr)
     write_record(folder, tree, options.plan)
-    return 1 if failed else 0
+    return 130 if interrupted else 1 if failed else 0
 
 
 def read_plan(tree: Tree, out: Path, only: str = "") -> StepPlan:

@@ -151,7 +151,8 @@ def _synth(options: argparse.Namespace) -> int:
 def _open_sources(urls: list[str], kind: str, options: argparse.Namespace) -> list[Any]:
     from data_tools.sources import PhysioNet2021, open_sources
 
-    sources = [source for url in urls for source in open_sources(url, kind, options.anonymous, urls)]
+    private = bool(options.pseudonymize)
+    sources = [source for url in urls for source in open_sources(url, kind, options.anonymous, urls, private)]
     if table := options.patients:
         challenge = [source for source in sources if isinstance(source, PhysioNet2021)]
         if not challenge:

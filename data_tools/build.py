@@ -6,13 +6,14 @@ parts whose content hash matches and builds the others again. A run may be kille
 ends with the same bytes.
 """
 
-import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
+import stat
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -37,13 +38,19 @@ from data_tools.prepare import SPEC, SPEC_HASH, Crop, prepare_crop
 from data_tools.record import EcgRecord, class_row, patient_source
 from data_tools.sources.base import Source, located, read_safely, record_stem
 from data_tools.splits import PAPER_SOURCES, RoleSources
-from data_tools.storage import Folder, dataset_folder, prefetch, write_errors
+from data_tools.storage import Folder, dataset_folder, locked_by_another, prefetch, write_errors
 from data_tools.tar import MAX_INDEX, TarWriter, index_name, part_name, shard_name
 
 DIGEST_BYTES = 32  # at the end of a part
 IMPLAUSIBLE = "implausible"  # flag of the crops of a record whose source warns of an implausible amplitude
 RECORDS_HELD = 8  # cached, so a long record with several crops in a shard is read once
 ROW_GROUP = 65_536
+FLAGS = (  # reasons in rejects.csv for records that were used nevertheless
+    *("lead not measured", "flat lead", "saturated", "large", "einthoven"),
+    *("checksum differs", "first value differs", "diagnosis without a code", "not in ptbxl_database.csv"),
+    *("implausible amplitude", "shorter than stated", "SOP class", "further waveforms"),
+    *("channel status", "no calibration pulse", "inverted lead"),
+)
 FORMATS = {"tar": ["tar"], "zarr": ["zarr"], "both": ["tar", "zarr"]}
 _SHARD_FILE = re.compile(r"shards/(\d{5,})\.(?:tar|idx)", re.ASCII)
 
@@ -68,19 +75,22 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
         raise DataError(f"--out {options.out}: is a file: choose a folder")
     if not (out.exists(META) or out.exists(".build")):
         with suppress(StorageError):  # the folder does not exist
-            if files := out.children():
+            if files := [name for name in out.children() if name != dataset.REJECTS]:  # as left if all records were refused
                 raise DataError(f"{out.url} is not empty ({files[0]}, ...) and is not a dataset: choose another --out")
     with nullcontext() if out.exists(META) else _locked(out):
         plan = make_plan(sources, options.seed, options.workers, options.cluster, options.quiet)
         mark = key_mark(options.pseudonym_key)
-        identities, contents = zip(*(plan.shard(i)[1:] for i in range(plan.shards)), strict=True)
+        marks = [plan.shard(i)[1:] for i in range(plan.shards)]
         recipe = {name: getattr(options, name) for name in ("plan", "seed", "format")}
-        recipe |= {"contents": identities, "base": None, "pseudonyms": mark}  # base: in the hash since version 1
+        recipe |= {"contents": [identity for identity, _ in marks], "pseudonyms": mark}
+        recipe["base"] = None  # in the hash since version 1
         recipe |= {"pretrain_implausible": True} if options.role_sources.implausible else {}
         recipe |= {} if options.plan == "all" else options.role_sources.to_meta()
         if out.exists(META):
             return _same(Dataset.open(options.out), recipe)
-        parts = _build(plan, [content + (mark or "") for content in contents], out, options)
+        if not plan.shards:
+            raise _all_refused(out, _hidden(plan.rejects, options.pseudonym_key))
+        parts = _build(plan, [content + (mark or "") for _, content in marks], out, options)
         return _finish(plan, parts, out, recipe, options)
 
 
@@ -89,10 +99,8 @@ def _locked(out: Folder) -> Iterator[None]:
     """Let only one run write to a folder; it first removes the temporary files of killed runs."""
     place = out.workdir()
     with open(place / "lock", "wb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise StorageError(f"{out.url}: another run is writing there: wait for it, or choose another --out") from None
+        if locked_by_another(lock, out.url):
+            raise StorageError(f"{out.url}: another run is writing there: wait for it, or choose another --out")
         for path in (place / "tmp").iterdir():
             path.unlink()
         yield
@@ -120,7 +128,10 @@ def _same(finished: Dataset, recipe: dict[str, Any]) -> Dataset:
 
 def _build(plan: ShardPlan, contents: list[str], out: Folder, options: ShardOptions) -> list[pa.Table]:
     """Build the missing shards and return all parts in shard order."""
-    missing = [i for i, content in enumerate(contents) if not _is_done(out, i, content)]
+    written = set(out.names(".build"))  # by an interrupted run
+    left = [(i, content) for i, content in enumerate(contents) if part_name(shard_name(i)) in written]
+    finished = set(cluster.run(partial(_finished, out), left, options.workers, options.cluster))
+    missing = [i for i in range(plan.shards) if i not in finished]
     tasks = ((i, plan.shard(i).crops, contents[i]) for i in missing)
     build = partial(build_shard, out, plan.sources, options.pseudonym_key)
     made = cluster.run(build, tasks, options.workers, options.cluster)
@@ -136,18 +147,24 @@ def read_part(out: Folder, name: str) -> pa.Table:
     body, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
     if hashlib.sha256(body).digest() != digest:
         raise ReadError("fails its sha256", f"{out.url}/{part_name(name)}: run the same command again to rebuild it")
-    return pq.read_table(pa.BufferReader(body))
+    # pq.read_table would read in threads of arrow, which release `body` later. If the program is just ending, they abort it
+    return pq.ParquetFile(pa.BufferReader(body)).read(use_threads=False)
 
 
-def _is_done(out: Folder, index: int, content: str) -> bool:
-    """Whether a shard is complete. Its part is written last, so a matching part implies a complete shard."""
-    name = shard_name(index)
+def _finished(out: Folder, task: tuple[int, str]) -> int | None:
+    """The shard's number if an interrupted run has finished it. Its part is written last, so the shard was whole then; it is
+    read again, because the disk may have damaged it since."""
+    number, content = task
+    name = shard_name(number)
     try:
         facts = json.loads(read_part(out, name).schema.metadata[b"omnilead"])
-        addresses = hashlib.sha256(out.read(index_name(name), MAX_INDEX)).hexdigest()
-        return (facts["content"], facts["index"]) == (content, addresses) and out.size(f"shards/{name}") == facts["bytes"]
-    except (ReadError, FileNotFoundError, KeyError):
-        return False
+        if facts["content"] != content:
+            return None
+        index, tar = out.read(index_name(name), MAX_INDEX), out.read(f"shards/{name}", facts["bytes"])
+        sums = hashlib.sha256(index).hexdigest(), hashlib.sha256(tar).hexdigest()
+        return number if sums == (facts["index"], facts["sha256"]) else None
+    except (ReadError, KeyError):
+        return None
 
 
 def build_shard(out: Folder, sources: tuple[Source, ...], key: bytes | None, task: tuple[int, PlannedCrops, str]) -> None:
@@ -244,14 +261,12 @@ def _records(sources: tuple[Source, ...], crops: PlannedCrops) -> Iterator[tuple
 def _finish(plan: ShardPlan, parts: list[pa.Table], out: Folder, recipe: dict[str, Any], options: ShardOptions) -> Dataset:
     facts = [json.loads(part.schema.metadata[b"omnilead"]) for part in parts]
     table = pa.concat_tables([part.replace_schema_metadata().cast(COLUMNS) for part in parts])
-    key = options.pseudonym_key
-    hidden = [(source, pseudonym(key, "r", source, name), reason, "") for source, name, reason, _ in plan.rejects]
-    rejects = [tuple(reject) for fact in facts for reject in fact["rejects"]] + (hidden if key else plan.rejects)
+    rejects: list[Reject] = [tuple(reject) for fact in facts for reject in fact["rejects"]]
+    rejects += _hidden(plan.rejects, options.pseudonym_key)
     shards = [{name: fact[name] for name in ("name", "crops", "bytes", "sha256")} for fact in facts]
     sources = _source_facts(plan, table)
     if not len(table):
-        reasons = sorted({reject[2] for reject in rejects})
-        raise StorageError(f"no record has a usable crop ({', '.join(reasons)[:200]}): there is nothing to write")
+        raise _all_refused(out, rejects)
     table = assign_roles(table, options.plan, options.seed, options.role_sources)
     if options.format != "tar":
         zarr_writer.write(table, shards, out, options.workers, options.cluster, options.quiet)
@@ -266,7 +281,7 @@ def _finish(plan: ShardPlan, parts: list[pa.Table], out: Folder, recipe: dict[st
             out.remove(name)
     if options.format == "tar" and out.exists(f"{STORE}/zarr.json"):
         out.remove(STORE)
-    samples, refused = as_parquet(table), as_csv([("source", "record", "reason", "detail"), *sorted(set(rejects))]).encode()
+    samples, refused = as_parquet(table), _rejects_csv(rejects)
     meta: dict[str, Any] = {
         "format_version": dataset.FORMAT_VERSION,
         **{name: SPEC[name] for name in ("fs_hz", "leads", "uv_per_lsb", "crop_samples")},
@@ -290,6 +305,28 @@ def _finish(plan: ShardPlan, parts: list[pa.Table], out: Folder, recipe: dict[st
     out.write(META, (json.dumps(meta | {"fingerprint": fingerprint(meta)}, indent=1) + "\n").encode())
     out.remove(".build")
     return Dataset.open(options.out)
+
+
+def _hidden(rejects: list[Reject], key: bytes | None) -> list[Reject]:
+    """With a key: names as pseudonyms, and no details, which may have names of files."""
+    if key is None:
+        return rejects
+    return [(source, pseudonym(key, "r", source, name), reason, "") for source, name, reason, _ in rejects]
+
+
+def _rejects_csv(rejects: list[Reject]) -> bytes:
+    return as_csv([("source", "record", "reason", "detail"), *sorted(set(rejects))]).encode()
+
+
+def _all_refused(out: Folder, rejects: list[Reject]) -> StorageError:
+    """The error if no record can be used. Writes rejects.csv, and names the most common reasons, each with its first file."""
+    out.write(dataset.REJECTS, _rejects_csv(rejects))
+    refusals = [reject for reject in rejects if reject[2] not in FLAGS]
+    examples = []
+    for reason, _ in Counter(reason for _, _, reason, _ in refusals).most_common(3):
+        detail = next(detail for _, _, why, detail in refusals if why == reason)
+        examples.append(f"{reason} ({detail})" if detail else reason)
+    return StorageError(f"no record can be used: {', '.join(examples)}: {out.url}/{dataset.REJECTS} lists all of them")
 
 
 def _source_facts(plan: ShardPlan, table: pa.Table) -> list[dict[str, Any]]:
@@ -356,11 +393,13 @@ def role_counts(table: pa.Table) -> dict[str, Any]:
 
 
 def read_key(path: str) -> bytes:
-    """Read a key file and hash it to a key. `head -c 32 /dev/urandom > KEYFILE` creates one."""
+    """Read a key file and hash it to a key. `(umask 077; head -c 32 /dev/urandom > KEYFILE)` creates one."""
     try:
-        secret = Path(path).read_bytes()
+        secret, mode = Path(path).read_bytes(), os.stat(path).st_mode
     except OSError as error:
         raise StorageError(f"--pseudonymize {path}: {error.strerror}") from None
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
+        raise StorageError(f"--pseudonymize {path}: other users can read it ({stat.filemode(mode)}): chmod 600 {path}")
     if len(secret) < 16:
         raise StorageError(f"--pseudonymize {path}: {len(secret)} bytes, at least 16 are needed: head -c 32 /dev/urandom")
     return blake2b(secret, digest_size=32).digest()

@@ -9,6 +9,7 @@ if is_memory(error): ...                  # out of memory, whatever the message
 import argparse
 import atexit
 import ctypes
+import difflib
 import errno
 import io
 import os
@@ -32,6 +33,28 @@ class Parser(argparse.ArgumentParser):
     def print_help(self, file: Any = None) -> None:
         if code := show(self.format_help()):
             sys.exit(code)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As in argparse, but an unknown argument is an error here, where the options that it may stand for are known."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            option, _, value = unknown[0].partition("=")
+            mend = self.suggest(option, value or " ".join(unknown[1:2])) if option.startswith("-") else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f": did you mean {mend}?" if mend else ""))
+        return known, unknown
+
+    def suggest(self, option: str, value: str) -> str:
+        """What to write instead of an unknown option, or nothing."""
+        near = difflib.get_close_matches(option, self._option_string_actions, 1)
+        return near[0] if near else ""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            if near := difflib.get_close_matches(str(value), map(str, action.choices or ()), 1):
+                error.message = f"invalid choice: {value!r}: did you mean {near[0]}?"
+            raise
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog.removeprefix('python -m ')}: {' '.join(message.split())} (--help shows all)\n")

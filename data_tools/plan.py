@@ -100,9 +100,6 @@ def make_plan(sources: Iterable[Source], seed: int, workers: int = 1, dask: str 
     records = scanned.filter(pa.array(first))
     rejects = _with_unique_names(refused, records["label"])
     first_crop = np.concatenate([[0], np.cumsum(records["crops"].to_numpy(), dtype=np.int64)])
-    if not first_crop[-1]:
-        reasons = ", ".join(sorted({reason for _, _, reason, _ in rejects}))
-        raise StorageError(f"no usable record in {', '.join(source.root.url for source in sources)} ({reasons})")
     tables = sha256(b"".join(sha256(source.tables()).digest() for source in sources)).hexdigest()
     order = permutation(int(first_crop[-1]), seed)
     return ShardPlan(sources, records, tables, first_crop, order, dict(sorted(seen.items())), rejects)

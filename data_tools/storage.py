@@ -5,6 +5,7 @@ incomplete file under its final name.
 """
 
 import errno
+import fcntl
 import hashlib
 import os
 import random
@@ -12,6 +13,7 @@ import re
 import shutil
 import socket
 import stat
+import sys
 import tempfile
 import time
 from collections import deque
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from data_tools.errors import ReadError, StorageError, one_line, printable
 
@@ -73,9 +75,21 @@ def remove_leftovers(place: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def locked_by_another(file: IO[Any], place: str) -> bool:
+    """Lock an open file until it is closed; True if another process has locked it. Prints a note if files cannot be locked."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return True
+        print(f"note: {printable(place)}: its file system has no locks: never let two runs write there", file=sys.stderr)
+    return False
+
+
 @dataclass(frozen=True)
 class LocalFolder:
     url: str
+    private: bool = False  # no message may name what is in the folder: patients' names, for example
     remote = False
 
     def path(self, name: str) -> str:
@@ -127,7 +141,9 @@ class LocalFolder:
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
-            raise StorageError(f"cannot list {self.path(under)}: {error.strerror}") from None
+            inside = f"a folder in {self.url} (`find {self.url} -type d ! -readable` names it)"
+            place = inside if self.private and under else self.path(under)
+            raise StorageError(f"cannot list {place}: {error.strerror}") from None
         prefix = f"{under}/" if under else ""
         yield from (prefix + entry.name for entry in entries if not entry.is_dir(follow_symlinks=False))
         for entry in entries:
@@ -210,6 +226,7 @@ class RemoteFolder:
 
     url: str
     anonymous: bool = False
+    private: bool = False  # as in LocalFolder
     remote = True
 
     @property
@@ -221,7 +238,7 @@ class RemoteFolder:
 
     def _retry(self, name: str, call: Callable[[], T], must_exist: bool = False) -> T:
         """Call with retries, exponential backoff and jitter. `must_exist`: also retry a 404, which can be transient."""
-        what = self.path(name)
+        what = self.url if self.private else self.path(name)
         for attempt in range(1, RETRIES + 1):
             try:
                 return call()
@@ -231,12 +248,14 @@ class RemoteFolder:
                 if not must_exist or attempt == RETRIES:
                     raise
             except PermissionError as error:
-                raise StorageError(f"{what}: not allowed ({error}): check the credentials, or use --anonymous") from None
+                why = type(error).__name__ if self.private else error
+                raise StorageError(f"{what}: not allowed ({why}): check the credentials, or use --anonymous") from None
             except Exception as error:
                 if "Credentials" in type(error).__name__:
                     raise StorageError(f"{what}: {error}: set AWS credentials, or use --anonymous for public data") from None
                 if attempt == RETRIES:
-                    raise StorageError(one_line(f"{what}: {type(error).__name__} after {RETRIES} tries: {error}")) from None
+                    why = "" if self.private else f": {error}"
+                    raise StorageError(one_line(f"{what}: {type(error).__name__} after {RETRIES} tries{why}")) from None
             time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1) * (0.5 + random.random()))
         raise AssertionError
 
@@ -320,9 +339,11 @@ class RemoteFolder:
 Folder = LocalFolder | RemoteFolder
 
 
-def folder(url: str | os.PathLike[str], anonymous: bool = False) -> Folder:
+def folder(url: str | os.PathLike[str], anonymous: bool = False, private: bool = False) -> Folder:
     text = os.fspath(url)
-    return RemoteFolder(text.rstrip("/"), anonymous) if "://" in text else LocalFolder(os.path.realpath(text))
+    if "://" in text:
+        return RemoteFolder(text.rstrip("/"), anonymous, private)
+    return LocalFolder(os.path.realpath(text), private)
 
 
 def dataset_folder(url: str | os.PathLike[str], anonymous: bool = False) -> Folder:
@@ -345,7 +366,9 @@ def links_in(place: Folder) -> str:
     """A hint for the error message when nothing was found in an archive."""
     names = () if place.remote else place.names()
     link = next((name for name in names if os.path.islink(path := place.path(name)) and os.path.isdir(path)), None)
-    return f" ({link} is a link, and such folders are not entered: name the folder itself)" if link else ""
+    if link is None:
+        return ""
+    return f" ({'one' if place.private else link} is a link, and such folders are not entered: name the folder itself)"
 
 
 def prefetch(call: Callable[[Item], T], items: Iterable[Item], threads: int = REQUESTS) -> Generator[T, None, None]:

@@ -22,29 +22,33 @@ PAPER_SETS |= {"georgia": 10_344, "ningbo": 34_905, "ptb-xl": 21_837}
 
 
 def describe(dataset: Dataset) -> str:
-    """Describe sources, roles compared with the paper, and what was refused and why."""
-    meta = dataset.meta
+    """Describe sources, roles (with a plan of the paper: compared with it), and what was refused and why."""
+    meta, like_paper = dataset.meta, dataset.meta["plan"] != "all"
+    heading = f"{'the paper':>11}" if like_paper else ""
     megabytes = sum(shard["bytes"] for shard in dataset.shards) / 1e6
     shards = f"{len(dataset.shards)} tar shard{'s' * (len(dataset.shards) != 1)} of {megabytes:,.0f} MB in all"
     lines = [
         f"{dataset.root.url}: {len(dataset):,} crops of 10 s, {shards}" + ", zarr copy" * ("zarr" in meta["formats"]),
         f"plan {meta['plan']}, seed {meta['seed']}, fingerprint {dataset.fingerprint[:16]}",
         "",
-        f"{'source':22}{'records':>10}{'the paper':>11}{'used':>10}{'refused':>9}{'crops':>10}{'dropped':>12}  licence",
+        f"{'source':22}{'records':>10}{heading}{'used':>10}{'refused':>9}{'crops':>10}{'dropped':>12}  licence",
     ]
     for source in meta["sources"]:
-        name, records, paper = source["name"], source["records"], PAPER_SETS.get(source["name"], 0)
-        counts = f"{name:22}{records['seen']:10,}{paper:11,}{records['used']:10,}{records['refused']:9,}{source['crops']:10,}"
+        name, records = source["name"], source["records"]
+        paper = f"{PAPER_SETS.get(name, 0):11,}" if like_paper else ""
+        counts = f"{name:22}{records['seen']:10,}{paper}{records['used']:10,}{records['refused']:9,}{source['crops']:10,}"
         lines.append(f"{counts}{source['dropped_s']:10,.0f} s  {source['licence']}")
-    lines += ["", f"{'role':22}{'crops':>10}{'5 s parts':>11}{'the paper':>11}"]
+    lines += ["", f"{'role':22}{'crops':>10}{'5 s parts':>11}{heading}"]
     if meta["plan"] == "paper-split":
         lines.append("paper-split LEAKS: crops of one ECG are in train and test, as in the authors' code. For comparison only.")
     table = dataset.table(["halves", "pretrain", "dx_role", "id_role"])
-    for name, paper in PAPER_ROLES.items():
+    for name in PAPER_ROLES:
         task, _, role = name.partition(" ")
         mask = pc.equal(table[f"{task}_role"], role).fill_null(False) if role else table["pretrain"]
-        parts = pc.sum(table["halves"].filter(mask)).as_py() or 0
-        lines.append(f"{name:22}{pc.sum(mask).as_py() or 0:10,}{parts:11,}{paper:11,}")
+        crops, parts = pc.sum(mask).as_py() or 0, pc.sum(table["halves"].filter(mask)).as_py() or 0
+        paper = f"{PAPER_ROLES[name]:11,}" if like_paper else ""
+        if crops or like_paper:
+            lines.append(f"{name:22}{crops:10,}{parts:11,}{paper}")
     records = records_of(dataset.table(["source", "record", "patient", "start_s", "waveform"]))
     _, number = np.unique(records.waveform, return_inverse=True)
     pairs = np.unique(np.stack([number, records.crop_record]), axis=1)

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from tqdm.auto import tqdm
 
 from data_tools import cluster
-from data_tools.build import assign_roles, key_mark, pseudonym, recipe_hash, role_counts, row_of
+from data_tools.build import FLAGS, assign_roles, key_mark, pseudonym, recipe_hash, role_counts, row_of
 from data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, META, REJECTS, SAMPLES, STORE, Dataset, waveform
 from data_tools.errors import ChunkError, DatasetError, ReadError, one_line
 from data_tools.plan import Reject
@@ -29,14 +29,8 @@ from data_tools.splits import RoleSources
 from data_tools.tar import BLOCK, MAX_INDEX, index_name, index_of, member, member_header
 from data_tools.zarr_reader import decode, index_bytes
 
-MAX_FINDINGS = 20  # per shard; a broken disk can have thousands
+MAX_FINDINGS = 20  # listed per shard, storage object or folder
 ROLES = ("pretrain", "dx_role", "id_role")
-FLAGS = (  # reasons in rejects.csv for records that were used nevertheless
-    *("lead not measured", "flat lead", "saturated", "large", "einthoven"),
-    *("checksum differs", "first value differs", "diagnosis without a code", "not in ptbxl_database.csv"),
-    *("implausible amplitude", "shorter than stated", "SOP class", "further waveforms"),
-    *("channel status", "no calibration pulse", "inverted lead"),
-)
 CONTENT_COLUMNS = ["crc32c", "waveform", "halves", "missing_leads"]
 ARCHIVE_COLUMNS = ("patient", "dx", "age", "sex", "fs_source_hz", "halves", "missing_leads", "flags")
 JSON_COLUMNS = [name for name in COLUMNS.names if name not in ("shard", "offset", "crc32c", "waveform", *ROLES)]
@@ -102,7 +96,7 @@ def _check_meta(dataset: Dataset, table: pa.Table) -> Iterator[str]:
     strays = [name for name in dataset.root.names("shards") if name not in ours]
     if "zarr" not in meta["formats"] and dataset.root.exists(f"{STORE}/zarr.json"):
         strays.append(STORE)
-    yield from (f"{name}: not a part of the dataset" for name in strays[:MAX_FINDINGS])
+    yield from _first([f"{name}: not a part of the dataset" for name in strays], "shards/")
 
 
 def _check_table(dataset: Dataset, table: pa.Table) -> Iterator[str]:
@@ -145,7 +139,14 @@ def check_shard(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
                 found.append(one_line(f"{name}: an invalid tar member: {error}"))
     except ReadError as error:
         found.append(f"{name}: {error.reason}")
-    return found[:MAX_FINDINGS]
+    return _first(found, name)
+
+
+def _first(found: list[str], what: str) -> list[str]:
+    """The first findings about a file or folder, and how many more there are: a damaged disk can have thousands."""
+    if len(found) <= MAX_FINDINGS:
+        return found
+    return [*found[:MAX_FINDINGS], f"{what}: {len(found) - MAX_FINDINGS:,} more findings like these are not listed"]
 
 
 def _check_size(dataset: Dataset, name: str, expected: int | None = None) -> Iterator[str]:
@@ -226,8 +227,8 @@ def _check_zarr(dataset: Dataset, table: pa.Table, fast: bool, workers: int, qui
         return [f"{STORE}/zarr.json: has entries that data_tools does not write"]
     blocks = range(-(-len(table) // chunks.block))
     expected, files = {f"{STORE}/zarr.json", *map(chunks.name, blocks)}, set(dataset.root.names(STORE))
-    found = [f"{name}: not a part of the dataset" for name in sorted(files - expected)[:MAX_FINDINGS]]
-    found += [f"{name}: missing file" for name in sorted(expected - files)[:MAX_FINDINGS]]
+    found = _first([f"{name}: not a part of the dataset" for name in sorted(files - expected)], STORE)
+    found += _first([f"{name}: missing file" for name in sorted(expected - files)], STORE)
     content = table.select(CONTENT_COLUMNS)
     rows = ((i, content.slice(i * chunks.block, chunks.block)) for i in blocks if chunks.name(i) in files)
     checks = cluster.run(partial(check_object, dataset, fast), rows, workers)
@@ -261,7 +262,7 @@ def check_object(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
             found += [f"{at} {finding}" for finding in _check_crop(crop, row)]
         except ChunkError as error:
             found.append(f"{at}: {error}")
-    return found[:MAX_FINDINGS]
+    return _first(found, name)
 
 
 def _compare_archive(
@@ -291,7 +292,7 @@ def _compare_archive(
     if rows:
         source, name = next(iter(rows))
         found.append(f"{len(rows)} records are not in the archive, for example {source}/{name}: pass all SRC of the dataset")
-    return found[:MAX_FINDINGS]
+    return _first(found, "--archive")
 
 
 def _compare_record(

@@ -47,10 +47,11 @@ def write(table: pa.Table, shards: list[dict[str, Any]], out: Folder, workers: i
 
 def write_block(out: Folder, size: int, block: Block) -> int:
     number, crops = block
-    mark = hashlib.sha256(str([size, *(crc for _, _, crc in crops)]).encode()).hexdigest().encode()
+    mark = _sha256(str([size, *(crc for _, _, crc in crops)]).encode())
     name, marker = f"{STORE}/c/{number}/0/0", f".build/zarr-{number:05d}"
+    largest = size * 2 * CROP_BYTES
     with suppress(ReadError):  # not written yet
-        if out.read(marker, 64) == mark and out.exists(name):
+        if out.read(marker, 128) == mark + _sha256(out.read(name, largest)):
             return len(crops)
 
     def packed(crop: tuple[str, int, int]) -> bytes:
@@ -65,9 +66,14 @@ def write_block(out: Folder, size: int, block: Block) -> int:
     index = np.full((size, 2), ABSENT, "<u8")
     lengths = np.array([len(chunk) for chunk in chunks])
     index[: len(chunks)] = np.stack([np.cumsum(lengths) - lengths, lengths], axis=1)
-    out.write(name, b"".join([*chunks, _with_crc(index.tobytes())]))
-    out.write(marker, mark)
+    data = b"".join([*chunks, _with_crc(index.tobytes())])
+    out.write(name, data)
+    out.write(marker, mark + _sha256(data))
     return len(crops)
+
+
+def _sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).hexdigest().encode()
 
 
 def _with_crc(data: bytes) -> bytes:

@@ -31,6 +31,7 @@ from data_tools.cli import Parser as Parser
 from data_tools.cli import guard_streams, is_memory, show
 from data_tools.plugins import blame
 from data_tools.plugins import plugin as plugin
+from data_tools.storage import locked_by_another as locked_by_another
 from data_tools.storage import missing_package as missing_package
 from data_tools.storage import prefetch as prefetch
 from data_tools.storage import sync as sync
@@ -103,7 +104,8 @@ def blaming(setting: str, hint: str = "") -> Iterator[None]:
 
 class _YamlLoader(yaml.SafeLoader):  # type: ignore[misc]
     """Has limits, because a file may come from anyone: an alias counts as all the values it repeats ("billion laughs"), and
-    integers have at most 63 bits. Reads 5e-5 as a number, where YAML 1.1 has a string."""
+    integers have at most 63 bits. Reads 5e-5 as a number, where YAML 1.1 has a string. A key must not stand twice: PyYAML would
+    use the last value without a word."""
 
     def __init__(self, stream: bytes | str) -> None:
         super().__init__(stream)
@@ -117,6 +119,15 @@ class _YamlLoader(yaml.SafeLoader):  # type: ignore[misc]
         if self.values > MAX_YAML_VALUES:
             raise yaml.YAMLError(f"more than {MAX_YAML_VALUES:,} values, counting those that aliases repeat")
         self.sizes.setdefault(id(node), self.values - before)
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
+            if (key.tag, key.value) in seen:
+                raise yaml.YAMLError(f"line {key.start_mark.line + 1}: the key {key.value[:40]!r} stands twice: remove one")
+            seen.add((key.tag, key.value))
         return node
 
     def construct_integer(self, node: Any) -> int | str:
@@ -259,12 +270,13 @@ def one_blas_thread() -> None:
 
 
 def interruptible(name: str) -> None:
-    """Prints one line instead of a traceback for Ctrl-C (importing torch takes seconds) or a lack of memory."""
+    """Prints one line instead of a traceback for Ctrl-C (importing torch takes seconds; exit code 130) or a lack of memory."""
     guard_streams()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
             print(f"{name}: interrupted", file=sys.stderr)
+            leave(130)  # Python would end itself by SIGINT: 130 in a shell, but -2 for a program that started it
         elif is_memory(error):
             print(f"{name}: out of memory: raise the limit (ulimit -v), or free some", file=sys.stderr)
         else:

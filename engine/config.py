@@ -268,11 +268,19 @@ def _suggest(key: str, kind: type[BaseModel]) -> str:
     for other, command in ((Config, "omnilead pretrain"), (FinetuneConfig, "omnilead finetune")):
         if issubclass(kind, RunConfig) and key in other.model_fields:
             return f" here: it belongs to {command}"
-    known = list(flatten(kind().model_dump()))
-    name = key.rpartition(".")[2]
-    near = [other for other in known if name in (other.rpartition(".")[2], *ALIASES.get(other, "").split())]
-    near = near or difflib.get_close_matches(key, known, 1, 0.5)
+    near = settings_named(key, kind) or nearest_settings(key, kind)
     return f": did you mean {near[0]}?" if near else f": settings are {', '.join(kind.model_fields)}"
+
+
+def settings_named(key: str, kind: type[BaseModel]) -> list[str]:
+    """Settings whose name, or a name in other libraries, is the last part of this one."""
+    name = key.rpartition(".")[2]
+    settings = flatten(kind().model_dump())
+    return [one for one in settings if name == one.rpartition(".")[2] or name in ALIASES.get(one, "").split()]
+
+
+def nearest_settings(key: str, kind: type[BaseModel]) -> list[str]:
+    return difflib.get_close_matches(key, list(flatten(kind().model_dump())), 1, 0.5)
 
 
 def deepspeed_json(config: RunConfig, world: int, universal: bool = False) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from engine.common import RUN_CODE, ConfigError, Parser
+from engine.common import RUN_CODE, ConfigError, Parser, interruptible
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -81,4 +81,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    interruptible("omnilead convert")
     sys.exit(main())

@@ -16,7 +16,7 @@ without one, patients are split 8:1:1. Without --config, batch size, steps and l
 early stopping. Also under `deepspeed --module engine.finetune` or torchrun. OUT/ has the same files as in pre-training and
 resumes the same way. OUT/model/ is the best step by validation (train.best); test it with `omnilead evaluate --model OUT ...`.
 In Python: tuned = engine.finetune("RUN", data="DATASET", labels="my.csv", out="OUT")
-SIGTERM or Ctrl-C: a checkpoint at the next step, exit 0. Exit 2: a setting or a file is wrong. Exit 1: the run failed.
+SIGTERM or Ctrl-C: a checkpoint at the next step, exit 0 or 130. Exit 2: a setting or a file is wrong. Exit 1: the run failed.
 """
 
 import os

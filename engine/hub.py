@@ -16,7 +16,7 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from engine.common import ConfigError, Parser
+from engine.common import ConfigError, Parser, interruptible
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,4 +55,5 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    interruptible("omnilead hub")
     sys.exit(main())

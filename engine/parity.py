@@ -20,7 +20,7 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from engine.common import ConfigError, Parser
+from engine.common import ConfigError, Parser, interruptible
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,4 +48,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    interruptible("omnilead parity")
     sys.exit(main())

@@ -7,7 +7,7 @@
 
 Scales: smoke (minutes: does it work?), small (hours on a small machine), paper (the paper's
 configurations), or your own file like configs/reproduce/scales/*.yaml. After a kill or a failure, run the same command again to
-continue. DIR/table-N.md, .csv and .json are updated after each score. Exit 0: all done, or stopped by SIGTERM or Ctrl-C.
+continue. DIR/table-N.md, .csv and .json are updated after each score. Exit 0: all done, or stopped by SIGTERM; 130: by Ctrl-C.
 Exit 1: jobs failed. Exit 2: a setting or a file is wrong.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from engine.common import ConfigError, Parser, positive
+from engine.common import ConfigError, Parser, interruptible, positive
 from engine.reproduction.paper import LEADS, TABLES, TASKS
 
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _say(f"{error.filename or options.out}: {error.strerror or error}: use another --out, or free disk space", 2)
     except KeyboardInterrupt:  # while no job runs
-        return _say("stopped; run the same command again to continue", 0)
+        return _say("interrupted; run the same command again to continue", 130)
 
 
 def _say(error: object, code: int) -> int:
@@ -62,4 +62,5 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    interruptible("omnilead reproduce")
     sys.exit(main())

@@ -56,6 +56,7 @@ def test_python_runs(
         "RUN/model", head={"task": "diagnosis", "kind": "multilabel", "classes": ["AF", "NSR"], "thresholds": [0.5, 0.5]}
     )
     (tmp_path / "KEYFILE").write_bytes(bytes(range(32)))
+    (tmp_path / "KEYFILE").chmod(0o600)
     monkeypatch.chdir(tmp_path)
     if "engine.pretrain(" in block:  # hours: tests/engine/training/test_trainings_from_python.py trains from Python
         assert load("w2v_cmsc_rlm", {"train.steps": 1000}).train.steps == 1000

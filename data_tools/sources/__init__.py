@@ -25,10 +25,12 @@ ARCHIVES |= {"code15": Code15, "wfdb": WfdbFolder, "hospital": HospitalFiles}
 __all__ = ["ARCHIVES", "ENDINGS", "DataError", "PhysioNet2021", "Prepared", "ReadError", "Source", "open_sources", "prepared"]
 
 
-def open_sources(url: str, kind: str = "auto", anonymous: bool = False, besides: Sequence[str] = ()) -> list[Source]:
+def open_sources(
+    url: str, kind: str = "auto", anonymous: bool = False, besides: Sequence[str] = (), private: bool = False
+) -> list[Source]:
     """Open the sources in a folder. `kind`: auto, a name in ARCHIVES or FORMATS, or `file.py:Class` or `module:Class`.
-    `besides`: folders that are opened, too, so what lies in them is not left out."""
-    root = folder(url, anonymous)
+    `besides`: folders that are opened, too, so what lies in them is not left out. `private`: no message names a file."""
+    root = folder(url, anonymous, private)
     names = root.children()
     if not names:
         raise StorageError(f"{root.url}: the folder is empty")
@@ -39,8 +41,8 @@ def open_sources(url: str, kind: str = "auto", anonymous: bool = False, besides:
     if not found and META in names:
         raise StorageError(f"{root.url}: a dataset, not an archive: pass the archives that it was made from")
     if not found:
-        some = ", ".join(names[:5])
-        raise StorageError(f"{root.url}: no known archive ({some}, ...){links_in(root)}: set its format with --source")
+        some = "" if private else f" ({', '.join(names[:5])}, ...)"
+        raise StorageError(f"{root.url}: no known archive{some}{links_in(root)}: set its format with --source")
     if not isinstance(found[0], HospitalFiles):  # which looks at every file, and counts those that it leaves out
         found[0].left_out = tree.left_out(besides)
     return found
@@ -96,7 +98,7 @@ class _Tree:
         """The archives in the folder and in its subfolders."""
         found: list[Source] = []
         for top, names in sorted(self.inside.items()):
-            place = folder(self.root.path(top), self.anonymous) if top else self.root
+            place = folder(self.root.path(top), self.anonymous, self.root.private) if top else self.root
             for archive in ARCHIVES.values():
                 if f"{top}/" not in self.read and archive.detect(names):
                     found += self._added(archive(place), f"{top}/" if top else "")
@@ -127,16 +129,20 @@ class _Tree:
         headers = (name for name in self.ecgs if name.endswith(".hea") and not name.startswith(read))
         files = (name for name in self.ecgs if name.lower().endswith(ENDINGS))
         missed = [name for name in (*headers, *files) if not f"{name}/".startswith(others)]
-        said = [f"could not list {', '.join(self.unlisted)}"] if self.unlisted else []
+        said = []
+        if self.unlisted:
+            folders = f"{len(self.unlisted)} of its folders" if self.root.private else ", ".join(self.unlisted)
+            said.append(f"could not list {folders}")
         if missed:
             count = f"{len(missed):,} file{'s' * (len(missed) > 1)} that look{'s' * (len(missed) == 1)} like ECGs"
-            said.append(f"left out {count}, first {missed[0]}: {self._advice(missed[0])}")
+            first = "" if self.root.private else f", first {missed[0]}"
+            said.append(f"left out {count}{first}: {self._advice(missed[0])}")
         return f"{self.root.url}: {'; '.join(said)}" if said else ""
 
     def _advice(self, name: str) -> str:
         """How to read a file that was left out: by its uppermost folder from which nothing is read yet."""
         parts = name.split("/")
-        for depth in range(1, len(parts)):
+        for depth in range(1, 1 if self.root.private else len(parts)):
             place = "/".join(parts[:depth])
             if not any(f"{place}/".startswith(one) or one.startswith(f"{place}/") for one in self.read):
                 return f"to read them, too, give {self.root.url}/{place} as well"

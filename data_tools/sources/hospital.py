@@ -79,12 +79,13 @@ class HospitalFiles(Source):
 
     def notes(self) -> list[str]:
         hold = "a dataset made from it holds the file names and the hospital's patient ids"
-        notes = [f"{self.root.url}: {hold}: --pseudonymize KEYFILE replaces both"]
+        notes = [] if self.root.private else [f"{self.root.url}: {hold}: --pseudonymize KEYFILE replaces both"]
         if self.skipped:
             most = sorted(self.skipped.items(), key=lambda pair: (-pair[1], pair[0]))[:5]
             endings = ", ".join(f"{count:,} {ending}" for ending, count in most)
+            shown = "" if self.root.private else f" ({endings})"  # an ending may be a part of a name
             what = self.only or "known"
-            notes.append(f"{self.root.url}: {self.skipped.total():,} files of no {what} format were left out ({endings})")
+            notes.append(f"{self.root.url}: {self.skipped.total():,} files of no {what} format were left out{shown}")
         return notes
 
     def header(self, key: str) -> Header:

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MultipleLocator
 
 from data_tools.dataset import DataError, Dataset
-from engine.common import LEADS, ConfigError, Parser
+from engine.common import LEADS, ConfigError, Parser, interruptible
 from engine.data.augment import AUTHORS_NOISE, PAPER_NOISE, AugmentConfig, ThreeKG, augment, axis, formula, numpy_ops
 from engine.data.augment_draws import Params, draws, white, white_bank
 
@@ -147,4 +147,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    interruptible("engine.data.picture")
     sys.exit(main())

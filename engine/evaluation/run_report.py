@@ -20,7 +20,7 @@ import jinja2
 import numpy as np
 
 from data_tools.cli import say
-from engine.common import LEADS, Parser, flatten, write_whole
+from engine.common import LEADS, Parser, flatten, interruptible, write_whole
 from engine.evaluation import plots
 from engine.evaluation.plots import Line, LineStyle
 from engine.evaluation.run_files import LOWER_IS_BETTER, METRICS, VALID, ReportError, RunFiles, StepLog, number
@@ -325,4 +325,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    interruptible("engine.evaluation.run_report")
     sys.exit(main())

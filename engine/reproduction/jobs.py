@@ -1,7 +1,7 @@
 """Run the jobs of a plan, each in a process of its own, several at a time: on this machine or on a Dask cluster.
 
     with on_this_machine(4) as executor:                          # or distributed's client.get_executor()
-        failed = run_jobs(plan, folder, executor, lambda: 4, on_done=print)
+        failed, interrupted = run_jobs(plan, folder, executor, lambda: 4, on_done=print)
 
 A job is done when its result exists. If a worker dies, so does the process of its job; Dask then runs the job on another
 worker, where it resumes from its last checkpoint. A job's process holds jobs/NAME.lock, so that two commands on one folder, or
@@ -53,20 +53,20 @@ def on_this_machine(jobs: int) -> ThreadPoolExecutor:
 
 def run_jobs(
     plan: JobPlan, folder: WorkDir, executor: Executor, slots: Callable[[], int], on_done: Callable[[Job], None]
-) -> dict[str, str]:
+) -> tuple[dict[str, str], bool]:
     """Runs up to slots() jobs at a time until none is left that can run, or SIGTERM or Ctrl-C stops them. Returns why jobs
-    failed, by name. A job that needs a failed one does not run."""
+    failed, by name, and whether it was Ctrl-C. A job that needs a failed one does not run."""
     waiting, running = folder.missing(plan), dict[Future[str], Job]()
     failed, total = dict[str, str](), len(plan.jobs)
     done = set(plan.jobs) - {job.name for job in waiting}
-    with _stop_file(folder) as stop:
+    with _stop_file(folder) as (stop, signals):
         while True:
             ready = [job for job in waiting if done.issuperset(job.needs)]
             for job in ready[: 0 if stop.exists() else max(0, slots() - len(running))]:
                 waiting.remove(job)
                 running[executor.submit(run_job, folder, job, stop)] = job
             if not running:
-                return failed
+                return failed, signal.SIGINT in signals
             for future in wait(running, POLL_S * 5, FIRST_COMPLETED).done:
                 job = running.pop(future)
                 error = future.exception()  # of the worker, not of the job: it died repeatedly, for example
@@ -84,11 +84,13 @@ def run_jobs(
 
 
 @contextmanager
-def _stop_file(folder: WorkDir) -> Iterator[Path]:
-    """A path that exists after SIGTERM or Ctrl-C. Unlike signals, it reaches workers on other machines."""
+def _stop_file(folder: WorkDir) -> Iterator[tuple[Path, list[int]]]:
+    """A path that exists after SIGTERM or Ctrl-C, and these signals. Unlike them, it reaches workers on other machines."""
+    signals: list[int] = []
     stop = folder.path / "jobs" / f"stop-{socket.gethostname()}-{os.getpid()}"
 
-    def ask(*_: object) -> None:
+    def ask(number: int, _: object) -> None:
+        signals.append(number)
         stop.touch()
         os.write(2, b"stopping: each job writes a checkpoint first\n")
 
@@ -97,7 +99,7 @@ def _stop_file(folder: WorkDir) -> Iterator[Path]:
         after.callback(stop.unlink, missing_ok=True)
         for number in (signal.SIGTERM, signal.SIGINT):
             after.callback(signal.signal, number, signal.signal(number, ask))
-        yield stop
+        yield stop, signals
 
 
 def run_job(folder: WorkDir, job: Job, stop: Path) -> str:

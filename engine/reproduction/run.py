@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
         for table in chosen if job is None or job.kind == "evaluate" else ():
             write_table(folder, table, plan, options.seeds)
 
-    failed, missing = dict[str, str](), []
+    failed, missing, interrupted = dict[str, str](), [], False
     if not options.collect_only:
         folder.start(plan)
         collect()
@@ -52,9 +52,10 @@ def run(options: argparse.Namespace) -> int:
         with _executor(options) as (executor, slots):
             speed = executor.submit(flops_per_s, next(iter(plan.models.values()))).result()
             say(_forecast(plan, expected_seconds(plan, folder, speed), slots()))
-            failed = run_jobs(plan, folder, executor, slots, collect)
+            failed, interrupted = run_jobs(plan, folder, executor, slots, collect)
     collect()
-    return _end(folder, plan, chosen, failed)
+    _end(folder, plan, chosen, failed)
+    return 130 if interrupted else 1 if failed else 0
 
 
 @contextmanager
@@ -107,7 +108,7 @@ def _forecast(plan: JobPlan, expected: dict[str, float], workers: int) -> str:
     return f"{len(plan.jobs)} jobs ({each}), {len(expected)} to run: about {duration(total)}{many}; {disk:.1f} GB of results"
 
 
-def _end(folder: WorkDir, plan: JobPlan, chosen: Sequence[Table], failed: dict[str, str]) -> int:
+def _end(folder: WorkDir, plan: JobPlan, chosen: Sequence[Table], failed: dict[str, str]) -> None:
     for name, why in failed.items():
         print(f"omnilead reproduce: {name} failed: {why}", file=sys.stderr, flush=True)
     paths = [folder.path / f"table-{table.number}.md" for table in chosen]
@@ -116,4 +117,3 @@ def _end(folder: WorkDir, plan: JobPlan, chosen: Sequence[Table], failed: dict[s
     done = len(plan.jobs) - len(folder.missing(plan))
     again = "" if done == len(plan.jobs) else "; run the same command again to continue"
     print(f"{', '.join(map(str, paths))}: {done} of {len(plan.jobs)} jobs done{again}")
-    return 1 if failed else 0

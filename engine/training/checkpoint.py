@@ -12,7 +12,6 @@ To resume on another number of ranks, ZeRO's partitions are first converted to D
 DeepSpeed's files are pickles. They are read with weights_only, by DeepSpeed too, so no code in them is ever run.
 """
 
-import fcntl
 import json
 import os
 import pickle
@@ -31,7 +30,7 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from data_tools.cli import is_memory
-from engine.common import sync, write_whole
+from engine.common import locked_by_another, sync, write_whole
 from engine.training.distributed import Ranks, lost_a_rank, on_first_rank, quiet_deepspeed
 
 LATEST, BEST, MANIFEST, STATE, UNIVERSAL, LOCK = "latest", "best", "manifest.json", "state.json", "universal", ".lock"
@@ -65,12 +64,11 @@ def locked(run: Path, ranks: Ranks) -> Iterator[None]:
 
 def _lock(run: Path, held: ExitStack) -> None:
     try:
-        fcntl.flock(held.enter_context(open(run / LOCK, "w")), fcntl.LOCK_EX | fcntl.LOCK_NB)  # noqa: SIM115
-    except BlockingIOError:
-        raise CheckpointError(f"{run}: another process trains here: wait for it, or use --out NEW") from None
+        lock = held.enter_context(open(run / LOCK, "w"))  # noqa: SIM115
     except OSError as error:
-        if not (run / LOCK).exists():  # otherwise the file system does not support locks
-            raise CheckpointError(f"{run}: {error.strerror}: choose another with --out RUN") from None
+        raise CheckpointError(f"{run}: {error.strerror}: choose another with --out RUN") from None
+    if locked_by_another(lock, str(run)):
+        raise CheckpointError(f"{run}: another process trains here: wait for it, or use --out NEW")
     _LOCKS[run] = os.stat(run / LOCK)
     held.callback(_LOCKS.pop, run)
 

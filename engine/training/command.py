@@ -26,6 +26,24 @@ SHORTCUTS: dict[str, Shortcut] = {
 }
 
 
+class TrainingParser(Parser):
+    """Knows the settings: suggests `--set train.steps=10` instead of `--steps 10`."""
+
+    kind: Callable[[], Any]  # the class of the settings
+    shortcuts: Mapping[str, Shortcut]
+
+    def suggest(self, option: str, value: str) -> str:
+        from engine.config import nearest_settings, settings_named
+
+        name, kind = option.lstrip("-").replace("-", "_"), self.kind()
+        near = settings_named(name, kind)
+        if not near and (other := super().suggest(option, value)):
+            return other
+        near = near or nearest_settings(name, kind)
+        options = {setting: option for option, (setting, _) in self.shortcuts.items()}
+        return options.get(near[0], f"--set {near[0]}={value or '...'}") if near else ""
+
+
 def command(
     name: str,
     about: str | None,
@@ -35,7 +53,8 @@ def command(
     arguments: Sequence[str] | None = None,
 ) -> int:
     """Parses the arguments and trains. `default`: the default config, for --help. Errors are one line and an exit code."""
-    parser = Parser(f"omnilead {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = TrainingParser(f"omnilead {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.kind, parser.shortcuts = lambda: classes()[0], shortcuts
     add = parser.add_argument
     which = f" (default: {default})" if default else ""
     add("--config", metavar="NAME|F", help=f"a shipped config by its name, or a YAML file{which}")

@@ -3,7 +3,8 @@
     Loop(task, config, run, ranks, engine, adam, loader, datasets, progress, total, logger).train()
 
 Nothing waits for the device between log lines. Steps with a non-finite loss or gradient change nothing and are counted
-(engine.training.optimizer); after train.max_nonfinite in a row the run ends. SIGTERM: a checkpoint at the next step, exit 0.
+(engine.training.optimizer); after train.max_nonfinite in a row the run ends. SIGTERM: a checkpoint at the next step, exit 0;
+Ctrl-C: the same, exit 130.
 """
 
 import signal
@@ -75,7 +76,7 @@ class Loop:
         self.recent: deque[tuple[int, Places]] = deque(maxlen=t.max_nonfinite)
         self.adam.skipped.fill_(self.progress.skipped_steps)
         self.adam.in_a_row.fill_(self.progress.in_a_row)
-        self.terminated, self.loader_state = False, State()
+        self.terminated, self.interrupted, self.loader_state = False, False, State()
         self.saved_at_step, self.saved_at_s = self.progress.step, time.monotonic()
 
     def train(self, tracer: Any = None) -> bool:
@@ -109,8 +110,9 @@ class Loop:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _on_signal(self, *_: Any) -> None:
+    def _on_signal(self, number: int, _: Any) -> None:
         self.terminated = True
+        self.interrupted |= number == signal.SIGINT
 
     def _next_batch(self, batches: Any) -> Batch:
         try:

@@ -55,13 +55,14 @@ MAKE_DEMO = "omnilead synth demo/archive --patients 100 && omnilead shard demo/a
 
 
 def explain(error: BaseException) -> tuple[str, int]:
-    """A one-line message and an exit code: 2, settings or files are wrong; 1, the run failed. Raises other errors: bugs."""
+    """A one-line message and an exit code: 2, settings or files are wrong; 1, the run failed; 130, Ctrl-C. Raises other
+    errors: bugs."""
     if isinstance(error, BAD_INPUT):
         return str(error), 2
     if isinstance(error, TrainError | WriteError | OutputError):
         return str(error), 1
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted before training: the same command continues", 1
+        return str(error) or "interrupted before training: the same command continues", 130
     if is_memory(error):
         return f"out of memory: {LESS_MEMORY} ({' '.join(str(error).split())[:120] or type(error).__name__})", 1
     if isinstance(error, UnicodeEncodeError):  # torch accepts no such path
@@ -76,7 +77,8 @@ def explain(error: BaseException) -> tuple[str, int]:
 
 
 def train(config: RunConfig, task: type[TrainingTask], profile: int = 0) -> bool:
-    """Starts or resumes the run; `profile`: number of steps to trace. -> False if it was asked to stop (SIGTERM, Ctrl-C)."""
+    """Starts or resumes the run; `profile`: number of steps to trace. -> False if SIGTERM stopped it. Ctrl-C also writes a
+    checkpoint, and raises KeyboardInterrupt."""
     check(config, distributed.environment()[1])
     require_installed(config)
     datasets, run = open_datasets(config), Path(config.run)
@@ -92,13 +94,15 @@ def train(config: RunConfig, task: type[TrainingTask], profile: int = 0) -> bool
         try:
             with checkpoint.locked(run, ranks):
                 with ExitStack() as held:
-                    finished = _train(config, task(config, datasets, ranks), datasets, run, ranks, profile, held)
+                    finished, interrupted = _train(config, task(config, datasets, ranks), datasets, run, ranks, profile, held)
                 if ranks.first and finished:
                     say(f"done: {export_run(run, type(config), task)}, {write_report(run)}")
             failed = False
         finally:
             if not failed or ranks.world == 1:  # after an error, do not wait for the other ranks
                 distributed.close()
+    if interrupted and not finished:
+        raise KeyboardInterrupt("interrupted after a checkpoint: run it again to resume")
     return finished
 
 
@@ -124,8 +128,8 @@ def _train(
     ranks: Ranks,
     profile: int,
     held: ExitStack,
-) -> bool:
-    """`held` closes whatever is opened here, also after an error."""
+) -> tuple[bool, bool]:
+    """Whether all steps are done, and whether Ctrl-C was typed. `held` closes whatever is opened here, also after an error."""
     path = distributed.on_first_rank(ranks, lambda: checkpoint.newest(run, _warn))
     saved = refuse_changes(path, config, datasets, ranks, task) if path else None
     loader_state = checkpoint.read_loader_state(path, ranks, saved["world"]) if path and saved else None
@@ -169,7 +173,7 @@ def _train(
         finished = loop.train(tracer)
     if ranks.first and not finished:
         say(f"stopped after step {progress.step}; the same command resumes")
-    return finished
+    return finished, loop.interrupted
 
 
 def _warn(text: str) -> None:

@@ -1,8 +1,13 @@
 """Whole datasets: their bytes, reading them (with data_tools, tarfile, webdataset, DALI, zarr), and repeated builds."""
 
 import csv
+import errno
+import fcntl
 import json
+import os
 import shutil
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -223,10 +228,80 @@ def test_leftovers_of_a_killed_run_are_removed_and_nothing_else(small: Path, tmp
     assert files(out) == files(tmp_path / "fresh") | {"shards/notes.txt": b"of another run"}
 
 
-def test_an_archive_without_a_usable_crop_gives_a_one_line_error(tmp_path: Path) -> None:
+# Threads of C++ libraries that are alive when a build has failed: while Python shuts down, they could abort the process
+THREADS_LEFT = """
+import os, sys, threading
+from handmade import build
+from data_tools.errors import StorageError
+def threads():
+    return len(os.listdir("/proc/self/task")) - threading.active_count()
+before = threads()
+try:
+    build(*sys.argv[1:])
+except StorageError as error:
+    print(threads() - before, error)
+"""
+
+
+def test_an_archive_without_a_usable_crop_is_one_line_and_leaves_no_thread(tmp_path: Path) -> None:
     write_challenge(tmp_path / "a" / "training" / "georgia" / "g1", "E1", np.zeros((12, 5000), np.int16))
-    with pytest.raises(StorageError, match="no valid lead"):
-        build(tmp_path / "a", tmp_path / "out")
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", THREADS_LEFT, tmp_path / "a", tmp_path / "out"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    why = "no valid lead (training/georgia/g1/E1.hea: at 0 s)"
+    said = f"0 no record can be used: {why}: {tmp_path}/out/rejects.csv lists all of them\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, said, "")
+
+
+@pytest.mark.parametrize(
+    ("options", "samples", "said"),
+    [
+        ({"leads": [f"X{i}" for i in range(12)]}, 5000, r"no known lead \(one\.hea: X0, X1, "),
+        ({"form": "16x1+24 1000.0(0)/furlong 16 0"}, 5000, r"unknown unit \(one\.hea: 'furlong'\)"),
+        ({"fs": "3"}, 5000, r"sampling rate \(one\.hea: 3: 50 to 2000 is read\)"),
+        ({}, 1500, r"too short \(one\.hea: 3\.00 s, 5 s are needed\)"),
+    ],
+)
+def test_if_all_records_are_refused_the_error_says_why_and_they_are_listed(
+    options: dict[str, object], samples: int, said: str, tmp_path: Path
+) -> None:
+    """The next run, with files that can be read, uses the same folder."""
+    src, out = tmp_path / "src", tmp_path / "out"
+    for name in ("one", "two"):
+        write_challenge(src, name, ecg(samples), **options)
+    with pytest.raises(StorageError, match=f"{said}.*: {out}/rejects.csv lists all of them"):
+        build(src, out)
+    with open(out / "rejects.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["record"] for row in rows] == ["one", "two"] and rows[0]["reason"] in said
+    if not (out / "shards").exists():  # refused for the header alone; then object storage has no folder .build
+        shutil.rmtree(out / ".build")
+    with pytest.raises(StorageError) as hidden:
+        build(src, out, pseudonym_key=b"k" * 32)
+    assert "one" not in str(hidden.value).replace(str(out), "") and "one.hea" not in (out / "rejects.csv").read_text()
+    for name in ("one", "two"):
+        write_challenge(src, name, ecg())
+    assert build(src, out).meta["sources"][0]["records"] == {"seen": 2, "used": 2, "refused": 0}
+
+
+def test_a_file_system_without_locks_is_used_with_a_note(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(number: int) -> None:
+        def flock(*_: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(fcntl, "flock", flock)
+
+    for busy in (errno.EWOULDBLOCK, errno.EACCES):
+        refuse(busy)
+        with pytest.raises(StorageError, match="another run is writing there"):
+            build(small, tmp_path / "out")
+    assert capsys.readouterr().err == ""
+    refuse(errno.ENOTSUP)
+    assert len(build(small, tmp_path / "out")) == 15
+    assert capsys.readouterr().err == f"note: {tmp_path}/out: its file system has no locks: never let two runs write there\n"
 
 
 def test_a_tar_header_fits_or_is_refused() -> None:

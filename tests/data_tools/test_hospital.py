@@ -1,15 +1,19 @@
 """Folders of hospitals' files: formats mixed, files that are none, names, and XML of unknown origin."""
 
+import errno
 import itertools
+import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import fsspec
 import numpy as np
 import pytest
 from binary_ecgs import edf
-from handmade import build, crops_of, ecg, write_challenge
+from handmade import build, crops_of, ecg, everything_in, write_challenge
 from hospital_cases import SHARED, decoded
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +25,7 @@ from twins import write_wfdb
 from data_tools import storage
 from data_tools.__main__ import main
 from data_tools.dataset import Dataset
-from data_tools.errors import ReadError
+from data_tools.errors import ReadError, StorageError
 from data_tools.record import LEADS, VENDORS
 from data_tools.sources import open_sources
 from data_tools.sources.base import Decoded, read_safely
@@ -70,6 +74,50 @@ def test_a_mixed_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         ("hospital", "a_other", "unknown format", "a/other.xml: its root is html: none of " + ", ".join(FORMATS)),
     ]
     assert main(["verify", str(tmp_path / "out"), "--archive", str(tmp_path / "src"), "--workers", "1"]) == 0
+
+
+def test_with_a_key_no_message_names_a_file_or_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that cannot be listed, files of no known format, and an archive of which nothing is known."""
+    src, key = mixed(tmp_path / "src"), tmp_path / "key"
+    key.write_bytes(bytes(32))
+    key.chmod(0o600)
+    (src / "scan.JOHNDOE").touch()
+    (src / "JOHN_DOE_1951").mkdir()
+    (tmp_path / "unknown" / "JOHN_DOE_1951").mkdir(parents=True)
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / "JOHN_DOE_1951").symlink_to(src)
+    options = ["--out", str(tmp_path / "out"), "--workers", "1", "--pseudonymize", str(key)]
+    scandir = os.scandir
+
+    def refuse(path: str) -> Any:
+        if str(path).endswith("DOE_1951"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", refuse)
+        assert main(["shard", str(src), "--source", "hospital", *options]) == 2
+    assert main(["shard", str(src), *options]) == 0
+    for name in ("unknown", "link"):
+        assert main(["shard", str(tmp_path / name), *options]) == 2
+    said = capsys.readouterr()
+    assert f"cannot list a folder in {src} (`find {src} -type d ! -readable` names it): Permission denied" in said.err
+    assert "4 files of no known format were left out\n" in said.err and "one is a link" in said.err
+    content = everything_in(Dataset.open(str(tmp_path / "out"))).decode("latin-1")
+    for text in (said.out, said.err, content):
+        assert not re.search("john|1951", text, re.IGNORECASE) and "--pseudonymize KEYFILE" not in text
+
+
+def test_with_a_key_no_error_of_object_storage_names_an_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "FIRST_WAIT_S", 0)
+    root = folder("memory://private", private=True)
+    for error in (PermissionError("private/JOHN_DOE"), TimeoutError("no answer for private/JOHN_DOE")):
+        monkeypatch.setattr(type(root.fs), "find", mock.Mock(side_effect=error))
+        with pytest.raises(StorageError, match=r"memory://private: .*(PermissionError|TimeoutError)") as said:
+            list(root.names("JOHN_DOE"))
+        assert "JOHN" not in str(said.value)
 
 
 def test_beside_wfdb_records_they_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,6 +106,7 @@ def test_labels_match_the_dataset_and_the_shipped_tasks(tmp_path: Path) -> None:
     archive, key = tmp_path / "archive", tmp_path / "key"
     synthesise(archive, 12, 1, layout="ptbxl", progress=False)
     key.write_bytes(b"0123456789abcdef")
+    key.chmod(0o600)
     made = build(archive, tmp_path / "data", pseudonym_key=None, plan="all")
     assert main(["labels", "ptbxl", str(archive), "--out", str(tmp_path / "plain")]) == 0
     plain = rows(tmp_path / "plain" / "ptbxl-all.parquet")
@@ -260,6 +261,7 @@ def test_labels_have_the_datasets_names(name: str, tmp_path: Path) -> None:
         measured = [mimic_row(int(study), "Sinus rhythm") for study in ("41420867", "45090959")]
         write_table(archive / "machine_measurements.csv", MIMIC_COLUMNS, measured)
     key.write_bytes(b"0123456789abcdef")
+    key.chmod(0o600)
     names = []
     for hidden in ([], ["--pseudonymize", str(key)]):
         data, out = tmp_path / f"data{len(hidden)}", tmp_path / f"labels{len(hidden)}"

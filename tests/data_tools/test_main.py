@@ -65,6 +65,7 @@ SAME = ("--workers", "1", "--pretrain-sources", "all", "--id-share", "1")  # as 
         (("shard", "SRC", "--out", "x", "--source", "data_tools.sources:Source"), "abstract method"),
         (("shard", "SRC", "--out", "x", "--pseudonymize", "nokey"), "nokey"),
         (("shard", "SRC", "--out", "x", "--pseudonymize", "SHORT"), "at least 16"),
+        (("shard", "SRC", "--out", "x", "--pseudonymize", "OPEN"), "other users can read it (-rw-r-----): chmod 600 OPEN"),
         (("shard", "SRC", "--out", "SHORT"), "--out SHORT: is a file"),
         (("shard", "SRC", "--out", "x", "--crop", "3"), "unrecognized arguments: --crop 3 (--help"),
         (("shard", "SRC", "--out", "x", "--patients", "p.csv"), "--patients p.csv: no such file"),
@@ -98,6 +99,9 @@ def test_wrong_arguments_give_a_one_line_error_and_exit_code_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "SHORT").write_bytes(b"short")
+    (tmp_path / "SHORT").chmod(0o600)
+    (tmp_path / "OPEN").write_bytes(bytes(32))
+    (tmp_path / "OPEN").chmod(0o640)
     (tmp_path / "LINKS" / "training").mkdir(parents=True)
     (tmp_path / "LINKS" / "training" / "georgia").symlink_to(archive / "training" / "georgia")
     (tmp_path / "raising.py").write_text('raise RuntimeError("a\\nb")\n')
@@ -153,6 +157,16 @@ def test_sources_of_the_paper_and_left_out_sources_are_printed(
     assert verify(named) == []
     code, _, err = run(capsys, *command, tmp_path / "none", "--pretrain-sources", "nobody")
     assert code == 0 and "no crop for pretrain, id train, id valid: --pretrain-sources" in err
+
+
+def test_the_paper_is_not_mentioned_if_everything_is_for_pre_training(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = run(capsys, "shard", small, "--out", tmp_path / "out", "--workers", 1, "--plan", "all")[1]
+    assert "the paper" not in text
+    head, *roles = text.split("\nrole ")[1].split("\n\n")[0].splitlines()
+    assert head.split() == ["crops", "5", "s", "parts"] and [line.split() for line in roles] == [["pretrain", "15", "30"]]
+    assert re.search(r"^ptb-xl +10 +10 +0 +10 +0 s", text, re.MULTILINE)
 
 
 def test_file_names_that_are_not_utf_8_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,12 +18,12 @@ from handmade import ecg, flip, write_challenge
 
 from data_tools import build, plan, zarr_writer
 from data_tools.__main__ import main
-from data_tools.build import row_of
+from data_tools.build import FLAGS, row_of
 from data_tools.dataset import CROP_BYTES, Dataset, fingerprint
 from data_tools.errors import DatasetError
 from data_tools.sources import open_sources
 from data_tools.splits import RoleSources
-from data_tools.verify import FLAGS, verify
+from data_tools.verify import MAX_FINDINGS, verify
 
 ROOT = Path(__file__).parents[2]
 Damage = Callable[[Path], object]
@@ -365,6 +365,16 @@ def test_columns_that_differ_from_the_archive_are_named(key: bytes | None, archi
 def test_the_readme_lists_all_flags() -> None:
     flagged = (ROOT / "data_tools" / "README.md").read_text().partition("Used, but flagged:")[2].replace("\n", " ")
     assert sorted(re.findall("`([^`]+)`", flagged)) == sorted(FLAGS)
+
+
+def test_findings_that_are_not_listed_are_counted(copy: Path) -> None:
+    for number in range(MAX_FINDINGS + 5):
+        (copy / "shards" / f"copy-{number:02d}.tar").touch()
+    found = verify(Dataset.open(str(copy)), fast=True)
+    assert found[-2:] == ["shards/copy-19.tar: not a part of the dataset", "shards/: 5 more findings like these are not listed"]
+    assert len(found) == MAX_FINDINGS + 1
+    (copy / "shards" / "copy-24.tar").unlink()
+    assert verify(Dataset.open(str(copy)), fast=True)[-1] == "shards/: 4 more findings like these are not listed"
 
 
 def test_the_command_prints_findings_and_exits_1(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -212,6 +212,25 @@ def test_a_hostile_file_is_one_line(content: bytes, tmp_path: Path) -> None:
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
+@pytest.mark.parametrize(
+    ("content", "line", "key"),
+    [("train:\n  lr: 1.0e-3\n  steps: 7\n  lr: 0.5\n", 4, "lr"), ("run: r\ntrain: {keep: 1, 'keep': 2}", 2, "keep")],
+)
+def test_a_key_that_stands_twice_is_an_error(content: str, line: int, key: str, tmp_path: Path) -> None:
+    (tmp_path / "f.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=rf"f\.yaml: not valid YAML: line {line}: the key '{key}' stands twice: remove one$"):
+        load(tmp_path / "f.yaml")
+    with pytest.raises(ConfigError, match=r"--set train: not valid YAML: .* 'lr' stands twice"):
+        load("cmsc", [DATA, "train={lr: 1, lr: 1}"])
+
+
+def test_a_key_may_stand_in_several_mappings_and_override_a_merged_one(tmp_path: Path) -> None:
+    (tmp_path / "f.yaml").write_text("train: &t {keep: 1, log_every: 7}\ndata: {train: {dx: test}}\n")
+    assert load(tmp_path / "f.yaml").train.keep == 1
+    (tmp_path / "f.yaml").write_text("{<<: &t {run: a}, run: b}")
+    assert load(tmp_path / "f.yaml").run == "b"
+
+
 def test_aliases_and_other_encodings_are_read(tmp_path: Path) -> None:
     (tmp_path / "f.yaml").write_bytes("run: r\u00e9\ntrain: {log_every: &n 7, keep: *n}".encode("utf-16"))
     config = load(tmp_path / "f.yaml")

@@ -102,4 +102,31 @@ def test_version_and_a_command_that_does_not_exist(capsys: pytest.CaptureFixture
             main(arguments)
         assert ended.value.code == code
     out, err = capsys.readouterr()
-    assert out == f"omnilead {engine.__version__}\n" and err.count("\n") == 2 and "pretrain" in err
+    assert out == f"omnilead {engine.__version__}\n" and err.count("\n") == 2
+    assert "'pretrian': did you mean pretrain? (--help shows all)" in err
+
+
+@pytest.mark.parametrize(
+    ("command", "mend"),
+    [
+        ("pretrain --steps 10", "--set train.steps=10"),
+        ("pretrain --lr=1e-3", "--set train.lr=1e-3"),
+        ("finetune --batch-size 64", "--set train.batch_crops=64"),
+        ("finetune --output_dir tuned", "--out"),
+        ("finetune --augment.rml 0.2", "--set augment.rlm=0.2"),
+        ("pretrain --dataa d", "--data"),
+        ("pretrain --qqqqqqqq", ""),
+        ("shard archive --out d --pln all", "--plan"),
+        ("hub psh RUN org/name", "push"),
+        ("verify d extra", ""),
+    ],
+)
+def test_an_unknown_argument_gets_a_suggestion(command: str, mend: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(command.split())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    if mend:
+        assert line.endswith(f": did you mean {mend}? (--help shows all)")
+    else:
+        assert "unrecognized arguments: " in line and "did you mean" not in line

@@ -107,11 +107,11 @@ def test_a_killed_command_takes_its_jobs_down_and_continues_when_run_again(lab: 
     assert len(lab.ran()) == len(set(lab.ran())) == 8
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_signal_lets_jobs_save_and_exits_with_0(number: int, lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_stop_signal_lets_jobs_save(number: int, code: int, lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
     lab.let("hang", "random-12")
     threading.Thread(target=lambda: (lab.hanging(), os.kill(os.getpid(), number))).start()
-    assert lab.main(rows=1) == 0
+    assert lab.main(rows=1) == code
     (hung,) = lab.fake.glob("hangs-*")
     assert not psutil.pid_exists(int(hung.name.removeprefix("hangs-")))
     assert "0 of 8 jobs done; run the same command again" in capsys.readouterr().out
@@ -171,7 +171,7 @@ def test_ctrl_c_before_a_job_runs_is_one_line(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run, "flops_per_s", lambda config: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert lab.main() == 0
+    assert lab.main() == 130
     assert capsys.readouterr().err.count("\n") == 1
 
 

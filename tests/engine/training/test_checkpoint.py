@@ -1,5 +1,7 @@
 """Checkpoints: killed at any moment, damaged, forged, on a full disk, with code in their pickles."""
 
+import errno
+import fcntl
 import json
 import os
 import random
@@ -186,6 +188,18 @@ def test_two_processes_do_not_share_a_run(dataset: Dataset, tmp_path: Path) -> N
             assert "Traceback" not in ended.output
     with pytest.raises(CheckpointError, match=r"missing: .*--out RUN"), checkpoint.locked(tmp_path / "missing", ALONE):
         raise AssertionError
+
+
+def test_a_run_on_a_file_system_without_locks_trains_with_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with checkpoint.locked(tmp_path, ALONE):
+        assert (tmp_path / checkpoint.LOCK).exists()
+    assert capsys.readouterr().err == f"note: {tmp_path}: its file system has no locks: never let two runs write there\n"
 
 
 WRONG = {"step": ("-1", f"{2**64}", '"2"', "2.0", "null", "true"), "crops_seen": ("9" * 5000,), "world": ("0",)}

@@ -95,8 +95,8 @@ def test_compiled_equals_eager(dataset: Dataset, tmp_path: Path, monkeypatch: py
     np.testing.assert_allclose(two, one, rtol=2e-5)
 
 
-@pytest.mark.parametrize(("task", "asked"), [("pretraining", "SIGTERM"), ("diagnosis", "SIGINT")])
-def test_a_stop_signal_writes_a_checkpoint_and_exits_with_0(task: str, asked: str, dataset: Dataset, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("task", "asked", "code"), [("pretraining", "SIGTERM", 0), ("diagnosis", "SIGINT", 130)])
+def test_a_stop_signal_writes_a_checkpoint(task: str, asked: str, code: int, dataset: Dataset, tmp_path: Path) -> None:
     arguments = settings(tmp_path, dataset.root.url, train__steps=100_000)
     if task == "diagnosis":  # from random weights of those settings
         arguments = tuning(tmp_path, dataset.root.url, tmp_path / "tiny.yaml", task, train__steps=100_000)
@@ -105,7 +105,7 @@ def test_a_stop_signal_writes_a_checkpoint_and_exits_with_0(task: str, asked: st
     until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3)
     os.kill(processes[1].pid, signal.Signals[asked])  # one rank is enough
     ended = wait(tmp_path, processes)
-    assert ended.ok and "the same command resumes" in ended.output, ended.output
+    assert ended.codes == [0, code] and "the same command resumes" in ended.output, ended.output
     assert newest_step(tmp_path / "run") == rows(tmp_path / "run")[-1]["step"] > 3
 
 

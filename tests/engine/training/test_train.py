@@ -168,7 +168,8 @@ def test_wrong_input_is_one_line(dataset: Dataset, tmp_path: Path, monkeypatch: 
         (OSError(errno.EROFS, "Read-only file system", "/run/x"), 2, "/run/x: Read-only file system: choose another"),
         (OSError(errno.ENOSPC, "No space left on device", "/run/x"), 1, "/run/x: No space left on device"),
         (UnicodeEncodeError("utf-8", "r\udcff", 1, 2, "surrogates not allowed"), 2, "'r\\udcff': not UTF-8"),
-        (KeyboardInterrupt(), 1, "the same command continues"),
+        (KeyboardInterrupt(), 130, "the same command continues"),
+        (KeyboardInterrupt("interrupted after a checkpoint"), 130, "pretrain: interrupted after a checkpoint"),
     ],
 )
 def test_errors_of_libraries_and_the_system_are_one_line(

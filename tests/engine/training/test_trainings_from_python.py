@@ -76,7 +76,7 @@ def notebook(tmp: Path, url: str) -> None:
             os.kill(os.getpid(), signal.SIGINT)
         return step(loop, batch)
 
-    with mock.patch.object(Loop, "_step", interrupted), pytest.raises(KeyboardInterrupt, match="the same call resumes"):
+    with mock.patch.object(Loop, "_step", interrupted), pytest.raises(KeyboardInterrupt, match="after a checkpoint"):
         trained("resumed")
     with mock.patch("engine.training.train.make_engine", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         trained("resumed")  # before there is a model
