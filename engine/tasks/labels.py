@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 from pyarrow import csv as pa_csv
 from pyarrow import parquet
 
-from data_tools.dataset import CLASSES, Dataset
+from data_tools.dataset import CLASSES, QUOTED, Dataset, unquoted
 from engine.common import ConfigError, missing_package
 from engine.data.leakage import OWNER, find_leak, owners, patient_ids, uniforms
 from engine.tasks.config import TaskConfig, TaskKind
@@ -162,14 +162,18 @@ def read_table(url: str) -> pa.Table:
 
 
 def _csv(data: bytes) -> pa.Table:
-    """The separator is the one that yields a column `record` in the first line."""
-    line = data[: 2**20].decode("utf-8-sig", "replace").partition("\n")[0].rstrip("\r")
-    names = {mark: [_name(cell) for cell in next(csv.reader([line], delimiter=mark), [])] for mark in ",;\t"}
-    mark = next((mark for mark, of in names.items() if "record" in of and len(of) > 1), ",")
-    read = pa_csv.ReadOptions(column_names=names[mark], skip_rows=1)
+    """The separator is the one that yields a column `record` in the header."""
+    start = data[: 2**20].decode("utf-8-sig", "replace")
+    for mark in (",", ";", "\t", ","):  # a comma if none yields it
+        reader = csv.reader(io.StringIO(start, newline=""), delimiter=mark)
+        names = [unquoted(cell) for cell in next(reader, [])]
+        if len(names) > 1 and "record" in map(_name, names):
+            break
+    read = pa_csv.ReadOptions(column_names=names, skip_rows=reader.line_num)
     parse = pa_csv.ParseOptions(delimiter=mark, newlines_in_values=True)
-    convert = pa_csv.ConvertOptions(column_types=dict.fromkeys(names[mark], pa.string()), strings_can_be_null=True)
-    return pa_csv.read_csv(io.BytesIO(data), read, parse, convert)
+    convert = pa_csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=True)
+    cells = pa_csv.read_csv(io.BytesIO(data), read, parse, convert)
+    return pa.table([pc.replace_substring_regex(column, QUOTED, r"\1") for column in cells.columns], names)
 
 
 def _name(column: str) -> str:

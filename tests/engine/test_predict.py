@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from csv import reader
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import engine
 from data_tools.dataset import Dataset
 from engine import predict
 from engine.common import LEADS
+from engine.tasks.labels import read_table
 from tests.conftest import save_model
 
 torch.set_num_threads(1)
@@ -91,6 +93,22 @@ def test_csv_equals_parquet_also_from_two_ranks(
         monkeypatch.setenv("RANK", rank)
         shared, _ = predicted("rhythm", "--batch", "2", name="shared.csv")
     assert shared.read_bytes() == out.read_bytes()
+
+
+def test_names_in_csv_are_no_formulas_in_a_spreadsheet_and_are_read_back(tmp_path: Path) -> None:
+    classes = ["=SUM(A1)", "two\nlines", "'=plain"]
+    head = {"task": "k", "kind": "multiclass", "classes": classes}
+    model, names = save_model(tmp_path / "model", head=head), ["=1+2", "@SUM(A1)", "a,b", "-5"]
+    np.savez(tmp_path / "some.npz", **{name: np.random.default_rng(0).normal(0, 0.3, (12, 5000)) for name in names})
+    arguments = ["--model", str(model), "--data", str(tmp_path / "some.npz"), "--fs", "500"]
+    assert predict.main([*arguments, "--out", str(tmp_path / "some.csv")]) == 0
+    with (tmp_path / "some.csv").open(newline="") as file:
+        header, *rows = reader(file)
+    assert header == [*BASE, "predicted", "'=SUM(A1)", "two\nlines", "''=plain"]
+    assert [row[1] for row in rows] == ["'=1+2", "'@SUM(A1)", "a,b", "-5"]
+    table = read_table(str(tmp_path / "some.csv"))
+    assert table.column_names == [*BASE, "predicted", *classes] and table["record"].to_pylist() == names
+    assert set(table["predicted"].to_pylist()) <= set(classes)
 
 
 @pytest.mark.parametrize(
