@@ -201,9 +201,14 @@ def refuse_changes(
 def saved_config(path: Path, state: dict[str, Any], kind: type[RunConfig]) -> RunConfig:
     """A checkpoint's settings. Those that did not exist when it was written have their defaults."""
     try:
-        return build(state["config"], kind)
+        config = build(state["config"], kind)
     except ConfigError as error:
         raise CheckpointError(f"{path / checkpoint.STATE}: config: {error}") from None
+    seen, trained = state["crops_seen"], state["step"] * config.train.batch_crops
+    if seen != trained:
+        why = f"crops_seen={seen}, but {state['step']} steps of {config.train.batch_crops} crops are {trained}"
+        raise CheckpointError(f"{path / checkpoint.STATE}: {why}: {checkpoint.RESTORE}")
+    return config
 
 
 def make_engine(config: RunConfig, ranks: Ranks, task: TrainingTask, universal: bool) -> tuple[Any, GuardedAdamW]:
@@ -269,8 +274,14 @@ def export_run(run: Path, kind: type[RunConfig], task: type[TrainingTask]) -> Pa
     trained["splits"] = [*state.get("splits", ()), *state.get("splits_before", ())]
     card = model_card(run, config, state, weights, task)
     try:
-        code = {name: (run / CODE / name).read_bytes() for name in state.get("code", ())}
+        code = {name: read_code(run / CODE / name) for name in state.get("code", ())}
         folder.write(run / "model", weights, task.described(config, state) | {"trained": trained}, signal_spec, card, code)
     except SafetensorError as error:
         raise WriteError(f"{run / 'model'}: {error}: free disk space, then --export {run}") from error
     return run / "model"
+
+
+def read_code(file: Path) -> bytes:
+    if file.is_symlink() or not file.is_file():
+        raise CheckpointError(f"{file}: no such file, or a link, but the checkpoint was trained with it: {checkpoint.RESTORE}")
+    return file.read_bytes()
