@@ -33,6 +33,7 @@ from engine.tasks.config import TaskConfig, TaskKind
 SPLITS = ("", "train", "valid", "test")  # by their numbers in TaskLabels.split
 SPLIT_OF = {"": 0, "train": 1, "valid": 2, "val": 2, "validation": 2, "dev": 2, "test": 3, "gallery": 3, "probe": 3}
 RESERVED = ("record", "source", "patient", "fold", "split")
+USED = ("record", "source", "fold", "split")
 OWN_COLUMNS = ("age", "sex")  # a dataset's own columns
 BOOLEANS = {"0": 0, "0.0": 0, "false": 0, "no": 0, "1": 1, "1.0": 1, "true": 1, "yes": 1}
 INDEX = re.compile(r"|Unnamed: \d+")  # pandas' row numbers
@@ -52,6 +53,7 @@ class TaskLabels:
     y: list[np.ndarray]  # by dataset [crops, K] float32; multiclass: one-hot; identity: patients, int64 [crops]
     split: list[np.ndarray]  # by dataset [crops] int8, as in SPLITS; 0 where no label is known
     remarks: list[str] = field(default_factory=list)
+    table: pa.Table | None = None  # the columns of the label table that are used, as text
 
     def rows(self, dataset: int, split: str) -> np.ndarray:
         return np.flatnonzero(self.split[dataset] == SPLITS.index(split))
@@ -96,7 +98,9 @@ def read_task(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
         raise ConfigError(f"{table.name}: no record has a known label in {', '.join(task.columns)}: fill in the cells")
     task, split_N, remarks = _splits(task, table, datasets, known)
     split = np.split(np.where(known, split_N, 0).astype(np.int8), np.cumsum([len(one) for one in y])[:-1])
-    return TaskLabels(task, classes, y, split, [*table.remarks, *remarks])
+    used = [name for name in table.cells.column_names if name in (*USED, *task.columns)]
+    kept = table.cells.select(used) if task.labels else None
+    return TaskLabels(task, classes, y, split, [*table.remarks, *remarks], kept)
 
 
 def _of_roles(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:

@@ -151,6 +151,9 @@ def _train(
         for name, content in task.code.items():
             (run / CODE).mkdir(exist_ok=True)
             write_whole(run / CODE / name, content)
+    if ranks.first:
+        for name, content in task.kept.items():
+            write_whole(run / name, content)
     engine, adam = make_engine(config, ranks, task, universal)
     held.callback(engine.destroy)
     if path:
