@@ -163,7 +163,8 @@ def _open_sources(urls: list[str], kind: str, options: argparse.Namespace) -> li
 
 
 def _shard(options: argparse.Namespace) -> int:
-    from data_tools.build import ShardOptions, read_key, shard
+    from data_tools.build import ShardOptions, shard
+    from data_tools.pseudonyms import read_key
     from data_tools.splits import RoleSources
     from data_tools.summary import describe, notes
 
@@ -177,7 +178,9 @@ def _shard(options: argparse.Namespace) -> int:
         raise DataError(f"--plan all uses everything for pre-training, so {given} has no effect: use --plan paper")
     key = read_key(options.pseudonymize) if options.pseudonymize else None
     sources = _open_sources(options.sources, options.source, options)
-    for note in (before := [note for source in sources for note in source.notes()]):
+    before = [note for source in sources for note in source.notes()]
+    held = [f"{source.root.url}: a dataset made from it holds {source.private}" for source in sources if source.private]
+    for note in [*before, *(f"{text}: --pseudonymize KEYFILE replaces both" for text in held if not key)]:
         print(f"note: {printable(note)}", file=sys.stderr)
     same = {name: getattr(options, name) for name in ("out", "plan", "seed", "format", "workers", "cluster")}
     roles, quiet = RoleSources(**chosen), not interactive()
@@ -194,8 +197,8 @@ def _shard(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from data_tools.build import read_key
     from data_tools.dataset import Dataset
+    from data_tools.pseudonyms import read_key
     from data_tools.verify import verify
 
     started = time.monotonic()
@@ -253,8 +256,8 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _labels(options: argparse.Namespace) -> int:
-    from data_tools.build import read_key
     from data_tools.labels import write_labels
+    from data_tools.pseudonyms import read_key
 
     key = read_key(options.pseudonymize) if options.pseudonymize else None
     for line in write_labels(options.archive, options.src, options.out, key, options.anonymous, not interactive()):

@@ -17,9 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from hashlib import blake2b
 from itertools import starmap
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,8 +32,9 @@ from data_tools.dataset import COLUMNS, CROP_SHAPE, META, STORE, Dataset, as_csv
 from data_tools.errors import DataError, DatasetError, ReadError, StorageError
 from data_tools.plan import PlannedCrops, Reject, ShardPlan, make_plan
 from data_tools.prepare import SPEC, SPEC_HASH, Crop, prepare_crop
-from data_tools.record import EcgRecord, class_row, patient_source
-from data_tools.sources.base import Source, located, read_safely, record_stem
+from data_tools.pseudonyms import key_mark, pseudonym
+from data_tools.record import EcgRecord, class_row
+from data_tools.sources.base import Source, located, read_safely, shown_patient
 from data_tools.splits import PAPER_SOURCES, RoleSources
 from data_tools.storage import Folder, dataset_folder, prefetch, write_errors
 from data_tools.tar import MAX_INDEX, TarWriter, index_name, part_name, shard_name
@@ -203,7 +202,7 @@ def as_parquet(table: pa.Table) -> bytes:
 
 
 def row_of(source: str, name: str, record: EcgRecord, crop: Crop, key: bytes | None) -> dict[str, Any]:
-    patient = pseudonym(key, "p", patient_source(source), record_stem(record.patient)) if record.patient else None
+    patient = shown_patient(key, source, record.patient)
     row: dict[str, Any] = {"source": source, "record": name, "patient": patient, "start_s": crop.start_s, "halves": crop.halves}
     row |= {"missing_leads": crop.missing, "flags": crop.flags, "dx": record.dx, "labels": class_row(record.dx)}
     return row | {"age": record.age, "sex": record.sex, "fs_source_hz": float(record.fs_hz)}
@@ -332,26 +331,3 @@ def role_counts(table: pa.Table) -> dict[str, Any]:
 
 
 # Pseudonyms: record and patient ids as keyed hashes
-
-
-def read_key(path: str) -> bytes:
-    """Read a key file and hash it to a key. `head -c 32 /dev/urandom > KEYFILE` creates one."""
-    try:
-        secret = Path(path).read_bytes()
-    except OSError as error:
-        raise StorageError(f"--pseudonymize {path}: {error.strerror}") from None
-    if len(secret) < 16:
-        raise StorageError(f"--pseudonymize {path}: {len(secret)} bytes, at least 16 are needed: head -c 32 /dev/urandom")
-    return blake2b(secret, digest_size=32).digest()
-
-
-def pseudonym(key: bytes | None, kind: str, source: str, name: str) -> str:
-    """A keyed hash of the name, or the name itself if there is no key. `kind`: r for records, p for patients."""
-    if key is None:
-        return name
-    return kind + blake2b(f"{source}/{name}".encode(), key=key, digest_size=10, person=kind.encode()).hexdigest()
-
-
-def key_mark(key: bytes | None) -> str | None:
-    """Identifies a key without disclosing it."""
-    return blake2b(b"omnilead pseudonyms", key=key, digest_size=8).hexdigest() if key else None
