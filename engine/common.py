@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import yaml  # type: ignore[import-untyped]
 
 from data_tools.cli import Parser as Parser
-from data_tools.cli import guard_streams, is_memory, show
+from data_tools.cli import UserError, guard_streams, is_memory, show, tell
 from data_tools.plugins import blame
 from data_tools.plugins import plugin as plugin
 from data_tools.storage import missing_package as missing_package
@@ -50,11 +50,11 @@ OWN = re.compile(r"(?s).+\.py:\w+")  # file.py:Name, the user's own code
 MAX_YAML_BYTES, MAX_YAML_VALUES, MAX_INTEGER = 2**20, 10_000, 2**63
 
 
-class ConfigError(Exception):
+class ConfigError(UserError):
     """A setting is wrong: the message is one line with the key, its value and what to write instead."""
 
 
-class OutputError(Exception):
+class OutputError(UserError):
     """A result cannot be computed or written: the message is one line."""
 
 
@@ -276,9 +276,9 @@ def interruptible(name: str) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
-            print(f"{name}: interrupted", file=sys.stderr)
+            tell(f"{name}: interrupted")
         elif is_memory(error):
-            print(f"{name}: out of memory: raise the limit (ulimit -v), or free some", file=sys.stderr)
+            tell(f"{name}: out of memory: raise the limit (ulimit -v), or free some")
         else:
             sys.__excepthook__(kind, error, trace)
 

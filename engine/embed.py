@@ -20,6 +20,7 @@ from typing import Any
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from data_tools.cli import tell
 from engine.common import ARRAYS, RUN_CODE, ConfigError, Parser, interruptible, one_blas_thread, positive, writable
 
 PER = ("crop", "record", "half")
@@ -47,7 +48,7 @@ def checked_and_run(name: str, args: argparse.Namespace, check: Callable[[argpar
     try:
         check(args)
     except ConfigError as error:
-        print(f"omnilead {name}: {error}", file=sys.stderr)
+        tell(f"omnilead {name}: {error}")
         return 2
     one_blas_thread()
     from engine.evaluation import embedding, outputs  # imported late, so that --help does not wait for PyTorch

@@ -4,12 +4,11 @@ import argparse
 import errno
 import json
 import os
-import sys
 from collections.abc import Callable
 
 import torch
 
-from data_tools.cli import keep_freed_memory, show
+from data_tools.cli import keep_freed_memory, show, tell
 from data_tools.dataset import DataError
 from engine.common import ConfigError, OutputError, cores_per_rank, environment, write_result
 from engine.data.preprocess import Input
@@ -44,7 +43,7 @@ def command(name: str, args: argparse.Namespace, work: Callable[[argparse.Namesp
     rank = os.environ.get("RANK", "0")
     if rank == "0" or args.began or code == 1:  # other errors are the same on every rank
         of_rank = f"rank {rank}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-        print(f"{name}: {of_rank}{' '.join(message.split())}", file=sys.stderr, flush=True)
+        tell(f"{name}: {of_rank}{' '.join(message.split())}")
     return code
 
 

@@ -26,6 +26,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from tqdm.auto import tqdm
 
+from data_tools.cli import tell
 from data_tools.dataset import META, Dataset
 from data_tools.sources import (
     ENDINGS,
@@ -152,7 +153,7 @@ def open_data(args: argparse.Namespace, model_input: Input) -> tuple[dict[str, A
     identity |= {"pseudonyms": key_mark(key)} if key else {}
     private = next((record.private for record in records if record.private), "")
     if private and not key and environment()[0] == 0:
-        print(f"note: {args.out} will hold {private}: --pseudonymize KEYFILE replaces both", file=sys.stderr)
+        tell(f"note: {args.out} will hold {private}: --pseudonymize KEYFILE replaces both")
     return identity, partial(record_source, args, model_input, records, key)
 
 
@@ -172,7 +173,8 @@ def dataset_of(args: argparse.Namespace) -> Dataset | None:
 def skip(args: argparse.Namespace, name: str, reason: object) -> None:
     if args.on_corrupt == "stop":
         raise ConfigError(f"{name}: {reason}: fix it, or skip such data with --on-corrupt skip")
-    tqdm.write(f"skipped: {name}: {reason}", file=sys.stderr)
+    with tqdm.external_write_mode(file=sys.stderr):  # above a progress bar
+        tell(f"skipped: {name}: {reason}")
 
 
 def no_leads(model_input: Input) -> str:

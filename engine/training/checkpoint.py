@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from data_tools.cli import is_memory
+from data_tools.cli import UserError, is_memory
 from engine.common import sync, write_whole
 from engine.training.distributed import Ranks, lost_a_rank, on_first_rank, quiet_deepspeed
 
@@ -48,11 +48,11 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 _LOCKS: dict[Path, os.stat_result] = {}  # lock files of the runs that this process trains
 
 
-class CheckpointError(Exception):
+class CheckpointError(UserError):
     """The message is one line: the file and what is wrong with it."""
 
 
-class WriteError(Exception):
+class WriteError(UserError):
     """A checkpoint cannot be written; existing checkpoints are intact."""
 
 

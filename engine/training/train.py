@@ -9,7 +9,6 @@ import errno
 import gc
 import math
 import re
-import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, nullcontext
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from data_tools.cli import is_memory, say
+from data_tools.cli import is_memory, say, tell
 from data_tools.dataset import META, DataError, Dataset
 from engine.common import ConfigError, OutputError, describe_leads, flatten, write_whole
 from engine.config import FinetuneConfig, RunConfig, build, check, deepspeed_json, micro_batch, zero_stage
@@ -176,7 +175,7 @@ def _train(
 
 
 def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr)
+    tell(f"warning: {text}")
 
 
 def refuse_changes(
