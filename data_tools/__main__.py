@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from data_tools.cli import Parser, drop_output, interactive, is_memory, say
+from data_tools.cli import Parser, drop_output, echo, interactive, is_memory, say, tell
 from data_tools.errors import DataError, printable
 
 RESUME = {"shard": ": run the same command again to continue", "synth": ": delete {out} and run it again"}
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
         run: Callable[[argparse.Namespace], int] = options.run
         return run(options)
     except KeyboardInterrupt:
-        print(f"interrupted{RESUME.get(options.command, '').format(**vars(options))}", file=sys.stderr)
+        tell(f"interrupted{RESUME.get(options.command, '').format(**vars(options))}")
         return 130
     except BrokenPipeError:
         return drop_output()
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
             error = MemoryError("out of memory: lower --workers, or raise the limit (ulimit -v)")
         elif isinstance(error, RuntimeError):
             raise
-        print(f"omnilead {options.command}: {printable(str(error))}", file=sys.stderr)
+        tell(f"omnilead {options.command}: {error}")
         return 2
 
 
@@ -144,7 +144,7 @@ def _synth(options: argparse.Namespace) -> int:
 
     arguments = (options.patients, options.two_sessions, options.seed, options.layout, options.workers)
     counts = synthesise(options.out, *arguments, progress=interactive())
-    print(f"{options.out}: {sum(counts.values()):,} synthetic records: {', '.join(f'{n} {k}' for k, n in counts.items())}")
+    echo(f"{options.out}: {sum(counts.values()):,} synthetic records: {', '.join(f'{n} {k}' for k, n in counts.items())}")
     return 0
 
 
@@ -165,7 +165,8 @@ def _open_sources(urls: list[str], kind: str, options: argparse.Namespace) -> li
 
 
 def _shard(options: argparse.Namespace) -> int:
-    from data_tools.build import ShardOptions, read_key, shard
+    from data_tools.build import ShardOptions, shard
+    from data_tools.pseudonyms import read_key
     from data_tools.splits import RoleSources
     from data_tools.summary import describe, notes
 
@@ -179,25 +180,27 @@ def _shard(options: argparse.Namespace) -> int:
         raise DataError(f"--plan all uses everything for pre-training, so {given} has no effect: use --plan paper")
     key = read_key(options.pseudonymize) if options.pseudonymize else None
     sources = _open_sources(options.sources, options.source, options)
-    for note in (before := [note for source in sources for note in source.notes()]):
-        print(f"note: {printable(note)}", file=sys.stderr)
+    before = [note for source in sources for note in source.notes()]
+    held = [f"{source.root.url}: a dataset made from it holds {source.private}" for source in sources if source.private]
+    for note in [*before, *(f"{text}: --pseudonymize KEYFILE replaces both" for text in held if not key)]:
+        tell(f"note: {note}")
     same = {name: getattr(options, name) for name in ("out", "plan", "seed", "format", "workers", "cluster")}
     roles, quiet = RoleSources(**chosen, implausible=options.pretrain_implausible), not interactive()
     dataset = shard(sources, ShardOptions(**same, role_sources=roles, pseudonym_key=key, quiet=quiet))
-    print(describe(dataset))
+    echo(describe(dataset))
     refused = sum(source["records"]["refused"] for source in dataset.meta["sources"])
-    print(f"\n{refused} record{'s' * (refused != 1)} refused; {time.monotonic() - started:.1f} s")
+    echo(f"\n{refused} record{'s' * (refused != 1)} refused; {time.monotonic() - started:.1f} s")
     for note in [*notes(dataset), *(note for source in sources for note in source.notes() if note not in before)]:
-        print(f"note: {printable(note)}", file=sys.stderr)
+        tell(f"note: {note}")
     if options.strict and refused:
-        print(f"omnilead shard: --strict: {refused} records were refused: see {options.out}/rejects.csv", file=sys.stderr)
+        tell(f"omnilead shard: --strict: {refused} records were refused: see {options.out}/rejects.csv")
         return 2
     return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from data_tools.build import read_key
     from data_tools.dataset import Dataset
+    from data_tools.pseudonyms import read_key
     from data_tools.verify import verify
 
     started = time.monotonic()
@@ -208,17 +211,17 @@ def _verify(options: argparse.Namespace) -> int:
     sources = _open_sources(options.archive, options.source, options)
     for source in sources:
         if source.left_out:
-            print(f"note: {printable(source.left_out)}", file=sys.stderr)
+            tell(f"note: {source.left_out}")
     found = verify(dataset, sources, options.fast, options.workers, key, not interactive())
     for finding in found:
-        print(printable(finding))
+        echo(printable(finding))
     checked = "structure, tables, roles and sizes" if options.fast else "every byte, row and role"
     checked += ", the archive's samples" if sources else ""
     if options.fast:
         files = " and ".join({"tar": "shards/", "zarr": "store.zarr"}[name] for name in dataset.meta["formats"])
         checked += f"; not read: the contents of {files}, run without --fast to check these"
     result = f"{len(found)} finding{'s' * (len(found) != 1)}" if found else f"all checks passed ({checked})"
-    print(f"{options.dataset}: {len(dataset):,} crops, {result}; {time.monotonic() - started:.1f} s")
+    echo(f"{options.dataset}: {len(dataset):,} crops, {result}; {time.monotonic() - started:.1f} s")
     return 1 if found else 0
 
 
@@ -241,7 +244,7 @@ def _show(options: argparse.Namespace) -> int:
     else:
         dataset = Dataset.open(options.what, options.anonymous)
         if options.crop is None:
-            print(describe(dataset))
+            echo(describe(dataset))
             figure = plots.dataset_figure(dataset) if options.png else None
         else:
             try:
@@ -249,17 +252,17 @@ def _show(options: argparse.Namespace) -> int:
             except IndexError:
                 raise DataError(f"--crop {options.crop}: the dataset has crops 0 to {len(dataset) - 1}") from None
             facts = {name: "" if value is None else value for name, value in vars(ecg).items() if name != "signal_uv"}
-            print("\n".join(f"{name:15}{value}" for name, value in facts.items()))
+            echo("\n".join(f"{name:15}{value}" for name, value in facts.items()))
             figure = ecg.plot() if options.png else None
     if options.png:
         plots.save(figure, options.png)
-        print(f"drawn: {options.png}")
+        echo(f"drawn: {options.png}")
     return 0
 
 
 def _labels(options: argparse.Namespace) -> int:
-    from data_tools.build import read_key
     from data_tools.labels import write_labels
+    from data_tools.pseudonyms import read_key
 
     key = read_key(options.pseudonymize) if options.pseudonymize else None
     for line in write_labels(options.archive, options.src, options.out, key, options.anonymous, not interactive()):
@@ -285,9 +288,9 @@ def _record_figure(path: str) -> Any:
         if isinstance(record := read_safely(source.read, place.name), ReadError):
             raise record
         seconds = f"{record.signal.shape[1] / record.fs_hz:g} s"
-        print(f"{place.name}: {len(record.leads)} leads, {record.fs_hz:g} Hz, {seconds}, dx {', '.join(record.dx) or 'none'}")
+        echo(f"{place.name}: {len(record.leads)} leads, {record.fs_hz:g} Hz, {seconds}, dx {', '.join(record.dx) or 'none'}")
         for reason, detail in record.warnings:
-            print(f"  {reason}: {detail}")
+            echo(f"  {reason}: {detail}")
         crop = prepare_crop(record, 0, samples)
     except ReadError as error:
         raise DataError(f"{path} would be refused: {error}") from None

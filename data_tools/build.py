@@ -11,16 +11,13 @@ import json
 import os
 import re
 import shutil
-import stat
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from hashlib import blake2b
 from itertools import starmap
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,8 +32,9 @@ from data_tools.dataset import COLUMNS, CROP_SHAPE, META, STORE, Dataset, as_csv
 from data_tools.errors import DataError, DatasetError, ReadError, StorageError
 from data_tools.plan import PlannedCrops, Reject, ShardPlan, make_plan
 from data_tools.prepare import SPEC, SPEC_HASH, Crop, prepare_crop
-from data_tools.record import EcgRecord, class_row, patient_source
-from data_tools.sources.base import Source, located, read_safely, record_stem
+from data_tools.pseudonyms import key_mark, pseudonym
+from data_tools.record import EcgRecord, class_row
+from data_tools.sources.base import Source, located, read_safely, shown_patient
 from data_tools.splits import PAPER_SOURCES, RoleSources
 from data_tools.storage import Folder, dataset_folder, locked_by_another, prefetch, write_errors
 from data_tools.tar import MAX_INDEX, TarWriter, index_name, part_name, shard_name
@@ -223,7 +221,7 @@ def as_parquet(table: pa.Table) -> bytes:
 
 
 def row_of(source: str, name: str, record: EcgRecord, crop: Crop, key: bytes | None) -> dict[str, Any]:
-    patient = pseudonym(key, "p", patient_source(source), record_stem(record.patient)) if record.patient else None
+    patient = shown_patient(key, source, record.patient)
     row: dict[str, Any] = {"source": source, "record": name, "patient": patient, "start_s": crop.start_s, "halves": crop.halves}
     implausible = (IMPLAUSIBLE,) * any(reason == "implausible amplitude" for reason, _ in record.warnings)
     row |= {
@@ -387,31 +385,3 @@ def role_counts(table: pa.Table) -> dict[str, Any]:
         return dict(sorted((value["values"], value["counts"]) for value in values))
 
     return {"pretrain": int(pc.sum(table["pretrain"]).as_py() or 0), "dx": count("dx_role"), "id": count("id_role")}
-
-
-# Pseudonyms: record and patient ids as keyed hashes
-
-
-def read_key(path: str) -> bytes:
-    """Read a key file and hash it to a key. `(umask 077; head -c 32 /dev/urandom > KEYFILE)` creates one."""
-    try:
-        secret, mode = Path(path).read_bytes(), os.stat(path).st_mode
-    except OSError as error:
-        raise StorageError(f"--pseudonymize {path}: {error.strerror}") from None
-    if mode & (stat.S_IRGRP | stat.S_IROTH):
-        raise StorageError(f"--pseudonymize {path}: other users can read it ({stat.filemode(mode)}): chmod 600 {path}")
-    if len(secret) < 16:
-        raise StorageError(f"--pseudonymize {path}: {len(secret)} bytes, at least 16 are needed: head -c 32 /dev/urandom")
-    return blake2b(secret, digest_size=32).digest()
-
-
-def pseudonym(key: bytes | None, kind: str, source: str, name: str) -> str:
-    """A keyed hash of the name, or the name itself if there is no key. `kind`: r for records, p for patients."""
-    if key is None:
-        return name
-    return kind + blake2b(f"{source}/{name}".encode(), key=key, digest_size=10, person=kind.encode()).hexdigest()
-
-
-def key_mark(key: bytes | None) -> str | None:
-    """Identifies a key without disclosing it."""
-    return blake2b(b"omnilead pseudonyms", key=key, digest_size=8).hexdigest() if key else None

@@ -3,7 +3,10 @@
 Parser("omnilead").parse_args()
 tqdm(..., disable=not interactive())      # progress bar on a terminal or in a notebook
 say("step 10")                            # keeps running if standard output cannot be written
+tell("note: ...")                         # on standard error
 if is_memory(error): ...                  # out of memory, whatever the message
+
+Only this module prints, because text may come from a file of anyone's: what would control the terminal is escaped here.
 """
 
 import argparse
@@ -12,12 +15,16 @@ import ctypes
 import difflib
 import errno
 import io
+import logging
 import os
 import sys
 from contextlib import suppress
 from functools import cache
 from types import TracebackType
 from typing import Any, NoReturn
+
+from data_tools.errors import UserError as UserError
+from data_tools.errors import printable, printable_lines
 
 # "out of memory" as reported by torch, C++, Python's threads, the system and its dynamic loader
 MEMORY: tuple[str, ...] = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc", "can't start new thread")
@@ -57,7 +64,7 @@ class Parser(argparse.ArgumentParser):
             raise
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog.removeprefix('python -m ')}: {' '.join(message.split())} (--help shows all)\n")
+        self.exit(2, f"{self.prog.removeprefix('python -m ')}: {printable(' '.join(message.split()))} (--help shows all)\n")
 
 
 @cache
@@ -69,8 +76,15 @@ def guard_streams() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    if logging.lastResort:
+        logging.lastResort.setFormatter(PrintableFormatter())
     sys.excepthook = _unhandled
     atexit.register(_flush)
+
+
+class PrintableFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable_lines(super().format(record))
 
 
 def _unhandled(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -89,7 +103,7 @@ def _flush() -> None:
 def show(text: str) -> int:
     """Print a command's result and return the exit code; a closed pipe also gives 0."""
     try:
-        print(text, end="", flush=True)
+        print(printable_lines(text), end="", flush=True)
     except OSError as error:
         return _report(error)
     return 0
@@ -112,10 +126,20 @@ def drop_output() -> int:
 def say(text: str) -> None:
     """Print a message; a failure to print does not stop the program."""
     try:
-        print(text, flush=True)
+        print(printable_lines(text), flush=True)
     except OSError as error:
         drop_output()
         print(f"warning: standard output: {error.strerror}: no more output there", file=sys.stderr, flush=True)
+
+
+def echo(text: object) -> None:
+    """Print a message; a failure to print is raised."""
+    print(printable_lines(str(text)))
+
+
+def tell(text: str) -> None:
+    """Print a message to standard error, on one line."""
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def interactive() -> bool:

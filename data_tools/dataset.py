@@ -17,7 +17,7 @@ import hashlib
 import io
 import json
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -33,8 +33,12 @@ from data_tools.errors import ChunkError as ChunkError  # the engine imports the
 from data_tools.errors import DataError as DataError
 from data_tools.errors import DatasetError as DatasetError
 from data_tools.errors import ReadError, one_line
-from data_tools.record import ABBREVIATIONS, LEADS, as_number
+from data_tools.record import ABBREVIATIONS, LEADS
 from data_tools.record import VENDORS as VENDORS
+from data_tools.spreadsheet import QUOTED as QUOTED
+from data_tools.spreadsheet import as_csv as as_csv
+from data_tools.spreadsheet import unquoted as unquoted
+from data_tools.spreadsheet import without_formulas as without_formulas
 from data_tools.storage import Folder, dataset_folder
 
 if TYPE_CHECKING:
@@ -49,7 +53,6 @@ SHARD_CROPS = 1024
 META, SAMPLES, REJECTS, STORE = "dataset.json", "samples.parquet", "rejects.csv", "store.zarr"
 MAX_META = 256 * 2**20
 GROUPS_KEPT = 4  # row groups of samples.parquet, of 65,536 crops
-FORMULA = tuple("=+-@\t\r\n")  # a spreadsheet takes a cell that begins with one of these for a formula
 
 COLUMNS = pa.schema(
     [
@@ -363,23 +366,3 @@ def waveform(crop: np.ndarray) -> tuple[int, int]:
     limb, chest = crop[: len(LEADS) // 2], crop[len(LEADS) // 2 :]
     first = google_crc32c.value(limb)
     return google_crc32c.extend(first, chest), first << 32 | google_crc32c.value(chest)
-
-
-def as_csv(rows: Iterable[Sequence[Any]]) -> str:
-    """A CSV table that is safe to open in a spreadsheet: cells that would be formulas get a leading apostrophe."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([_quoted(cell) for cell in row] for row in rows)
-    return text.getvalue()
-
-
-def _quoted(cell: Any) -> Any:
-    """Quote a formula. Cells of one or more numbers stay unchanged. Python before 3.13 writes a carriage return as it is."""
-    if not isinstance(cell, str):
-        return cell
-    text = cell.replace("\r", " ")
-    formula = cell.startswith(FORMULA) and any(np.isnan(as_number(word)) for word in cell.split())
-    return f"'{text}" if formula else text
-
-
-def unquoted(cell: str) -> str:
-    return cell[1:] if cell.startswith("'") and cell[1:].startswith(FORMULA) else cell

@@ -1,7 +1,14 @@
 """Errors for the user: commands print the message on one line and exit with code 2. Other exceptions are bugs."""
 
 
-class DataError(Exception):
+class UserError(Exception):
+    """Its message may quote any file: characters that would control the terminal are escaped."""
+
+    def __str__(self) -> str:
+        return printable_lines(super().__str__())
+
+
+class DataError(UserError):
     """Wrong arguments; the base class of the errors below."""
 
 
@@ -31,6 +38,10 @@ class ChunkError(DataError):
 def printable(text: str) -> str:
     """The text on one line, with control characters and non-UTF-8 bytes of file names escaped."""
     return text if text.isprintable() else "".join(map(_escaped, text))
+
+
+def printable_lines(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def _escaped(letter: str) -> str:

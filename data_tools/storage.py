@@ -13,7 +13,6 @@ import re
 import shutil
 import socket
 import stat
-import sys
 import tempfile
 import time
 from collections import deque
@@ -26,6 +25,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from data_tools.cli import tell
 from data_tools.errors import ReadError, StorageError, one_line, printable
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ def locked_by_another(file: IO[Any], place: str) -> bool:
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return True
-        print(f"note: {printable(place)}: its file system has no locks: never let two runs write there", file=sys.stderr)
+        tell(f"note: {place}: its file system has no locks: never let two runs write there")
     return False
 
 

@@ -11,7 +11,6 @@ the arguments, not on `workers` (on another CPU, float32 may change a sample by 
     omnilead synth OUT --patients 100
 """
 
-import csv
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from tqdm.auto import tqdm
 from data_tools import cluster
 from data_tools.errors import DataError
 from data_tools.record import ABBREVIATIONS, CLASSES, HEART_AXIS_CODES, LEADS, SCP_CODES
+from data_tools.spreadsheet import as_csv
 from data_tools.synth_ecg import BLOCK, Findings, SyntheticPatients, draw_patients, simulate
 
 LAYOUTS = ("physionet2021", "ptbxl")
@@ -316,13 +316,12 @@ def synthesise(
             rows += ptbxl_rows
             bar.update(made)
     if layout == "ptbxl":
-        lines = [",description,diagnostic,form,rhythm,diagnostic_class,diagnostic_subclass"]
+        statements = [["", "description", "diagnostic", "form", "rhythm", "diagnostic_class", "diagnostic_subclass"]]
         for name, kinds, *classes in map(str.split, _STATEMENTS.split(",")):
             flags = ("1.0" * (kind in kinds) for kind in ("diagnostic", "form", "rhythm"))
-            lines.append(",".join([name, name, *flags, *(classes or ("", ""))]))
-        (out / "scp_statements.csv").write_text("\n".join([*lines, ""]))
-    with open(out / "ptbxl_database.csv", "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, CSV_COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(sorted(rows, key=lambda row: int(str(row["ecg_id"]))))
+            statements.append([name, name, *flags, *(classes or ("", ""))])
+        (out / "scp_statements.csv").write_text(as_csv(statements))
+    rows.sort(key=lambda row: int(str(row["ecg_id"])))
+    records = [CSV_COLUMNS, *([row[name] for name in CSV_COLUMNS] for row in rows)]
+    (out / "ptbxl_database.csv").write_text(as_csv(records), encoding="utf-8")
     return dict(counts)

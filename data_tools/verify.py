@@ -18,11 +18,12 @@ import pyarrow.parquet as pq
 from tqdm.auto import tqdm
 
 from data_tools import cluster
-from data_tools.build import FLAGS, assign_roles, key_mark, pseudonym, recipe_hash, role_counts, row_of
+from data_tools.build import FLAGS, assign_roles, recipe_hash, role_counts, row_of
 from data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, META, REJECTS, SAMPLES, STORE, Dataset, waveform
 from data_tools.errors import ChunkError, DatasetError, ReadError, one_line
 from data_tools.plan import Reject
 from data_tools.prepare import CROP, FS_HZ, HALF, MAX_UV, SPEC, crop_count, prepare_crop
+from data_tools.pseudonyms import key_mark, pseudonym
 from data_tools.record import LEADS, EcgRecord, class_row
 from data_tools.sources.base import Source, read_safely
 from data_tools.splits import RoleSources

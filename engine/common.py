@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import yaml  # type: ignore[import-untyped]
 
 from data_tools.cli import Parser as Parser
-from data_tools.cli import guard_streams, is_memory, show
+from data_tools.cli import UserError, guard_streams, is_memory, show, tell
 from data_tools.plugins import blame
 from data_tools.plugins import plugin as plugin
 from data_tools.storage import locked_by_another as locked_by_another
@@ -51,11 +51,11 @@ OWN = re.compile(r"(?s).+\.py:\w+")  # file.py:Name, the user's own code
 MAX_YAML_BYTES, MAX_YAML_VALUES, MAX_INTEGER = 2**20, 10_000, 2**63
 
 
-class ConfigError(Exception):
+class ConfigError(UserError):
     """A setting is wrong: the message is one line with the key, its value and what to write instead."""
 
 
-class OutputError(Exception):
+class OutputError(UserError):
     """A result cannot be computed or written: the message is one line."""
 
 
@@ -147,34 +147,46 @@ _YamlLoader.add_implicit_resolver(
 
 def find_config(name: str | Path, folder: str = "", key: str = "--config", beside: str | Path = "") -> Path:
     """Finds a file by its path relative to `beside`, or a shipped config by its name, with or without suffix."""
-    shipped = CONFIGS / folder
     stem = str(name).removeprefix("configs/").removeprefix(f"{folder}/")
-    for path in (Path(beside, name), *(shipped / f"{stem}{suffix}" for suffix in ("", ".yaml", ".json"))):
+    for path in (Path(beside, name), *(CONFIGS / folder / f"{stem}{suffix}" for suffix in ("", ".yaml", ".json"))):
         if os.path.lexists(path) and not os.path.isdir(path):  # named pipes are allowed
             return path
-    names = sorted(path.stem for path in shipped.glob("*.*"))
+    names = shipped(folder)
     near = difflib.get_close_matches(Path(stem).stem, names, 3, 0.5)
     mend = f"did you mean {', '.join(near)}?" if near else f"use {', '.join(names)}"
     raise ConfigError(f"{key}{' ' if key[0] == '-' else '='}{str(name)!r}: no such file or shipped config: {mend}"[:500])
 
 
+def shipped(folder: str) -> list[str]:
+    """The names of the configs in a folder."""
+    return sorted(path.stem for path in (CONFIGS / folder).glob("*.*"))
+
+
 def read_yaml(path: Path, folder: str = "", above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Reads a file and merges it over its `base:`, a path relative to the file or a config shipped in `folder`."""
+    tree = read_mapping(path)
+    base = tree.pop("base", None)
+    if base is None:
+        return tree
+    path = path.resolve()
+    if path in above:
+        raise ConfigError(f"{path}: `base` refers back to itself: name another file, or leave it out")
+    return merge(read_yaml(find_config(str(base), folder, f"{path}: base", path.parent), folder, (*above, path)), tree)
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Reads one YAML file, without its `base:`."""
     try:
-        path = path.resolve()
         with open(path, "rb") as file:
             content = file.read(MAX_YAML_BYTES + 1)
     except (OSError, ValueError, RuntimeError) as error:  # also NUL in a name, or a loop of symbolic links
         raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}: give another --config") from None
-    if path in above or len(content) > MAX_YAML_BYTES:
-        raise ConfigError(f"{path}: `base` refers back to itself, or the file exceeds {MAX_YAML_BYTES:,} bytes")
+    if len(content) > MAX_YAML_BYTES:
+        raise ConfigError(f"{path}: has more than {MAX_YAML_BYTES:,} bytes: give a file of settings")
     tree = parse_yaml(content, str(path)) or {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: settings must be a mapping, key: value")
-    base = tree.pop("base", None)
-    if base is None:
-        return tree
-    return merge(read_yaml(find_config(str(base), folder, f"{path}: base", path.parent), folder, (*above, path)), tree)
+    return tree
 
 
 def parse_yaml(text: str | bytes, source: str) -> Any:
@@ -275,10 +287,10 @@ def interruptible(name: str) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
-            print(f"{name}: interrupted", file=sys.stderr)
+            tell(f"{name}: interrupted")
             leave(130)  # Python would end itself by SIGINT: 130 in a shell, but -2 for a program that started it
         elif is_memory(error):
-            print(f"{name}: out of memory: raise the limit (ulimit -v), or free some", file=sys.stderr)
+            tell(f"{name}: out of memory: raise the limit (ulimit -v), or free some")
         else:
             sys.__excepthook__(kind, error, trace)
 

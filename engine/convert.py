@@ -24,6 +24,7 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from data_tools.cli import echo, tell
 from engine.common import RUN_CODE, ConfigError, Parser, interruptible
 
 
@@ -67,16 +68,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if "://" in args.source:
                 raise ConfigError(f"{args.source}: download the checkpoint first")
             for note in from_fairseq(Path(args.source), args.out, args.input, args.fs, args.classes):
-                print(f"note: {args.source}: {note}", file=sys.stderr)
+                tell(f"note: {args.source}: {note}")
         elif args.command == "to-fairseq":
             to_fairseq(args.source, args.out)
         else:
             worst = to_onnx(load(args.source, args.code), args.out)
-            print(f"onnxruntime and PyTorch differ by {worst:.1g} at most")
+            echo(f"onnxruntime and PyTorch differ by {worst:.1g} at most")
     except (ConfigError, OSError, SafetensorError) as error:
-        print(f"omnilead convert: {error}", file=sys.stderr)
+        tell(f"omnilead convert: {error}")
         return 2
-    print(args.out)
+    echo(args.out)
     return 0
 
 

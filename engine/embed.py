@@ -15,13 +15,16 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from data_tools.cli import tell
 from engine.common import ARRAYS, RUN_CODE, ConfigError, Parser, interruptible, one_blas_thread, positive, writable
 
 PER = ("crop", "record", "half")
+PSEUDONYMS: Any = {"metavar": "KEYFILE", "help": "of files: replace record and patient ids with keyed hashes, as `shard` does"}
 PROBE = """Score the embeddings of a model on the splits of a dataset: linear probe, k-NN, identification.
 
     omnilead probe --model RUN --data DATASET --json F.json          diagnosis and identification
@@ -45,7 +48,7 @@ def checked_and_run(name: str, args: argparse.Namespace, check: Callable[[argpar
     try:
         check(args)
     except ConfigError as error:
-        print(f"omnilead {name}: {error}", file=sys.stderr)
+        tell(f"omnilead {name}: {error}")
         return 2
     one_blas_thread()
     from engine.evaluation import embedding, outputs  # imported late, so that --help does not wait for PyTorch
@@ -60,6 +63,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="F.parquet", help="write the embeddings")
     add("--per", choices=PER, default="crop", help="one row for each 10 s, each record, each 5 s (crop)")
+    add("--pseudonymize", **PSEUDONYMS)
     return parser.parse_args(arguments)
 
 

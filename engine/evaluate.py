@@ -2,7 +2,7 @@
 
     omnilead evaluate --model RUN --data DATASET                        # a fine-tuned model, on the test split
     omnilead evaluate --model RUN --data DATASET --leads I,II,V2        # a 12-lead model that is shown three leads
-    omnilead evaluate --model RUN --data DATASET --labels my.csv        # a label table with the columns of the model's task
+    omnilead evaluate --model RUN --data DATASET --labels my.csv        # another label table than the one that RUN keeps
     omnilead evaluate --model RUN --data DATASET --json F.json --report F.html
     torchrun --nproc-per-node 8 -m engine.evaluate --model RUN --data DATASET --json F.json   # a GPU per rank; also deepspeed
 
@@ -27,7 +27,7 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from data_tools.cli import show
-from engine.common import RUN_CODE, ConfigError, OutputError, Parser, interruptible, positive, read_yaml, writable, write_result
+from engine.common import RUN_CODE, ConfigError, OutputError, Parser, interruptible, positive, writable, write_result
 
 CLASSES_SHOWN = 12  # printed on the terminal
 NAMES = {"challenge": "challenge at 0.5", "challenge_chosen": "challenge, chosen"}  # thresholds
@@ -63,7 +63,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--data", required=True, metavar="DATASET", help="a dataset made by omnilead shard; s3:// works too")
     add("--leads", default="", metavar="L", help='12, 6, 3, 2, 1 or names such as "I,II,V2"; others are set to zero (all)')
     add("--task", default="auto", metavar="NAME", help="a shipped task such as age, or a YAML file (default: the model's)")
-    add("--labels", default="", metavar="CSV", help="a table of labels, CSV or parquet, with the columns of the task")
+    add("--labels", default="", metavar="CSV", help="a table of labels, CSV or parquet, with the columns of the task (RUN's)")
     add("--role", choices=("test", "valid"), default="test", help="the split to score (test)")
     add("--json", type=Path, metavar="F", help="write the scores as JSON")
     add("--report", type=Path, metavar="F.html", help="write an HTML page with curves and tables")
@@ -112,11 +112,12 @@ def evaluate(args: argparse.Namespace) -> int:
 
 
 def labels_of_run(model: str) -> str:
-    """The label table that RUN was trained with, if the file still exists. A model folder alone holds only its name."""
-    config = Path(model, "config.yaml")
-    task = read_yaml(config).get("task") if config.is_file() else None
-    labels = str(task.get("labels", "")) if isinstance(task, dict) else ""
-    return labels if "://" in labels or Path(labels).is_file() else ""
+    """The label table that RUN keeps from its training; "" if there is none. The path or address that a model names is never
+    opened, because the model may come from anyone."""
+    from engine.evaluation.run_files import LABELS
+
+    table = Path(model, LABELS)
+    return str(table) if table.is_file() and not table.is_symlink() else ""
 
 
 def lines(document: dict[str, Any]) -> Iterator[str]:

@@ -13,8 +13,9 @@
 
 Labels are 0 and 1, true and false, text or numbers; an empty cell is unknown. A column `fold` or `split` splits the records;
 without one, patients are split 8:1:1. Without --config, batch size, steps and learning rate are chosen to suit the data, with
-early stopping. Also under `deepspeed --module engine.finetune` or torchrun. OUT/ has the same files as in pre-training and
-resumes the same way. OUT/model/ is the best step by validation (train.best); test it with `omnilead evaluate --model OUT ...`.
+early stopping. Also under `deepspeed --module engine.finetune` or torchrun. OUT/ has the same files as in pre-training, and
+labels.parquet, the columns of the table that were used; it resumes the same way. OUT/model/ is the best step by validation
+(train.best); test it with `omnilead evaluate --model OUT ...`.
 In Python: tuned = engine.finetune("RUN", data="DATASET", labels="my.csv", out="OUT")
 SIGTERM or Ctrl-C: a checkpoint at the next step, exit 0 or 130. Exit 2: a setting or a file is wrong. Exit 1: the run failed.
 """

@@ -16,6 +16,7 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from data_tools.cli import echo, tell
 from engine.common import ConfigError, Parser, interruptible
 
 
@@ -25,16 +26,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         if args.action == "push":
-            print(hub.push(args.model, args.repo, args.private, args.licence))
+            echo(hub.push(args.model, args.repo, args.private, args.licence))
         else:
             hub.pull(args.repo, args.out)
-            print(f"{args.out}: downloaded; use it with engine.load({str(args.out)!r})")
+            echo(f"{args.out}: downloaded; use it with engine.load({str(args.out)!r})")
         return 0
     except (ConfigError, OSError) as error:
         message, code = str(error), 2
     except KeyboardInterrupt:
         message, code = "interrupted: run the same command again", 130
-    print(f"omnilead hub: {' '.join(message.split())}", file=sys.stderr)
+    tell(f"omnilead hub: {' '.join(message.split())}")
     return code
 
 

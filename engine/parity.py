@@ -20,6 +20,7 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from data_tools.cli import echo, tell
 from engine.common import ConfigError, Parser, interruptible
 
 
@@ -36,14 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows = [asdict(comparison) | {"holds": comparison.holds} for comparison in comparisons]
             args.json.write_text(json.dumps(rows, indent=1) + "\n")
     except (ConfigError, OSError) as error:
-        print(f"omnilead parity: {error}", file=sys.stderr)
+        tell(f"omnilead parity: {error}")
         return 2
     width = max(len(comparison.quantity) for comparison in comparisons)
     for one in comparisons:
         verdict = "" if one.holds else "  DOES NOT HOLD"
-        print(f"{one.case:<12} {one.quantity:<{width}} {one.error:9.1e} <= {one.limit:.0e}{verdict}")
+        echo(f"{one.case:<12} {one.quantity:<{width}} {one.error:9.1e} <= {one.limit:.0e}{verdict}")
     failed = sum(not comparison.holds for comparison in comparisons)
-    print(f"{len(comparisons) - failed} of {len(comparisons)} quantities agree")
+    echo(f"{len(comparisons) - failed} of {len(comparisons)} quantities agree")
     return 1 if failed else 0
 
 

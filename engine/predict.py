@@ -2,6 +2,7 @@
 
     omnilead predict --model TUNED --data DATASET --out F.csv                  one row for each record
     omnilead predict --model TUNED --data FOLDER A.hea B.dcm --out F.parquet   records, known archives, hospital files
+    omnilead predict --model TUNED --data EXPORT --pseudonymize KEYFILE --out F.csv      with the names that `shard` gives
     omnilead predict --model TUNED --data A.npy --fs 250 --leads II,V1 --unit uV --out F.csv
     torchrun --nproc-per-node 8 -m engine.predict --model TUNED --data DATASET --out F.parquet    a GPU per rank; also deepspeed
 
@@ -21,7 +22,7 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from engine.common import ConfigError, Parser, interruptible
-from engine.embed import PER, add_inputs, check_inputs, checked_and_run
+from engine.embed import PER, PSEUDONYMS, add_inputs, check_inputs, checked_and_run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,6 +34,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_inputs(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="F", help="F.csv or F.parquet: write the predictions")
     parser.add_argument("--per", choices=PER, default="record", help="one row for each record, each 10 s, each 5 s (record)")
+    parser.add_argument("--pseudonymize", **PSEUDONYMS)
     return parser.parse_args(arguments)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from data_tools.cli import tell
 from engine.common import ConfigError, Parser, interruptible, positive
 from engine.reproduction.paper import LEADS, TABLES, TASKS
 
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _say(error: object, code: int) -> int:
-    print(f"omnilead reproduce: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    tell(f"omnilead reproduce: {' '.join(str(error).split())}")
     return code
 
 

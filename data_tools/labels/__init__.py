@@ -18,8 +18,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from data_tools.build import as_parquet, pseudonym
+from data_tools.build import as_parquet
 from data_tools.errors import DataError, printable
+from data_tools.pseudonyms import pseudonym
 from data_tools.storage import dataset_folder, folder, remove_leftovers, write_errors, write_whole
 
 MODULES = dict.fromkeys(("ptbxl", "code15", "physionet2021"), "archives") | {"mimic-iv-ecg": "mimic_iv_ecg"}

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from data_tools.dataset import META
 from data_tools.errors import DataError, ReadError, StorageError
 from data_tools.plugins import blame, plugin
-from data_tools.sources.base import Prepared, Source, prepared
+from data_tools.pseudonyms import key_mark, read_key
+from data_tools.sources.base import Prepared, Source, prepared, pseudonymised
 from data_tools.sources.code15 import Code15
 from data_tools.sources.hospital import ENDINGS, FORMATS, HospitalFiles
 from data_tools.sources.mimic_iv_ecg import MimicIvEcg
@@ -22,7 +23,8 @@ from data_tools.storage import Folder, folder, links_in
 ARCHIVES: dict[str, type[Source]] = {"physionet2021": PhysioNet2021, "ptbxl": PtbXl, "mimic-iv-ecg": MimicIvEcg}
 ARCHIVES |= {"code15": Code15, "wfdb": WfdbFolder, "hospital": HospitalFiles}
 
-__all__ = ["ARCHIVES", "ENDINGS", "DataError", "PhysioNet2021", "Prepared", "ReadError", "Source", "open_sources", "prepared"]
+__all__ = ["ARCHIVES", "ENDINGS", "DataError", "PhysioNet2021", "Prepared", "ReadError", "Source", "key_mark", "open_sources"]
+__all__ += ["prepared", "pseudonymised", "read_key"]
 
 
 def open_sources(

@@ -19,7 +19,8 @@ import numpy as np
 
 from data_tools.errors import DataError, ReadError, StorageError, printable
 from data_tools.prepare import CROP, Crop, crop_count, prepare_crop
-from data_tools.record import LEAD_INDEX, LEADS, EcgRecord, Header
+from data_tools.pseudonyms import pseudonym
+from data_tools.record import LEAD_INDEX, LEADS, EcgRecord, Header, patient_source
 from data_tools.sources.wfdb_header import MAX_BYTES, WfdbHeader, parse_header, peek
 from data_tools.sources.wfdb_signals import own_name, read_record
 from data_tools.storage import Folder
@@ -34,6 +35,7 @@ class Source(ABC):
     name = ""
     licence = "unknown"
     left_out = ""  # a note on the files that look like ECGs and that no source of the folder reads
+    private = ""  # what in its records' names and ids tells who the patients are
 
     def __init__(self, root: Folder) -> None:
         self.root = root
@@ -199,6 +201,18 @@ def _prepare(source: Source, key: str) -> Prepared:
     starts, halves = tuple(crop.start_s for crop in crops), tuple(crop.halves for crop in crops)
     name = record.source or source.source_of(key)
     return Prepared(name, record.name, record.patient, samples[: len(crops)], starts, halves)
+
+
+def pseudonymised(key: bytes | None, ecg: Prepared) -> Prepared:
+    """With the names that a dataset made with this key has."""
+    if key is None:
+        return ecg
+    record = pseudonym(key, "r", ecg.source, ecg.record)
+    return ecg._replace(record=record, patient=shown_patient(key, ecg.source, ecg.patient))
+
+
+def shown_patient(key: bytes | None, source: str, patient: str | None) -> str | None:
+    return pseudonym(key, "p", patient_source(source), record_stem(patient)) if patient else None
 
 
 def record_stem(key: str, longest: int | None = 64) -> str:

@@ -33,7 +33,7 @@ NOBODY |= {"unk", "noid", "no id", "unidentified", "test", "not available"}
 
 
 class HospitalFiles(Source):
-    name = "hospital"
+    name, private = "hospital", "the file names and the hospital's patient ids"
 
     def __init__(self, root: Folder, only: str = "") -> None:
         """`only`: a name in FORMATS; files of other formats are then left out."""
@@ -78,8 +78,7 @@ class HospitalFiles(Source):
         return self._format_of_file(key) or self.name
 
     def notes(self) -> list[str]:
-        hold = "a dataset made from it holds the file names and the hospital's patient ids"
-        notes = [] if self.root.private else [f"{self.root.url}: {hold}: --pseudonymize KEYFILE replaces both"]
+        notes = []
         if self.skipped:
             most = sorted(self.skipped.items(), key=lambda pair: (-pair[1], pair[0]))[:5]
             endings = ", ".join(f"{count:,} {ending}" for ending, count in most)

@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MultipleLocator
 
+from data_tools.cli import tell
 from data_tools.dataset import DataError, Dataset
 from engine.common import LEADS, ConfigError, Parser, interruptible
 from engine.data.augment import AUTHORS_NOISE, PAPER_NOISE, AugmentConfig, ThreeKG, augment, axis, formula, numpy_ops
@@ -141,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             page = figure(ecg, f"Augmentations of crop {given.crop} of {given.data}")
             page.savefig(given.out, metadata={"Software": None})
     except (ConfigError, DataError, OSError, ValueError) as error:  # ValueError: matplotlib does not know the suffix
-        print(f"engine.data.picture: {' '.join(str(error).split())}", file=sys.stderr)
+        tell(f"engine.data.picture: {' '.join(str(error).split())}")
         return 2
     return 0
 

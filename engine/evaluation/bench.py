@@ -13,7 +13,6 @@ Identification compares the first 5 s, by cosine and after whitening by the cova
 Axes as in engine.evaluation.probe; B: weightings of the test records, of which the first counts each record once.
 """
 
-import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow.compute as pc
 
-from data_tools.cli import interactive
+from data_tools.cli import interactive, tell
 from data_tools.dataset import Dataset
 from engine.common import ConfigError, parse_leads
 from engine.data import counter
@@ -119,7 +118,7 @@ def bench(
                     row = identified(persons, clean[fitted], clean[tested], test, one.compared)
                     found[one.name, IDENTIFICATION, lead, None, level] = row
         if not interactive():  # there are no progress bars
-            print(f"bench: {number} of {len(embedders)} done: {one.name}", file=sys.stderr, flush=True)
+            tell(f"bench: {number} of {len(embedders)} done: {one.name}")
     about = {"data": data, "fingerprint": fitted.fingerprint, "test_data": how.test_data or None, "seed": how.seed}
     random = {one.name: one.random for one in embedders}
     document: dict[str, Any] = nullable({**about, "models": random, "notes": notes, **compared(found, random)})

@@ -4,12 +4,11 @@ import argparse
 import errno
 import json
 import os
-import sys
 from collections.abc import Callable
 
 import torch
 
-from data_tools.cli import keep_freed_memory, show
+from data_tools.cli import keep_freed_memory, show, tell
 from data_tools.dataset import DataError
 from engine.common import ConfigError, OutputError, cores_per_rank, environment, write_result
 from engine.data.preprocess import Input
@@ -44,7 +43,7 @@ def command(name: str, args: argparse.Namespace, work: Callable[[argparse.Namesp
     rank = os.environ.get("RANK", "0")
     if rank == "0" or args.began or code == 1:  # other errors are the same on every rank
         of_rank = f"rank {rank}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-        print(f"{name}: {of_rank}{' '.join(message.split())}", file=sys.stderr, flush=True)
+        tell(f"{name}: {of_rank}{' '.join(message.split())}")
     return code
 
 
@@ -74,7 +73,7 @@ def run(args: argparse.Namespace, output_of: Callable[[TrainedModel], Output]) -
         return show(f"rank {rank} of {world}: done; others compute parts {numbers} (none runs? start the same command again)\n")
     if parts.lacking and (why := model.unprepared()):
         what = f"{parts.lacking:,} of {parts.rows:,} rows lack leads (column {MISSING})"
-        print(f"note: {args.out}: {what}: {why}", file=sys.stderr, flush=True)
+        tell(f"note: {args.out}: {what}: {why}")
     return 0 if parts.rows is None else show(f"{args.out}: {parts.rows:,} {output.what}, computed in {args.precision}\n")
 
 

@@ -26,8 +26,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from tqdm.auto import tqdm
 
+from data_tools.cli import tell
 from data_tools.dataset import META, Dataset
-from data_tools.sources import ENDINGS, DataError, Prepared, ReadError, open_sources, prepared
+from data_tools.sources import (
+    ENDINGS,
+    DataError,
+    Prepared,
+    ReadError,
+    Source,
+    key_mark,
+    open_sources,
+    prepared,
+    pseudonymised,
+    read_key,
+)
 from engine.common import ARRAYS, LEADS, ConfigError, describe_leads, environment, leads_in_order, prefetch
 from engine.data.augmenter import none_measured
 from engine.data.npz import ArrayError, load_npz, npz_names, open_npy
@@ -129,15 +141,23 @@ CropSource = DatasetSource | RecordSource
 
 def open_data(args: argparse.Namespace, model_input: Input) -> tuple[dict[str, Any], Callable[[], CropSource]]:
     """Facts that identify the ECGs of --data, and a function that opens them."""
+    key = read_key(args.pseudonymize) if args.pseudonymize else None
     if (dataset := dataset_of(args)) is not None:
+        if key:
+            made = "a dataset's names are those it was made with: use it with `omnilead shard`"
+            raise ConfigError(f"--pseudonymize {args.pseudonymize}: {made}")
         rows = np.arange(len(dataset))
         return {"data": dataset.fingerprint}, partial(dataset_source, args, dataset, model_input, rows)
     records = list(records_of(args, model_input))
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(key or b"")  # with a key, nobody without it can guess names and compare
     for record in records:
         digest.update(json.dumps([record.name, record.stamp.decode()]).encode())
     identity = {"data": digest.hexdigest(), "fs_hz": args.fs, "unit": args.unit}
-    return identity, partial(record_source, args, model_input, records)
+    identity |= {"pseudonyms": key_mark(key)} if key else {}
+    private = next((record.private for record in records if record.private), "")
+    if private and not key and environment()[0] == 0:
+        tell(f"note: {args.out} will hold {private}: --pseudonymize KEYFILE replaces both")
+    return identity, partial(record_source, args, model_input, records, key)
 
 
 def dataset_of(args: argparse.Namespace) -> Dataset | None:
@@ -156,7 +176,8 @@ def dataset_of(args: argparse.Namespace) -> Dataset | None:
 def skip(args: argparse.Namespace, name: str, reason: object) -> None:
     if args.on_corrupt == "stop":
         raise ConfigError(f"{name}: {reason}: fix it, or skip such data with --on-corrupt skip")
-    tqdm.write(f"skipped: {name}: {reason}", file=sys.stderr)
+    with tqdm.external_write_mode(file=sys.stderr):  # above a progress bar
+        tell(f"skipped: {name}: {reason}")
 
 
 def no_leads(model_input: Input) -> str:
@@ -184,6 +205,7 @@ class RecordToRead(NamedTuple):
     stamp: bytes  # changes with the content
     read: Callable[[], Prepared | ReadError]
     label: str  # its name without folders and odd characters, for the table; if not unique, `name`
+    private: str = ""  # what in its table row tells who the patient is
 
 
 def records_of(args: argparse.Namespace, model_input: Input) -> Iterator[RecordToRead]:
@@ -193,23 +215,26 @@ def records_of(args: argparse.Namespace, model_input: Input) -> Iterator[RecordT
         elif url.lower().endswith((".hea", *ENDINGS)):
             place, _, key = (url if "/" in url else f"./{url}").rpartition("/")
             source = open_sources(place or "/", "wfdb" if url.endswith(".hea") else "hospital", args.anonymous)[0]
-            yield RecordToRead(url, source.root.stamp(key), partial(prepared, source, key), source.name_for(key))
+            yield _of_source(source, key, url, source.root.stamp(key))
         elif "://" in url or Path(url).is_dir():
             try:
-                sources = open_sources(url, anonymous=args.anonymous, besides=args.data)
+                sources = open_sources(url, anonymous=args.anonymous, besides=args.data, private=bool(args.pseudonymize))
             except DataError as error:
                 other = "set its format with `omnilead shard --source`, and give the dataset"
                 raise ConfigError(str(error).replace("set its format with --source", other)) from None
             for source in sources:
                 if source.left_out and environment()[0] == 0:
-                    tqdm.write(f"note: {source.left_out}", file=sys.stderr)
+                    tell(f"note: {source.left_out}")
                 for key in source.keys():  # noqa: SIM118 - no dictionary
                     stamp = b"" if source.root.remote else source.root.stamp(key)
-                    read = partial(prepared, source, key)
-                    yield RecordToRead(f"{source.root.url}/{key}", stamp, read, source.name_for(key))
+                    yield _of_source(source, key, f"{source.root.url}/{key}", stamp)
         else:
             what = "neither a dataset, folder nor .hea, .npy, .npz, .xml, .dcm file" if Path(url).exists() else "does not exist"
             raise ConfigError(f"--data {url}: {what}")
+
+
+def _of_source(source: Source, key: str, name: str, stamp: bytes) -> RecordToRead:
+    return RecordToRead(name, stamp, partial(prepared, source, key), source.name_for(key), source.private)
 
 
 def arrays(args: argparse.Namespace, path: Path, model_input: Input) -> Iterator[RecordToRead]:
@@ -246,7 +271,10 @@ def arrays(args: argparse.Namespace, path: Path, model_input: Input) -> Iterator
         yield RecordToRead(f"{path}{suffix}", stamp, partial(read, label, values_of), label)
 
 
-def record_source(args: argparse.Namespace, model_input: Input, records: Sequence[RecordToRead]) -> RecordSource:
+def record_source(
+    args: argparse.Namespace, model_input: Input, records: Sequence[RecordToRead], key: bytes | None
+) -> RecordSource:
+    """`key`: gives records and patients their pseudonyms."""
     labels = Counter(record.label for record in records)
 
     def read(number: int) -> Prepared | None:
@@ -257,7 +285,7 @@ def record_source(args: argparse.Namespace, model_input: Input, records: Sequenc
                 ecg = ecg._replace(record=record.name)
             ecg = with_leads(ecg, model_input)
         if isinstance(ecg, Prepared):
-            return ecg
+            return pseudonymised(key, ecg)
         skip(args, record.name, ecg)
         return None
 

@@ -32,6 +32,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from data_tools.cli import interactive
+from data_tools.dataset import without_formulas
 from engine.common import ALL, ConfigError, OutputError, describe_leads, sync, write_whole
 from engine.data.augmenter import FS_HZ, HALF
 from engine.data.preprocess import Input
@@ -235,14 +236,16 @@ class ParquetParts:
         missing = [number for number in range(count) if self._path(number).name not in there]
         if missing:
             return missing
-        rows = lacking = 0
-        with (csv.CSVWriter if self.out.suffix == CSV else pq.ParquetWriter)(whole, described) as writer:
+        rows, lacking, as_csv = 0, 0, self.out.suffix == CSV
+        written = without_formulas(described.empty_table()).schema if as_csv else described
+        with (csv.CSVWriter if as_csv else pq.ParquetWriter)(whole, written) as writer:
             for number in range(count):
                 table = self._read(number, described)
                 if table is None:
                     missing.append(number)
                 elif len(table):
-                    writer.write_table(table.replace_schema_metadata(described.metadata))  # one row group in parquet
+                    table = table.replace_schema_metadata(described.metadata)
+                    writer.write_table(without_formulas(table) if as_csv else table)  # one row group in parquet
                     rows += len(table)
                     lacking += len(table) - table[MISSING].null_count if MISSING in table.column_names else 0
         if missing:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data_tools.dataset import CLASSES, Dataset
-from engine.common import ConfigError, OutputError, describe_leads, environment, find_config, read_yaml
+from engine.common import ConfigError, OutputError, describe_leads, environment, find_config, read_yaml, shipped
 from engine.data.augmenter import FS_HZ, none_measured
 from engine.data.leakage import conflicting_splits, patient_ids
 from engine.data.preprocess import Input
@@ -333,11 +333,12 @@ def chosen_task(model: TrainedModel, name: str = "auto", labels: str = "") -> Ta
     """The task of this name, with these labels. auto: the task the model was fine-tuned for, else identification."""
     head = model.head_info
     own = head.task if head else "identification"
-    name = own if name == "auto" else name
-    known = head.definition if head and name == own else {}
-    task = validated(TaskConfig, known, "task") if known else load_task(name)
-    if task.labels and not labels and not Path(task.labels).exists():
-        raise ConfigError(f"the labels of the task {task.name} are not in {task.labels}: give their path with --labels")
+    known = head.definition if head and name in ("auto", own) else {}
+    if name == "auto" and not known and own not in shipped("tasks"):
+        raise ConfigError(f"the model was fine-tuned for {own!r}, which is no shipped task: name its YAML file with --task")
+    task = validated(TaskConfig, known, "task") if known else load_task(own if name == "auto" else name)
+    if known and task.labels and not labels:  # the model may come from anyone: what it names is not opened
+        raise ConfigError(f"the model does not keep the labels of its task {task.name}, {task.labels}: give them with --labels")
     if task.kind == "identity" and labels:
         raise ConfigError(
             f"--labels {labels}: the model was not fine-tuned for labels: use omnilead finetune, or omnilead probe"

@@ -17,6 +17,7 @@ from engine.common import write_whole
 from engine.data.npz import ArrayError, load_npz
 
 METRICS, VALIDATION, DIAGNOSTICS = "metrics.jsonl", "validation.jsonl", "diagnostics.npz"
+LABELS = "labels.parquet"  # the label table that a run was fine-tuned on
 VALID = "valid/"  # prefix of validation metrics where they appear beside training metrics
 DIAGNOSTIC_AXES = {
     **{"positive_similarity": 1, "negative_similarity": 1},  # cosines of contexts with their own and with other targets

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jinja2
 import numpy as np
 
-from data_tools.cli import say
+from data_tools.cli import echo, say, tell
 from engine.common import LEADS, Parser, flatten, interruptible, write_whole
 from engine.evaluation import plots
 from engine.evaluation.plots import Line, LineStyle
@@ -317,9 +317,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog=f"python -m {name}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a run")
     try:
-        print(write_report(parser.parse_args(arguments).run))
+        echo(write_report(parser.parse_args(arguments).run))
     except (ReportError, OSError) as error:
-        print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
+        tell(f"{name}: {' '.join(str(error).split())}")
         return 2
     return 0
 

@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import stat
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ import yaml  # type: ignore[import-untyped]
 from safetensors.torch import save_file
 from torch import Tensor
 
+from data_tools.cli import tell
 from engine.common import ConfigError, missing_package, parse_yaml
 
 WEIGHTS, CONFIG, PREPROCESSING, CARD = "model.safetensors", "config.json", "preprocessing.json", "README.md"
@@ -111,7 +111,7 @@ def check(folder: Path) -> str:
             differ = f"its sha256 is {digest[:12]}..., {CONFIG} has {str(sums.get(name))[:12]}..."
             raise LoadError(f"{folder / name}: was changed or damaged ({differ}): copy it again, or run --export RUN")
     if not sums:
-        print(f"warning: {folder / CONFIG}: has no sha256 of the files: damage cannot be detected", file=sys.stderr)
+        tell(f"warning: {folder / CONFIG}: has no sha256 of the files: damage cannot be detected")
     return hashlib.sha256("".join(actual.values()).encode()).hexdigest()
 
 

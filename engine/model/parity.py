@@ -10,7 +10,6 @@ and before the bias correction.
 import ast
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from data_tools.cli import tell
 from engine.common import ConfigError
 from engine.data.npz import load_npz
 from engine.model.config import ModelConfig, ObjectiveConfig
@@ -97,7 +97,7 @@ def read_case(folder: Path, name: str) -> ReferenceCase:
     config = settings(model | off)  # the reference was made without dropout
     for file, weights in zip(optional, (gradients, after), strict=True):
         if missing := sorted(state.keys() - weights.keys()):
-            print(f"warning: {name}: not compared, as {file} lacks them: {', '.join(missing)}", file=sys.stderr)
+            tell(f"warning: {name}: not compared, as {file} lacks them: {', '.join(missing)}")
     return ReferenceCase(name, config, objective, Adam(lr, (first, second), eps, decay), state, arrays, gradients, after)
 
 
@@ -205,7 +205,7 @@ def compare_case(case: ReferenceCase) -> Iterator[Comparison]:
         }
         unknown = arrays.keys() - INPUTS - NOT_COMPARED - runner.outputs.keys() - values.keys()
         if unknown:
-            print(f"warning: {label}: not compared, unknown names: {', '.join(sorted(unknown))}", file=sys.stderr)
+            tell(f"warning: {label}: not compared, unknown names: {', '.join(sorted(unknown))}")
         for quantities, limit in ((runner.outputs, TENSOR), (values, LOSS)):
             for name in (name for name in quantities if name in arrays):
                 yield Comparison(label, name, difference(quantities[name].detach(), arrays[name]), limit)

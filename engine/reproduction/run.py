@@ -5,13 +5,12 @@ run(parse(["--table", "1", "--data", "DATASET", "--out", "DIR"]))      # -> exit
 
 import argparse
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from pathlib import Path
 
-from data_tools.cli import say
+from data_tools.cli import echo, say, tell
 from data_tools.cluster import connected
 from data_tools.dataset import META, Dataset
 from engine.common import ConfigError
@@ -95,8 +94,8 @@ def _show(plan: JobPlan, folder: WorkDir) -> int:
     expected = expected_seconds(plan, folder, flops_per_s(next(iter(plan.models.values()))))
     for job in plan.ordered:
         state = f"about {duration(expected[job.name])}" if job.name in expected else "done"
-        print(f"# {job.name}: {state}\nomnilead {job.kind} {shlex.join(job.command[len(PROGRAMS[job.kind]) :])}")
-    print(f"# {_forecast(plan, expected, 1)}")
+        echo(f"# {job.name}: {state}\nomnilead {job.kind} {shlex.join(job.command[len(PROGRAMS[job.kind]) :])}")
+    echo(f"# {_forecast(plan, expected, 1)}")
     return 0
 
 
@@ -110,10 +109,10 @@ def _forecast(plan: JobPlan, expected: dict[str, float], workers: int) -> str:
 
 def _end(folder: WorkDir, plan: JobPlan, chosen: Sequence[Table], failed: dict[str, str]) -> None:
     for name, why in failed.items():
-        print(f"omnilead reproduce: {name} failed: {why}", file=sys.stderr, flush=True)
+        tell(f"omnilead reproduce: {name} failed: {why}")
     paths = [folder.path / f"table-{table.number}.md" for table in chosen]
     for path in paths:
-        print("\n".join(line for line in path.read_text().splitlines() if line.startswith(("#", "|", "Each cell"))) + "\n")
+        echo("\n".join(line for line in path.read_text().splitlines() if line.startswith(("#", "|", "Each cell"))) + "\n")
     done = len(plan.jobs) - len(folder.missing(plan))
     again = "" if done == len(plan.jobs) else "; run the same command again to continue"
-    print(f"{', '.join(map(str, paths))}: {done} of {len(plan.jobs)} jobs done{again}")
+    echo(f"{', '.join(map(str, paths))}: {done} of {len(plan.jobs)} jobs done{again}")

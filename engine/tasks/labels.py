@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 from pyarrow import csv as pa_csv
 from pyarrow import parquet
 
-from data_tools.dataset import CLASSES, Dataset
+from data_tools.dataset import CLASSES, QUOTED, Dataset, unquoted
 from engine.common import ConfigError, missing_package
 from engine.data.leakage import OWNER, find_leak, owners, patient_ids, uniforms
 from engine.tasks.config import TaskConfig, TaskKind
@@ -33,6 +33,7 @@ from engine.tasks.config import TaskConfig, TaskKind
 SPLITS = ("", "train", "valid", "test")  # by their numbers in TaskLabels.split
 SPLIT_OF = {"": 0, "train": 1, "valid": 2, "val": 2, "validation": 2, "dev": 2, "test": 3, "gallery": 3, "probe": 3}
 RESERVED = ("record", "source", "patient", "fold", "split")
+USED = ("record", "source", "fold", "split")
 OWN_COLUMNS = ("age", "sex")  # a dataset's own columns
 BOOLEANS = {"0": 0, "0.0": 0, "false": 0, "no": 0, "1": 1, "1.0": 1, "true": 1, "yes": 1}
 INDEX = re.compile(r"|Unnamed: \d+")  # pandas' row numbers
@@ -53,6 +54,7 @@ class TaskLabels:
     split: list[np.ndarray]  # by dataset [crops] int8, as in SPLITS; 0 where no label is known
     remarks: list[str] = field(default_factory=list)
     name: str = ""  # of the table in messages; "": the labels are roles of the datasets
+    table: pa.Table | None = None  # the columns of the label table that are used, as text
 
     def rows(self, dataset: int, split: str) -> np.ndarray:
         return np.flatnonzero(self.split[dataset] == SPLITS.index(split))
@@ -97,7 +99,9 @@ def read_task(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
         raise ConfigError(f"{table.name}: no record has a known label in {', '.join(task.columns)}: fill in the cells")
     task, split_N, remarks = _splits(task, table, datasets, known)
     split = np.split(np.where(known, split_N, 0).astype(np.int8), np.cumsum([len(one) for one in y])[:-1])
-    return TaskLabels(task, classes, y, split, [*table.remarks, *remarks], table.name)
+    used = [name for name in table.cells.column_names if name in (*USED, *task.columns)]
+    kept = table.cells.select(used) if task.labels else None
+    return TaskLabels(task, classes, y, split, [*table.remarks, *remarks], table.name, kept)
 
 
 def _of_roles(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
@@ -163,14 +167,18 @@ def read_table(url: str) -> pa.Table:
 
 
 def _csv(data: bytes) -> pa.Table:
-    """The separator is the one that yields a column `record` in the first line."""
-    line = data[: 2**20].decode("utf-8-sig", "replace").partition("\n")[0].rstrip("\r")
-    names = {mark: [_name(cell) for cell in next(csv.reader([line], delimiter=mark), [])] for mark in ",;\t"}
-    mark = next((mark for mark, of in names.items() if "record" in of and len(of) > 1), ",")
-    read = pa_csv.ReadOptions(column_names=names[mark], skip_rows=1)
+    """The separator is the one that yields a column `record` in the header."""
+    start = data[: 2**20].decode("utf-8-sig", "replace")
+    for mark in (",", ";", "\t", ","):  # a comma if none yields it
+        reader = csv.reader(io.StringIO(start, newline=""), delimiter=mark)
+        names = [unquoted(cell) for cell in next(reader, [])]
+        if len(names) > 1 and "record" in map(_name, names):
+            break
+    read = pa_csv.ReadOptions(column_names=names, skip_rows=reader.line_num)
     parse = pa_csv.ParseOptions(delimiter=mark, newlines_in_values=True)
-    convert = pa_csv.ConvertOptions(column_types=dict.fromkeys(names[mark], pa.string()), strings_can_be_null=True)
-    return pa_csv.read_csv(io.BytesIO(data), read, parse, convert)
+    convert = pa_csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=True)
+    cells = pa_csv.read_csv(io.BytesIO(data), read, parse, convert)
+    return pa.table([pc.replace_substring_regex(column, QUOTED, r"\1") for column in cells.columns], names)
 
 
 def _name(column: str) -> str:

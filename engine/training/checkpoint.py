@@ -29,11 +29,12 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from data_tools.cli import is_memory
+from data_tools.cli import UserError, is_memory
 from engine.common import locked_by_another, sync, write_whole
 from engine.training.distributed import Ranks, lost_a_rank, on_first_rank, quiet_deepspeed
 
 LATEST, BEST, MANIFEST, STATE, UNIVERSAL, LOCK = "latest", "best", "manifest.json", "state.json", "universal", ".lock"
+LATEST_UNIVERSAL = "latest_universal"  # written by DeepSpeed's conversion, which a kill may interrupt
 RESTORE = "restore the file, or begin a new run with --out NEW"
 CHUNK_BYTES = 16 * 2**20
 CLASSES = (  # DeepSpeed's checkpoints hold only these besides tensors and plain containers; they just keep values
@@ -46,11 +47,11 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 _LOCKS: dict[Path, os.stat_result] = {}  # lock files of the runs that this process trains
 
 
-class CheckpointError(Exception):
+class CheckpointError(UserError):
     """The message is one line: the file and what is wrong with it."""
 
 
-class WriteError(Exception):
+class WriteError(UserError):
     """A checkpoint cannot be written; existing checkpoints are intact."""
 
 
@@ -163,7 +164,11 @@ def _complete(root: Path) -> list[Path]:
 def fault(path: Path) -> str | None:
     """What is missing or damaged in a checkpoint; None if it is intact."""
     try:
-        for name, expected in json.loads((path / MANIFEST).read_text()).items():
+        manifest = json.loads((path / MANIFEST).read_text())
+        there = {file.name for file in path.iterdir() if file.is_file() and not file.name.startswith(".")}
+        if unlisted := sorted({*there, STATE} - {*manifest, MANIFEST, LATEST_UNIVERSAL}):
+            return f"{path / unlisted[0]}: damaged: not listed in {MANIFEST}"
+        for name, expected in manifest.items():
             file = path / name
             if not file.is_file():
                 return f"{file}: missing"
@@ -212,6 +217,7 @@ class _State(BaseModel):
     preprocessing_sha256: str
     datasets: list[str]
     splits: list[dict[str, Any]] = []
+    code: dict[Annotated[str, Field(pattern=r"^[^/\x00]+\.py$")], str] = {}  # names of plugged-in files
     config: dict[str, Any]
 
 
@@ -223,6 +229,9 @@ def read_state(path: Path) -> dict[str, Any]:
         wrong = error.errors(include_url=False)[0]
         key, value = ".".join(map(str, wrong["loc"])), str(wrong["input"])[:80]
         raise CheckpointError(f"{path / STATE}: {key}={value}: {wrong['msg']}: {RESTORE}") from None
+    ranks = len(list(path.glob("loader-rank*.json")))
+    if state["world"] != ranks:
+        raise CheckpointError(f"{path / STATE}: world={state['world']}, but {ranks} ranks wrote loader-rankR.json: {RESTORE}")
     return {"best": {}} | state
 
 
@@ -270,7 +279,7 @@ def to_universal(path: Path) -> None:
             shutil.rmtree(temporary, ignore_errors=True)
             reason = str(error).splitlines()[0]
             raise WriteError(f"{path}: cannot be converted for another number of ranks: {reason}: free disk space") from error
-    (path / "latest_universal").unlink(missing_ok=True)
+    (path / LATEST_UNIVERSAL).unlink(missing_ok=True)
     os.replace(temporary, done)
 
 

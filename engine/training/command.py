@@ -8,13 +8,12 @@ import argparse
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from data_tools.cli import say, show
+from data_tools.cli import say, show, tell
 from engine.common import Parser, positive
 
 Shortcut = tuple[str, dict[str, Any]]  # the setting that an option sets, and its arguments for argparse
@@ -87,6 +86,6 @@ def command(
         message, code = explain(error)
         if code == 1 or os.environ.get("RANK", "0") == "0":  # bad input fails on every rank: only rank 0 reports it
             with suppress(OSError):
-                print(f"omnilead {name}: {' '.join(message.split())}", file=sys.stderr, flush=True)
+                tell(f"omnilead {name}: {' '.join(message.split())}")
         return code
     return 0

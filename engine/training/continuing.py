@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from engine.common import ConfigError, describe_leads, flatten, overridden, read_yaml
+from engine.common import ConfigError, describe_leads, flatten, overridden, read_mapping
 from engine.config import Config, build, load
 from engine.data.augmenter import FS_HZ
 from engine.data.preprocess import Input
@@ -29,6 +29,7 @@ QUICKSTART = "quickstart"  # the config if none is given
 SHARED = ("encoder", "options", "leads")  # settings that the weights of every encoder depend on
 AUTHORS = ("conv", "conv_norm", "width", "layers", "heads", "ffn", "position_kernel", "position_groups")
 PLUGGED = ("model.encoder", "augment.extra")  # may name the user's own code
+PLACES: dict[str, Any] = {"train.deepspeed": None, "train.track": ["tensorboard"], "pipeline.cache_dir": None}  # and defaults
 MASK = "encoder.mask_embedding"  # only the local objective has it
 
 
@@ -64,7 +65,9 @@ def read_config(config: str | Path | None, overrides: Sequence[str] | Mapping[st
     if config or not start or not isinstance(start, str):
         return load(config or QUICKSTART, overrides)
     before = Path(start, "config.yaml")
-    settings = read_yaml(before) if before.is_file() else {"task": {}}
+    if before.is_symlink():
+        raise ConfigError(f"start={start}: {before} is a link, which is not followed: give the run itself, or RUN/model")
+    settings = read_mapping(before) if before.is_file() else {"task": {}}
     if "task" not in settings:
         tree = {name: section for name, section in settings.items() if name not in ("run", "start", "data")}
     else:  # a model folder, or a fine-tuned run
@@ -75,6 +78,8 @@ def read_config(config: str | Path | None, overrides: Sequence[str] | Mapping[st
     for key, value in flatten(tree).items():
         if key in PLUGGED and ":" in str(value) and key not in named:  # the run may come from anyone
             raise ConfigError(f"start={start}: {key}={value} is code: to run it, name the file: --set {key}={value}")
+        if key in PLACES and value != PLACES[key] and key not in named:
+            raise ConfigError(f"start={start}: {key}={value} is a file or a service: to use it again, --set {key}={value}")
     return build(overridden(tree, overrides))
 
 

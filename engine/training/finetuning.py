@@ -10,6 +10,7 @@ Source: paper, sections "Fine-tuning" and "Datasets"; fairseq-signals tasks/ecg_
 folder; a pre-training YAML gives its architecture with random weights.
 """
 
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from pyarrow import parquet
 from torch import Tensor, nn
 
 from data_tools.dataset import CLASSES, Dataset
@@ -28,7 +30,7 @@ from engine.data.augmenter import FS_HZ
 from engine.data.loader import Batch
 from engine.data.preprocess import DEFAULT_INPUT, Input
 from engine.evaluation import metrics
-from engine.evaluation.run_files import VALID
+from engine.evaluation.run_files import LABELS, VALID
 from engine.model import encoders, inference
 from engine.model.classifier import Classifier
 from engine.model.config import ModelConfig, validated
@@ -90,6 +92,9 @@ class FinetuneTask(TrainingTask):
         elif self.kind in kinds.WITH_THRESHOLDS:
             absent = named(labels, ~(self.held_out_y > 0).any(0))
             self.remarks += [f"no positive examples in validation, threshold 0.5: {absent}"] if absent else []
+        if labels.table:
+            parquet.write_table(labels.table, table := io.BytesIO())
+            self.kept = {LABELS: table.getvalue()}
         plugged = {"augment.extra": config.augment.extra, "task.head": config.task.head}
         self.code = encoders.code_of(plugged, config.run, self.start.code)
         self.encoder, _ = encoders.prepared(self.architecture, False, dtype_of(config), config.train.seed, self.start.kind)

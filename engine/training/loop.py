@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_tools.cli import say
+from data_tools.cli import UserError, say
 from data_tools.dataset import DataError, Dataset
 from engine.config import RunConfig, micro_batch, zero_stage
 from engine.data.counter import bits
@@ -38,7 +38,7 @@ from engine.training.task import TrainingTask
 DROPOUT_STREAM = 200
 
 
-class TrainError(Exception):
+class TrainError(UserError):
     """The run failed (exit code 1). The message is one line."""
 
 

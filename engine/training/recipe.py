@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data_tools.cli import say
-from engine.common import ConfigError, find_config, merge, overridden, read_yaml
+from engine.common import ConfigError, find_config, merge, overridden, read_mapping, read_yaml
 from engine.config import FinetuneConfig, build, check, load
 from engine.tasks.labels import guess, read_task
 from engine.training.distributed import environment
@@ -53,7 +53,7 @@ def finetuning(config: str | Path | None, overrides: Sequence[str] | Mapping[str
     model = read_start(wanted.start, wanted.code).model
     chosen |= {"lr": LR if model.encoder else min(LR, LR_WIDTH / model.width), "schedule": "warmup_cosine", "precision": "auto"}
     if (before := Path(wanted.run, "config.yaml")).is_file():  # resuming, perhaps with another number of ranks
-        saved = read_yaml(before).get("train") or {}
+        saved = read_mapping(before).get("train") or {}
         chosen |= {name: saved[name] for name in chosen if name in saved}
     settled = build(merge({"train": chosen, "task": {"kind": learnt.kind}}, tree), FinetuneConfig)
     if os.environ.get("RANK", "0") == "0":

@@ -41,6 +41,7 @@ class TrainingTask(ABC):
     kept_per_crop: float  # numbers per crop that a training step keeps in memory
     remarks: Sequence[str] = ()  # printed at the start
     code: Mapping[str, bytes] = {}  # plugged-in files by name, for RUN/code and RUN/model
+    kept: Mapping[str, bytes] = {}  # other files by name, for RUN
 
     @abstractmethod
     def __init__(self, config: Any, datasets: Sequence[Dataset], ranks: Ranks) -> None: ...

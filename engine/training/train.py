@@ -9,7 +9,6 @@ import errno
 import gc
 import math
 import re
-import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, nullcontext
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from data_tools.cli import is_memory, say
+from data_tools.cli import is_memory, say, tell
 from data_tools.dataset import META, DataError, Dataset
 from engine.common import ConfigError, OutputError, describe_leads, flatten, write_whole
 from engine.config import FinetuneConfig, RunConfig, build, check, deepspeed_json, micro_batch, zero_stage
@@ -155,6 +154,9 @@ def _train(
         for name, content in task.code.items():
             (run / CODE).mkdir(exist_ok=True)
             write_whole(run / CODE / name, content)
+    if ranks.first:
+        for name, content in task.kept.items():
+            write_whole(run / name, content)
     engine, adam = make_engine(config, ranks, task, universal)
     held.callback(engine.destroy)
     if path:
@@ -177,7 +179,7 @@ def _train(
 
 
 def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr)
+    tell(f"warning: {text}")
 
 
 def refuse_changes(
@@ -224,9 +226,14 @@ def saved_config(path: Path, state: dict[str, Any], kind: type[RunConfig]) -> Ru
     if ("task" in state["config"]) != issubclass(kind, FinetuneConfig):
         raise other_run(path, state)
     try:
-        return build(state["config"], kind)
+        config = build(state["config"], kind)
     except ConfigError as error:
         raise CheckpointError(f"{path / checkpoint.STATE}: config: {error}") from None
+    seen, trained = state["crops_seen"], state["step"] * config.train.batch_crops
+    if seen != trained:
+        why = f"crops_seen={seen}, but {state['step']} steps of {config.train.batch_crops} crops are {trained}"
+        raise CheckpointError(f"{path / checkpoint.STATE}: {why}: {checkpoint.RESTORE}")
+    return config
 
 
 def make_engine(config: RunConfig, ranks: Ranks, task: TrainingTask, universal: bool) -> tuple[Any, GuardedAdamW]:
@@ -292,8 +299,14 @@ def export_run(run: Path, kind: type[RunConfig], task: type[TrainingTask]) -> Pa
     trained["splits"] = [*state.get("splits", ()), *state.get("splits_before", ())]
     card = model_card(run, config, state, weights, task)
     try:
-        code = {name: (run / CODE / name).read_bytes() for name in state.get("code", ())}
+        code = {name: read_code(run / CODE / name) for name in state.get("code", ())}
         folder.write(run / "model", weights, task.described(config, state) | {"trained": trained}, signal_spec, card, code)
     except SafetensorError as error:
         raise WriteError(f"{run / 'model'}: {error}: free disk space, then --export {run}") from error
     return run / "model"
+
+
+def read_code(file: Path) -> bytes:
+    if file.is_symlink() or not file.is_file():
+        raise CheckpointError(f"{file}: no such file, or a link, but the checkpoint was trained with it: {checkpoint.RESTORE}")
+    return file.read_bytes()

@@ -5,12 +5,13 @@ import io
 from itertools import islice
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from data_tools import plots
-from data_tools.dataset import CLASSES, Dataset, as_csv, unquoted
+from data_tools.dataset import CLASSES, Dataset, as_csv, unquoted, without_formulas
 
-FORMULAS = ["=1+1", "+1+1|x", "-2+3+cmd", "@SUM(A1)", "\t=1", "-", "+-5"]
+FORMULAS = ["=1+1", "+1+1|x", "-2+3+cmd", "@SUM(A1)", "\t=1", "-", "+-5", "'=1", "''-5", "\r=1"]
 KEPT = ["-5", "-0.25", "+1e-3", "-0.2 0.3", "-inf", "a=1", "", "'", "georgia"]
 
 
@@ -22,7 +23,15 @@ def test_formulas_are_quoted_and_numbers_are_not(cell: str) -> None:
 
 
 def test_a_carriage_return_does_not_start_a_new_line() -> None:
-    assert as_csv([("a\r=1", "\r=1")]) == "a =1,' =1\n"
+    assert as_csv([("a\r=1", "\r=1")]) == '"a\r=1","\'\r=1"\n'
+
+
+def test_an_arrow_table_has_the_same_cells_and_names_as_rows() -> None:
+    texts = [None, *FORMULAS, *KEPT]
+    table = without_formulas(pa.table({"=a": texts, "-5": [-1.5] * len(texts), "b": ["plain"] * len(texts)}))
+    header, *rows = csv.reader(io.StringIO(as_csv([["=a", "-5", "b"], *([text, -1.5, "plain"] for text in texts)]), newline=""))
+    assert table.column_names == header == ["'=a", "-5", "b"]
+    assert [[text or "", str(number), plain] for text, number, plain in zip(*table.to_pydict().values(), strict=True)] == rows
 
 
 def test_a_dataset_is_a_sequence_of_ecgs(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,7 +155,7 @@ def test_a_mixed_folder_in_a_bucket() -> None:
         fsspec.filesystem("memory").pipe(f"/mixed/{name}", content)
     (source,) = open_sources("memory://mixed")
     assert sorted(record.source for record in source) == ["dicom", "muse-xml"]
-    assert "2 files of no known format were left out (1 .pdf, 1 .txt)" in source.notes()[1]
+    assert "2 files of no known format were left out (1 .pdf, 1 .txt)" in source.notes()[0]
 
 
 def test_a_file_that_a_store_denies_once_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

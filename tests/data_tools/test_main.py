@@ -1,5 +1,6 @@
 """The command line as a user sees it: results, one-line errors, exit codes."""
 
+import logging
 import os
 import re
 import stat
@@ -9,8 +10,10 @@ import numpy as np
 import pytest
 from handmade import ecg, write_challenge
 
+from data_tools import cli
 from data_tools.__main__ import main
 from data_tools.dataset import Dataset
+from data_tools.errors import DataError, DatasetError
 from data_tools.summary import PAPER_SETS
 from data_tools.verify import verify
 
@@ -214,3 +217,20 @@ def test_an_interrupted_synth_must_be_started_again(
     monkeypatch.setattr("data_tools.synth.synthesise", stopped)
     error = f"interrupted: delete {tmp_path} and run it again\n"
     assert run(capsys, "synth", tmp_path) == (130, "", error)
+
+
+def test_text_of_a_file_does_not_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    text, shown = "a\x1b[31m\r\x9b\x00\nb", r"a\x1b[31m\r\x9b\x00"
+    for says in (cli.show, cli.say, cli.echo):
+        says(text)
+        assert capsys.readouterr().out.rstrip("\n") == f"{shown}\nb"
+    cli.tell(text)
+    assert capsys.readouterr().err == rf"{shown}\nb" + "\n"
+    with pytest.raises(SystemExit):
+        cli.Parser("x").parse_args(["\x1b[31m"])
+    logging.getLogger("omnilead.test").propagate = False
+    logging.getLogger("omnilead.test").warning("skipped: %s", text)
+    err = capsys.readouterr().err
+    assert "\x1b" not in err and err.endswith(f"skipped: {shown}\nb\n")
+    for kind in (DataError, DatasetError):
+        assert str(kind(text)) == f"{shown}\nb"

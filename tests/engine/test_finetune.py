@@ -26,13 +26,13 @@ from engine import evaluate
 from engine.common import ConfigError
 from engine.config import CONFIGS, FinetuneConfig, build, load
 from engine.data.leakage import find_leak, split_of
-from engine.evaluation.run_files import DIAGNOSTICS, read_diagnostics
+from engine.evaluation.run_files import DIAGNOSTICS, LABELS, read_diagnostics
 from engine.finetune import main
 from engine.model.classifier import Classifier
 from engine.model.encoder import Encoder, pool
 from engine.model.init_weights import initialise
 from engine.tasks.config import TaskConfig, TaskKind
-from engine.tasks.labels import TaskLabels, read_task
+from engine.tasks.labels import TaskLabels, read_table, read_task
 from engine.training import checkpoint
 from engine.training.distributed import Ranks
 from engine.training.finetuning import FinetuneTask, identity_classes, read_start, select_leads, split_remark
@@ -347,11 +347,17 @@ def test_a_users_own_label_table(
     assert figure in rows(run, "validation.jsonl")[1] and "loss" in rows(run)[0]
     known = read_task(TaskConfig(kind=kind, labels=str(table), columns=tuple(columns)), [dataset])  # type: ignore[arg-type]
     assert state["labels"]["sha256"] == known.facts["sha256"] and len(known.rows(0, "train")) < len(dataset)
+    kept = read_table(str(run / LABELS))
+    assert kept.equals(read_table(str(table)).select(["record", *columns]))  # no other column
     if kind == "regression":
         y = known.of("train")[:, 0]
         assert (head["center"], head["scale"]) == (pytest.approx([y.mean()]), pytest.approx([y.std()]))
     elif kind == "multilabel":
         assert head["thresholds"] == state["best"]["thresholds"] and 0 < head["thresholds"][0] < 1
+    how_scored = ["--model", str(run), "--data", dataset.root.url]
+    table.rename(moved := tmp_path / "moved.csv")
+    assert evaluate.main(how_scored) == 0  # the run keeps its labels
+    moved.rename(table)
     table.write_text(table.read_text().replace("0.5,a", "0.5,b").replace(",1\n", ",0\n", 1).replace("1.5", "2.5", 1))
     ended = finetune(tmp_path, dataset.root.url, base, "diagnosis", train__steps=3, **how)
     assert "labels.sha256 changed from" in ended.one_line()

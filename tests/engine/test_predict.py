@@ -4,6 +4,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable
+from csv import reader
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,17 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from pyarrow import csv
+from test_muse_xml import muse
 
 import engine
+from data_tools.build import ShardOptions, shard
 from data_tools.dataset import Dataset
-from engine import predict
+from data_tools.pseudonyms import read_key
+from data_tools.sources import open_sources
+from engine import embed, predict
 from engine.common import LEADS
 from engine.model import folder
+from engine.tasks.labels import read_table
 from tests.conftest import save_model
 
 torch.set_num_threads(1)
@@ -140,6 +146,59 @@ def test_leads_that_are_hidden_are_missing(dataset: Dataset, tmp_path: Path) -> 
     out = tmp_path / "one.parquet"
     assert predict.main(["--model", str(model), "--data", dataset.root.url, "--out", str(out), "--leads", "II"]) == 0
     assert set(pq.read_table(out)["missing_leads"].to_pylist()) == {"I"}
+
+
+def test_names_in_csv_are_no_formulas_in_a_spreadsheet_and_are_read_back(tmp_path: Path) -> None:
+    classes = ["=SUM(A1)", "two\nlines", "'=plain"]
+    head = {"task": "k", "kind": "multiclass", "classes": classes}
+    model, names = save_model(tmp_path / "model", head=head), ["=1+2", "@SUM(A1)", "a,b", "-5"]
+    np.savez(tmp_path / "some.npz", **{name: np.random.default_rng(0).normal(0, 0.3, (12, 5000)) for name in names})
+    arguments = ["--model", str(model), "--data", str(tmp_path / "some.npz"), "--fs", "500"]
+    assert predict.main([*arguments, "--out", str(tmp_path / "some.csv")]) == 0
+    with (tmp_path / "some.csv").open(newline="") as file:
+        header, *rows = reader(file)
+    assert header == [*BASE, "predicted", "'=SUM(A1)", "two\nlines", "''=plain"]
+    assert [row[1] for row in rows] == ["'=1+2", "'@SUM(A1)", "a,b", "-5"]
+    table = read_table(str(tmp_path / "some.csv"))
+    assert table.column_names == [*BASE, "predicted", *classes] and table["record"].to_pylist() == names
+    assert set(table["predicted"].to_pylist()) <= set(classes)
+
+
+def test_hospital_files_get_the_pseudonyms_of_a_dataset_made_with_the_same_key(
+    dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, export, key = save_model(tmp_path / "model", head=HEADS["rhythm"]), tmp_path / "export", tmp_path / "KEYFILE"
+    (export / "ward").mkdir(parents=True)
+    (export / "ward" / "jane_doe.xml").write_text(muse())
+    key.write_bytes(bytes(range(32)))
+    options = ShardOptions(str(tmp_path / "made"), plan="all", pseudonym_key=read_key(str(key)), quiet=True)
+    names = shard(open_sources(str(export)), options).table(["source", "record", "patient"]).to_pylist()[0]
+    for program, end in ((predict, "csv"), (predict, "parquet"), (embed, "parquet")):
+        out, arguments = tmp_path / f"{program.__name__}.{end}", ["--model", str(model), "--data", str(export)]
+        assert program.main([*arguments, "--out", str(out)]) == 0
+        said = f"note: {out} will hold the file names and the hospital's patient ids: --pseudonymize KEYFILE replaces both\n"
+        assert capsys.readouterr().err == said and b"jane_doe" in out.read_bytes()
+        out, arguments = tmp_path / f"hidden-{program.__name__}.{end}", [*arguments, "--pseudonymize", str(key)]
+        assert program.main([*arguments, "--out", str(out)]) == 0 and capsys.readouterr().err == ""
+        content = out.read_bytes()
+        assert b"jane" not in content and b"4711" not in content
+        table = csv.read_csv(out) if end == "csv" else pq.read_table(out)
+        assert table.select(list(names)).to_pylist()[0] == names
+        if end == "parquet":
+            key.write_bytes(bytes(range(1, 33)))
+            assert program.main([*arguments, "--out", str(out)]) == 2 and "of another job" in capsys.readouterr().err
+            key.write_bytes(bytes(range(32)))
+    on_dataset = [
+        "--model",
+        str(model),
+        "--data",
+        dataset.root.url,
+        "--out",
+        str(tmp_path / "F.csv"),
+        "--pseudonymize",
+        str(key),
+    ]
+    assert predict.main(on_dataset) == 2 and "a dataset's names are those it was made with" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
+from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 
 import engine
@@ -19,7 +21,7 @@ from engine.evaluation import metrics, results
 from engine.evaluation.metrics import challenge_score
 from engine.model.folder import seal
 from engine.tasks.config import TaskConfig
-from engine.tasks.labels import read_task
+from engine.tasks.labels import read_table, read_task
 from tests.engine.evaluate.conftest import DIAGNOSIS, IDENTIFICATION, Evaluated, Patch, Refused, Saved
 
 
@@ -237,18 +239,38 @@ def test_a_diagnosis_has_the_challenge_score_at_0_5_and_at_chosen_thresholds(
     assert text.index("challenge, chosen") == text.index("challenge at 0.5") + 1
 
 
+def test_labels_that_a_model_names_are_not_opened(
+    data: Dataset, tables: Path, saved_model: Saved, refused: Refused, evaluated: Evaluated, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """They may be an address inside the network, or any file of this machine."""
+    run, secret, opened = tmp_path / "run", tmp_path / "secret.csv", []
+    secret.write_text("record,password\na,hunter2\n")
+    (run / "code").mkdir(parents=True)
+    monkeypatch.setattr(fsspec, "open", lambda url, *_: opened.append(url))
+    monkeypatch.chdir(tables)
+    for n, place in enumerate((str(tables / "rhythm.csv"), str(secret), "http://127.0.0.1:1/x", "s3://b/l.csv", "rhythm.csv")):
+        model = saved_model(f"m{n}", head=RHYTHM | {"definition": FOLDS | {"labels": place}})
+        (run / "model").unlink(missing_ok=True)
+        (run / "model").symlink_to(model)
+        for config in ({"task": {"labels": place}}, {"base": str(secret)}):
+            (run / "config.yaml").write_text(json.dumps(config))
+            refused(f"the model does not keep the labels of its task rhythm, {place}: give them with --labels", run)
+    (run / "labels.parquet").symlink_to(secret)  # nor what lies elsewhere
+    refused("the model does not keep the labels", run)
+    named = saved_model("named", head=RHYTHM | {"task": str(secret), "definition": {}})
+    refused("fine-tuned for .*secret.csv', which is no shipped task", named)
+    assert not opened
+    monkeypatch.undo()
+    (run / "labels.parquet").unlink()
+    parquet.write_table(read_table(str(tables / "rhythm.csv")), run / "labels.parquet")  # as training leaves it
+    assert labels_of_run(str(run)) == str(run / "labels.parquet") and labels_of_run(f"{run}/model") == ""
+    kept, given = (evaluated(run, *how) for how in ((), ("--labels", tables / "rhythm.csv")))
+    assert kept.pop("labels") == str(run / "labels.parquet") != given.pop("labels")
+    assert kept == given
+
+
 def test_labels_must_fit_the_model(tables: Path, saved_model: Saved, refused: Refused, tmp_path: Path) -> None:
     rhythm, beats, folds = saved_model("a", head=RHYTHM), saved_model("b", head=BEATS), tables / "rhythm.csv"
-    refused("labels of the task rhythm are not in rhythm.csv: .*--labels", rhythm)
-    run = tmp_path / "run"  # of a run the table is found where it was in training
-    run.mkdir()
-    (run / "model").symlink_to(rhythm)
-    (run / "config.yaml").write_text(json.dumps({"task": {"labels": str(tables / "rhythm.csv")}}))
-    assert labels_of_run(str(run)) == str(tables / "rhythm.csv") and labels_of_run(str(rhythm)) == ""
-    (run / "config.yaml").write_text(json.dumps({"task": {"labels": "s3://b/labels.csv"}}))
-    assert labels_of_run(str(run)) == "s3://b/labels.csv"
-    (run / "config.yaml").write_text(json.dumps({"task": {"labels": str(tables / "moved.csv")}}))
-    refused("labels of the task rhythm are not in rhythm.csv: .*--labels", run)
     refused("no column 'rhythm': its label columns are SB, never", rhythm, "--labels", tables / "beats.csv")
     refused("no column 'SB'", beats, "--labels", folds)
     refused("--task age: is regression, the model is fine-tuned for rhythm, which is multiclass", rhythm, "--task", "age")

@@ -14,6 +14,7 @@ from pyarrow import parquet
 
 import engine
 from data_tools.dataset import CLASSES, Dataset
+from engine import finetune
 from engine.common import ConfigError
 from engine.tasks.config import TaskConfig
 from engine.tasks.labels import guess, read_table, read_task
@@ -254,3 +255,18 @@ def test_row_numbers_odd_numbers_and_rows_without_a_fold(
     )
     remarks = " ".join(read_task(TaskConfig(kind="binary", labels=some), [dataset]).remarks)
     assert "crops are left out: their split is not for train, valid or test" in remarks
+
+
+def test_names_in_a_table_do_not_control_the_terminal(
+    dataset: Dataset, write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A label's name may hold escape sequences, which could hide lines or change what was copied."""
+    name = "AF\x1b[2J\x1b]0;title\x07\u202e"
+    table, shown = write(["record", name], [["nowhere", "1"]]), r"AF\x1b[2J\x1b]0;title\x07\u202e"
+    with pytest.raises(ConfigError) as error:
+        guess(TaskConfig(labels=table, columns=("other",)))
+    assert shown in str(error.value) and name not in str(error.value)
+    arguments = ["--start", "small", "--data", dataset.root.url, "--labels", table, "--columns", "other", "--out", "OUT"]
+    assert finetune.main(arguments) == 2
+    err = capsys.readouterr().err
+    assert shown in err and "\x1b" not in err and err.count("\n") == 1

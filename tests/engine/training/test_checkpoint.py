@@ -54,7 +54,9 @@ def resumed(tmp: Path, dataset: Dataset, **changes: Any) -> Any:
 def made(root: Path, *steps: int) -> Path:
     for step in steps:
         (root / f"step-{step}").mkdir(parents=True)
+        (root / f"step-{step}" / "state.json").write_text("{}")
         (root / f"step-{step}" / MANIFEST).write_text("{}")
+        forge(root / f"step-{step}" / "state.json")
     return root
 
 
@@ -144,6 +146,32 @@ def test_a_damaged_checkpoint_and_one_without_latest(dataset: Dataset, copied: P
     assert [row["step"] for row in rows(copied)] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("listed", [(), ("state.json", MODEL, "loader-rank0.json")], ids=["nothing", "not the optimizer"])
+def test_a_manifest_that_does_not_list_every_file_means_damage(
+    listed: tuple[str, ...], dataset: Dataset, copied: Path, tmp_path: Path
+) -> None:
+    step = copied / "checkpoints" / "step-3"
+    content = bytearray((step / OPTIMIZER).read_bytes())
+    content[len(content) // 2] ^= 1
+    (step / OPTIMIZER).write_bytes(content)
+    (step / checkpoint.LATEST_UNIVERSAL).write_text("")  # left by an interrupted conversion: no damage
+    assert "damaged: size or checksum" in str(checkpoint.fault(step))
+    manifest = json.loads((step / MANIFEST).read_text())
+    (step / MANIFEST).write_text(json.dumps({name: manifest[name] for name in listed}))
+    assert "not listed in manifest.json" in str(checkpoint.fault(step))
+    ended = resumed(tmp_path, dataset)
+    assert ended.ok and "resumes after step 2" in ended.output and "not listed in manifest.json" in ended.output, ended.output
+
+
+def test_a_checkpoint_without_its_optimizer_is_not_resumed(dataset: Dataset, copied: Path, tmp_path: Path) -> None:
+    step = copied / "checkpoints" / "step-3"
+    (step / OPTIMIZER).unlink()
+    manifest = json.loads((step / MANIFEST).read_text())
+    del manifest[OPTIMIZER]
+    (step / MANIFEST).write_text(json.dumps(manifest))
+    assert "step-3" in resumed(tmp_path, dataset).one_line()
+
+
 UNUSABLE = (None, b"", b"\xff\x00", b"../../elsewhere", b"step-", b"step-99", b"step-\xc2\xb2", b"step-" + b"9" * 5000)
 
 
@@ -152,7 +180,7 @@ def test_without_a_usable_latest_the_newest_complete_one_counts(latest: bytes | 
     root, said = made(tmp_path / "checkpoints", 5, 10, 9), []
     if latest is not None:
         (root / checkpoint.LATEST).write_bytes(latest)
-    (root / "step-10" / MANIFEST).write_text('{"gone.pt": {"bytes": 1, "crc32c": 1}}')
+    (root / "step-10" / MANIFEST).write_text('{"gone.pt": {"bytes": 1, "crc32c": 1}, "state.json": {}}')
     assert checkpoint.newest(tmp_path, said.append) == root / "step-9"
     assert len(said) == 1 and "gone.pt" in said[0] and "step-9" in said[0] and ("latest" in said[0] or "step-99" in said[0])
 
@@ -160,7 +188,7 @@ def test_without_a_usable_latest_the_newest_complete_one_counts(latest: bytes | 
 def test_damaged_checkpoints_are_refused_and_a_run_without_any_starts(tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path) is None
     root = made(tmp_path / "checkpoints", 3)
-    for manifest in ("[]", "3", '{"a": 3}', "[" * 100_000, ""):
+    for manifest in ("[]", "3", '{"a": 3}', "[" * 100_000, "", "{}"):
         (root / "step-3" / MANIFEST).write_text(manifest)
         reason = checkpoint.fault(root / "step-3")
         assert reason and "\n" not in reason
@@ -203,6 +231,7 @@ def test_a_run_on_a_file_system_without_locks_trains_with_a_note(
 
 
 WRONG = {"step": ("-1", f"{2**64}", '"2"', "2.0", "null", "true"), "crops_seen": ("9" * 5000,), "world": ("0",)}
+WRONG |= {"code": ('{"../../x.py": ""}', '{"x.txt": ""}', '["x.py"]', "3")}
 WRONG |= {"zero_stage": ("4",), "datasets": ('"0"',), "config": ("[]",), "best": ('{"step": "x"}',)}
 STATE = {"step": 2, "crops_seen": 16, "skipped_steps": 0, "in_a_row": 0, "best": {}, "world": 1, "zero_stage": 1}
 STATE |= {"preprocessing_sha256": "0", "datasets": ["0"], "config": {}}
@@ -233,8 +262,10 @@ def test_a_forged_loader_state_is_refused_by_name(text: str, tmp_path: Path) -> 
     ("name", "changes", "says"),
     [
         ("loader-rank0.json", {"crops_seen": 8}, "loader's state of step 1"),
-        ("state.json", {"step": 1}, "state.json is of step 1"),
+        ("state.json", {"step": 1, "crops_seen": 8}, "state.json is of step 1"),
         ("state.json", {"config": {"train": {"lr": "x"}}}, "state.json: config: train.lr='x'"),
+        ("state.json", {"crops_seen": 2**62}, "crops_seen=4611686018427387904, but 3 steps of 8 crops are 24"),
+        ("state.json", {"world": 2}, "world=2, but 1 ranks wrote loader-rankR.json"),
     ],
 )
 def test_an_inconsistent_step_or_invalid_settings_in_a_checkpoint_are_one_line(
@@ -244,6 +275,26 @@ def test_an_inconsistent_step_or_invalid_settings_in_a_checkpoint_are_one_line(
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     forge(file)
     assert says in resumed(tmp_path, dataset).one_line()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"crops_seen": -24}, "crops_seen=-24"),
+        ({"crops_seen": 2**62}, "crops_seen=4611686018427387904, but 3 steps of 8 crops are 24"),
+        ({"world": 3}, "world=3, but 1 ranks"),
+        ({"code": ["x.py"]}, "code=['x.py']"),
+        ({"code": {"../../../x.py": ""}}, "state.json: code."),
+        ({"code": {"gone.py": ""}}, "code/gone.py: no such file"),
+    ],
+)
+def test_a_forged_state_is_not_exported(changes: dict[str, Any], says: str, copied: Path, capsys: Any) -> None:
+    file = copied / "checkpoints" / "step-3" / "state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    forge(file)
+    assert main(["--export", str(copied)]) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
 
 
 class Payload:

@@ -16,7 +16,7 @@ from torch import nn
 import engine
 from data_tools.dataset import Dataset
 from engine import embed
-from engine.common import ConfigError
+from engine.common import ConfigError, merge, overridden
 from engine.config import TrainConfig
 from engine.data.extra import ExtraAugmentation
 from engine.model.folder import LoadError
@@ -189,6 +189,25 @@ def test_continued_pretraining(own: Path, base: Path, dataset: Dataset, tmp_path
     kept = read_config(None, {"start": start, "run": "x"} | code)
     assert kept.model.options == {"kernel": 25} and kept.objective.local == 1 and kept.run == "x" and not kept.data.datasets
     assert kept.train.batch_crops == yaml.safe_load(Path(start, "config.yaml").read_text())["train"]["batch_crops"]
+    strange = Path(shutil.copytree(start, tmp_path / "strange"))
+    for key, value in (
+        ("train.track", ["wandb"]),
+        ("train.deepspeed", "/x.json"),
+        ("pipeline.cache_dir", "/x"),
+        ("base", "/x"),
+    ):
+        own_settings = yaml.safe_load(Path(start, "config.yaml").read_text())
+        merged = merge(own_settings, overridden({}, {key: value}))
+        (strange / "config.yaml").write_text(yaml.safe_dump(merged))
+        says = "base: no such setting" if key == "base" else f"{key}=.* is a file or a service: .*--set {key}="
+        with pytest.raises(ConfigError, match=says):
+            read_config(None, {"start": str(strange)} | code)
+        if key != "base":
+            assert read_config(None, {"start": str(strange), key: value} | code).train.batch_crops == kept.train.batch_crops
+    (strange / "config.yaml").rename(tmp_path / "elsewhere.yaml")
+    (strange / "config.yaml").symlink_to(tmp_path / "elsewhere.yaml")
+    with pytest.raises(ConfigError, match="is a link, which is not followed"):
+        read_config(None, {"start": str(strange)} | code)
     folder = read_config(None, {"start": f"{start}/model", "model.encoder": code["model.encoder"]})
     assert folder.model == kept.model and folder.objective == kept.objective and folder.train == TrainConfig()
     assert read_config("quickstart", {"start": start}).train == read_config(None).train != TrainConfig()

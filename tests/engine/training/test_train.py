@@ -20,6 +20,7 @@ from engine.model import folder
 from engine.model.pretrainer import Pretrainer
 from engine.pretrain import main
 from engine.training import rates
+from engine.training.checkpoint import crc32c
 from engine.training.pretraining import PretrainTask
 
 # The keys of every line in metrics.jsonl
@@ -118,7 +119,8 @@ def test_changed_data_or_settings_are_refused_by_name(dataset: Dataset, tmp_path
     state, manifest = json.loads(path.read_text()), path.parent / "manifest.json"
     for name, value in (("datasets", ["0" * 64]), ("preprocessing_sha256", "1" * 64)):
         path.write_text(json.dumps(state | {name: value}))
-        manifest.write_text(json.dumps({}))
+        facts = {"bytes": path.stat().st_size, "crc32c": crc32c(path)}
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {path.name: facts}))
         assert f"{name} changed from" in pretrain(tmp_path, dataset.root.url, **how).one_line()
     assert curve(tmp_path / "run") == before  # nothing was lost
     assert json.loads((tmp_path / "run/run.json").read_text())["steps"] == 2
