@@ -45,6 +45,8 @@ def test_records_beside_an_archive_are_counted_until_their_folder_is_given_too(t
     assert note == f"{tmp_path}: left out 21 files that look like ECGs, {where}"
     assert opened(tmp_path, tmp_path / "mywfdb") == (found, "")
     assert opened(tmp_path / "mywfdb") == ([("wfdb", 21)], "")
+    without_names = f"{tmp_path}: left out 21 files that look like ECGs: `omnilead shard --source wfdb` reads them instead"
+    assert open_sources(str(tmp_path), private=True)[0].left_out == without_names
 
 
 def test_every_archive_is_opened_and_only_the_rest_is_counted(tmp_path: Path) -> None:

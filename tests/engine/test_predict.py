@@ -171,6 +171,7 @@ def test_hospital_files_get_the_pseudonyms_of_a_dataset_made_with_the_same_key(
     (export / "ward").mkdir(parents=True)
     (export / "ward" / "jane_doe.xml").write_text(muse())
     key.write_bytes(bytes(range(32)))
+    key.chmod(0o600)
     options = ShardOptions(str(tmp_path / "made"), plan="all", pseudonym_key=read_key(str(key)), quiet=True)
     names = shard(open_sources(str(export)), options).table(["source", "record", "patient"]).to_pylist()[0]
     for program, end in ((predict, "csv"), (predict, "parquet"), (embed, "parquet")):
