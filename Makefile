@@ -28,15 +28,15 @@ test: .venv/installed
 
 demo: .venv/installed
 	rm -rf demo
-	$(RUN) -m data_tools synth demo/archive --patients 3000 --layout ptbxl --workers 2
-	$(RUN) -m data_tools shard demo/archive --out demo/dataset --format both --dx-sources ptb-xl --workers 2
-	$(RUN) -m data_tools verify demo/dataset --archive demo/archive
-	$(RUN) -m data_tools show demo/dataset --png demo/summary.png > demo/summary.txt
-	$(RUN) -m data_tools show demo/dataset --crop 0 --png demo/ecg.png
-	$(BIN)/python -m engine.data.picture demo/augmentations.png --data demo/dataset
-	$(BIN)/python -m engine pretrain --config small --data demo/dataset --out demo/run --set train.steps=500 --set train.batch_crops=32 \
+	$(RUN) -m omnilead synth demo/archive --patients 3000 --layout ptbxl --workers 2
+	$(RUN) -m omnilead shard demo/archive --out demo/dataset --format both --dx-sources ptb-xl --workers 2
+	$(RUN) -m omnilead verify demo/dataset --archive demo/archive
+	$(RUN) -m omnilead show demo/dataset --png demo/summary.png > demo/summary.txt
+	$(RUN) -m omnilead show demo/dataset --crop 0 --png demo/ecg.png
+	$(BIN)/python -m omnilead.engine.data.picture demo/augmentations.png --data demo/dataset
+	$(BIN)/python -m omnilead pretrain --config small --data demo/dataset --out demo/run --set train.steps=500 --set train.batch_crops=32 \
 	    --set train.lr=1e-3 --set train.validate_every=0
-	$(BIN)/python -m engine bench --models pre-trained=demo/run --data demo/dataset --tasks diagnosis --leads 12 1 --share 0.03 0.1 1 --out demo/bench
+	$(BIN)/python -m omnilead bench --models pre-trained=demo/run --data demo/dataset --tasks diagnosis --leads 12 1 --share 0.03 0.1 1 --out demo/bench
 	@echo "see demo/summary.png, demo/ecg.png, demo/augmentations.png, demo/run/report.html, demo/bench/bench.png"
 
 lint: .venv/installed

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.model.config import ModelConfig, ObjectiveConfig
-from engine.model.encoder import ScaleGradient
+from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
+from omnilead.engine.model.encoder import ScaleGradient
 
 
 class AuthorsDraws(NamedTuple):

@@ -86,7 +86,7 @@ def loop_turns(run: LoopRun, rank: int = 0, measure: Callable[..., dict[str, Any
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
-    from engine.training.loop import Loop
+    from omnilead.engine.training.loop import Loop
 
     torch.set_num_threads(run.threads)
     measured: dict[str, Any] = {}
@@ -108,7 +108,7 @@ def loop_turns(run: LoopRun, rank: int = 0, measure: Callable[..., dict[str, Any
 def pretrain(run: LoopRun, log: str, *settings: str) -> None:
     """Run engine/pretrain.py in this process. Its output goes to `log`; a CaseError has the last line."""
     from benchmarks.step import config_file
-    from engine import pretrain
+    from omnilead.engine import pretrain
 
     common = (f"run={run.run}", f"data.datasets={json.dumps([run.dataset])}", "train.epochs=null", "train.schedule=fixed")
     common += (f"train.batch_crops={run.batch * run.world}", "train.validate_every=0", f"train.precision={precision()}")
@@ -124,7 +124,7 @@ def measure_sides(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> dict
     import torch
 
     from benchmarks import step
-    from engine.training.train import COMPILED
+    from omnilead.engine.training.train import COMPILED
 
     loader = EndlessLoader(loop.loader)
     batch, state = next(loader.stream)
@@ -179,7 +179,7 @@ class EndlessLoader:
 
 def precision() -> str:
     """What `train.precision: auto` means on this machine."""
-    from engine.config import has_bf16
+    from omnilead.engine.config import has_bf16
 
     return "bf16" if has_bf16() else "fp32"
 

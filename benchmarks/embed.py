@@ -48,10 +48,10 @@ def untrained(folder: Path, model: str) -> None:
     import torch
 
     from benchmarks.step import config_file
-    from engine.common import LEADS
-    from engine.config import load
-    from engine.model.folder import write
-    from engine.model.pretrainer import Pretrainer
+    from omnilead.engine.common import LEADS
+    from omnilead.engine.config import load
+    from omnilead.engine.model.folder import write
+    from omnilead.engine.model.pretrainer import Pretrainer
 
     config = load(config_file(model))
     seeded = torch.Generator().manual_seed(0)
@@ -64,8 +64,8 @@ def compare(words: list[str], crops: int, turns: int, threads: int = 2) -> dict[
     """Run the encoder and the command in turns."""
     import torch
 
-    from engine import embed
-    from engine.evaluation import embedding, outputs
+    from omnilead.engine import embed
+    from omnilead.engine.evaluation import embedding, outputs
 
     args = embed.parse(words)
     embed.check(args)

@@ -25,11 +25,11 @@ from typing import Any
 
 from benchmarks import report, tables
 from benchmarks.run import environment
-from engine.common import ConfigError, Parser, find_config, positive, read_yaml, write_whole
-from engine.reproduction.jobs import duration, on_this_machine, run_jobs
-from engine.reproduction.paper import ReproductionScale, as_arguments
-from engine.reproduction.plan import DatasetInfo, Job, JobPlan
-from engine.reproduction.workdir import WorkDir, read_json, write_json
+from omnilead.engine.common import ConfigError, Parser, find_config, positive, read_yaml, write_whole
+from omnilead.engine.reproduction.jobs import duration, on_this_machine, run_jobs
+from omnilead.engine.reproduction.paper import ReproductionScale, as_arguments
+from omnilead.engine.reproduction.plan import DatasetInfo, Job, JobPlan
+from omnilead.engine.reproduction.workdir import WorkDir, read_json, write_json
 
 Tree = dict[str, Any]
 COMMANDS = "commands.json"
@@ -129,7 +129,7 @@ def filled(tree: Tree, out: Path) -> Iterator[Step]:
             known = groups | values | words | dict(zip(each, combination, strict=True))
             name, command = entry["name"].format_map(known), shlex.split(entry["run"].format_map(known))
             needs = tuple(other for other in names if any(f"{out}/{other}/" in f"{word}/" for word in command))
-            program = command[1:] if command[0] == "python" else ["-m", "engine", *command[1:]]
+            program = command[1:] if command[0] == "python" else ["-m", "omnilead", *command[1:]]
             names.append(name)
             minutes = float(tree.get("pace", 1) * entry["minutes"])
             yield Step(name, tuple(program), needs, minutes, 0, makes=entry["makes"].format_map(known))
@@ -137,7 +137,7 @@ def filled(tree: Tree, out: Path) -> Iterator[Step]:
 
 def said(job: Job) -> str:
     words = job.command
-    return shlex.join(["omnilead", *words[2:]] if words[:2] == ("-m", "engine") else ["python", *words])
+    return shlex.join(["omnilead", *words[2:]] if words[:2] == ("-m", "omnilead") else ["python", *words])
 
 
 def same_commands(plan: StepPlan, folder: WorkDir) -> None:

@@ -24,10 +24,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import step
 from benchmarks.measure import call_fresh, say, spread
 from benchmarks.step import StepRun
-from engine.model.config import ObjectiveConfig
-from engine.model.draws import row_keys
-from engine.model.pretrainer import Pretrainer
-from engine.training.train import INDUCTOR_OPTIONS
+from omnilead.engine.model.config import ObjectiveConfig
+from omnilead.engine.model.draws import row_keys
+from omnilead.engine.model.pretrainer import Pretrainer
+from omnilead.engine.training.train import INDUCTOR_OPTIONS
 
 REPEATS = {"cpu": 3, "cuda": 20}
 BATCH = {"cpu": 4, "cuda": 256}

@@ -16,17 +16,17 @@ from typing import Any
 
 import numpy as np
 
-import engine
+import omnilead
 from benchmarks.measure import say
-from data_tools.dataset import Dataset
-from data_tools.errors import DataError
-from engine.common import ConfigError, Parser
-from engine.evaluation.bench import Found, Scored, by_class, compared, over_classes, resampled, weighted
-from engine.evaluation.bench_report import write
-from engine.evaluation.metrics import Array, challenge_statistic
-from engine.evaluation.results import CHOSEN, EvalOptions, by_record, chosen_task, identify, nullable, score_task
-from engine.model.inference import THRESHOLD
-from engine.reproduction.workdir import read_json
+from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.errors import DataError
+from omnilead.engine.common import ConfigError, Parser
+from omnilead.engine.evaluation.bench import Found, Scored, by_class, compared, over_classes, resampled, weighted
+from omnilead.engine.evaluation.bench_report import write
+from omnilead.engine.evaluation.metrics import Array, challenge_statistic
+from omnilead.engine.evaluation.results import CHOSEN, EvalOptions, by_record, chosen_task, identify, nullable, score_task
+from omnilead.engine.model.inference import THRESHOLD
+from omnilead.engine.reproduction.workdir import read_json
 
 RANDOM = "random"
 
@@ -95,7 +95,7 @@ def remarks(runs: Sequence[Path]) -> Iterator[str]:
 
 def scores_of(run: Path, dataset: Dataset, leads: str) -> Scored:
     """Facts, and metrics under all weightings of the patients."""
-    model, how = engine.load(str(run)), EvalOptions(leads=leads)
+    model, how = omnilead.load(str(run)), EvalOptions(leads=leads)
     task = chosen_task(model)
     if task.kind == "identity":
         result = identify(model, dataset, how)

@@ -26,8 +26,8 @@ from typing import Any
 
 from benchmarks.e2e import EndlessLoader, LoopRun, loop_turns, precision, pretrain
 from benchmarks.measure import CaseError, call_fresh, make_dataset, say, sync_debug_mode
-from data_tools.cli import Parser
-from engine.common import write_whole
+from omnilead.data_tools.cli import Parser
+from omnilead.engine.common import write_whole
 
 PACKAGES = (
     "torch",
@@ -98,7 +98,7 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[str, float, Callable[[
 
 def every_source() -> Any:
     """All records are used for pre-training except patients with two sessions, whom the probe needs."""
-    from data_tools.splits import RoleSources
+    from omnilead.data_tools.splits import RoleSources
 
     return RoleSources(pretrain=("all",), id_share=1.0)
 
@@ -176,9 +176,9 @@ def profile_steps(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Foun
 def train(run: LoopRun, seconds: float) -> Found:
     """Train for this many seconds; then run a linear probe on the model's embeddings and on those of random weights."""
     from benchmarks.embed import untrained
-    from engine import embed
-    from engine import pretrain as program
-    from engine.training.loop import Loop
+    from omnilead.engine import embed
+    from omnilead.engine import pretrain as program
+    from omnilead.engine.training.loop import Loop
 
     def until_stopped(loop: Loop, *_: Any) -> bool:
         timer = threading.Timer(seconds, setattr, (loop, "terminated", True))  # as SIGTERM does

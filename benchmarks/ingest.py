@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.measure import Benchmark, Case, describe
-from data_tools import synth
-from data_tools.build import ShardOptions, shard
-from data_tools.cli import keep_freed_memory
-from data_tools.dataset import Dataset
-from data_tools.sources import open_sources
-from data_tools.verify import verify
+from omnilead.data_tools import synth
+from omnilead.data_tools.build import ShardOptions, shard
+from omnilead.data_tools.cli import keep_freed_memory
+from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.sources import open_sources
+from omnilead.data_tools.verify import verify
 
 
 def prepare(work: Path, options: argparse.Namespace) -> Benchmark:

@@ -25,8 +25,8 @@ from scipy.io import loadmat  # not in __getitem__, where every worker would spe
 
 from benchmarks.ingest import write_segment
 from benchmarks.measure import Benchmark, Case, CaseError, describe, make_dataset
-from data_tools.cli import keep_freed_memory
-from data_tools.dataset import CROP_SHAPE, Dataset
+from omnilead.data_tools.cli import keep_freed_memory
+from omnilead.data_tools.dataset import CROP_SHAPE, Dataset
 
 STAGES = {
     "crop": ("", 0.0),
@@ -130,8 +130,8 @@ def one_thread() -> None:
 def ours(
     dataset: Path, backend: str, stage: str, batch: int, threads: int, seconds: float, device: str = "cpu", first: bool = False
 ) -> Stream:
-    from engine.data.augment import AugmentConfig
-    from engine.data.loader import Loader, LoaderConfig
+    from omnilead.engine.data.augment import AugmentConfig
+    from omnilead.engine.data.loader import Loader, LoaderConfig
 
     one_thread()
     noise, rlm = STAGES[stage]

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from engine.common import ConfigError
+from omnilead.engine.common import ConfigError
 
 # A module-level function and its arguments. The function returns the units of work it did, and is called once as a warm-up; or
 # it is a generator that yields once when warm, and then units until it is sent True; or it measures itself and returns its
@@ -299,9 +299,9 @@ def summary(samples: Samples) -> dict[str, Any]:
 
 def make_dataset(work: Path, records: int, keep_archive: bool = False, **options: Any) -> Any:
     """Make work/dataset with about `records` synthetic crops of 10 s. `options`: of data_tools.build.ShardOptions."""
-    from data_tools import synth
-    from data_tools.build import ShardOptions, shard
-    from data_tools.sources import open_sources
+    from omnilead.data_tools import synth
+    from omnilead.data_tools.build import ShardOptions, shard
+    from omnilead.data_tools.sources import open_sources
 
     say(f"a dataset of about {records} crops")
     archive, workers = str(work / "archive"), max(1, min(8, (os.cpu_count() or 1) // 2))
@@ -315,6 +315,6 @@ def make_dataset(work: Path, records: int, keep_archive: bool = False, **options
 
 def describe(dataset: Any, **more: Any) -> dict[str, Any]:
     """The facts about the input data for a record."""
-    from data_tools.synth import VERSION
+    from omnilead.data_tools.synth import VERSION
 
     return {"archive": f"synthetic-{VERSION}", "crops": len(dataset), "dataset": dataset.fingerprint} | more

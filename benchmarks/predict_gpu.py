@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.run import MODEL, at_least
-from engine.common import ConfigError, Parser
+from omnilead.engine.common import ConfigError, Parser
 
 TB_PER_S, TFLOPS = 4.3, 790.0  # of an H200: a large copy, counting reads and writes; a large bf16 product
 H200 = {"major": 9, "minor": 0, "multi_processor_count": 132, "warp_size": 32, "L2_cache_size": 60 << 20}
@@ -154,10 +154,10 @@ def predict(model: str, batch: int) -> Iterator[str]:
 
     from benchmarks.explain import OPTIMIZER_BYTES
     from benchmarks.step import SAMPLES, config_file
-    from engine.config import load
-    from engine.model.config import flops_per_crop
-    from engine.model.pretrainer import Pretrainer
-    from engine.training.train import COMPILED, compile_model
+    from omnilead.engine.config import load
+    from omnilead.engine.model.config import flops_per_crop
+    from omnilead.engine.model.pretrainer import Pretrainer
+    from omnilead.engine.training.train import COMPILED, compile_model
 
     graphs: dict[str, list[tuple[int, float]]] = {}
     times: Counter[str] = Counter()

@@ -27,13 +27,13 @@ from typing import Any
 import numpy as np
 from scipy.stats import binomtest
 
-from data_tools.__main__ import main as data_tools
-from data_tools.dataset import CLASSES, Dataset
-from data_tools.errors import DataError, ReadError
-from data_tools.sources import open_sources
-from engine.common import ConfigError, Parser, positive, write_whole
-from engine.data.leakage import patient_ids
-from engine.evaluation.bench import (
+from omnilead.data_tools.__main__ import main as data_tools
+from omnilead.data_tools.dataset import CLASSES, Dataset
+from omnilead.data_tools.errors import DataError, ReadError
+from omnilead.data_tools.sources import open_sources
+from omnilead.engine.common import ConfigError, Parser, positive, write_whole
+from omnilead.engine.data.leakage import patient_ids
+from omnilead.engine.evaluation.bench import (
     DEFAULTS,
     ProbedRecords,
     Scored,
@@ -45,11 +45,11 @@ from engine.evaluation.bench import (
     weighted,
     whitening,
 )
-from engine.evaluation.bench_report import write
-from engine.evaluation.embedders import Vectors, embedded, embedders_of
-from engine.evaluation.metrics import Array, identification
-from engine.evaluation.probe import ProbeData, fit_scaled, linear, unlike
-from engine.evaluation.results import nullable
+from omnilead.engine.evaluation.bench_report import write
+from omnilead.engine.evaluation.embedders import Vectors, embedded, embedders_of
+from omnilead.engine.evaluation.metrics import Array, identification
+from omnilead.engine.evaluation.probe import ProbeData, fit_scaled, linear, unlike
+from omnilead.engine.evaluation.results import nullable
 
 FOLDS, BOTH = "folds.json", "with real ECGs"
 

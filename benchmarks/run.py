@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 
 from benchmarks import measure
 from benchmarks.measure import BUG, OUT_OF_TIME, OVER_TIME, CaseError, Outcome, Samples, run_cases, say
-from engine.common import ConfigError, Parser, writable, write_whole
+from omnilead.engine.common import ConfigError, Parser, writable, write_whole
 
 RECORDED = {"explain": "cost"}  # names of benchmarks in records, if they differ
 RESULTS = Path(__file__).parent / "results"

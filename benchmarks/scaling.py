@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from benchmarks import e2e
 from benchmarks.measure import BUG, Benchmark, CaseError, call_fresh, describe, kill, make_dataset, say, spread
-from data_tools.dataset import COLUMNS, CROP_BYTES, SHARD_CROPS, Dataset, fingerprint
+from omnilead.data_tools.dataset import COLUMNS, CROP_BYTES, SHARD_CROPS, Dataset, fingerprint
 
 MEMBERS = 512 + 120_320 + 512 + 512  # bytes of a crop in a tar: two headers and two bodies
 BATCHES = 256  # batches of an epoch from which shuffle quality is computed
@@ -38,7 +38,7 @@ def prepare(work: Path, options: argparse.Namespace) -> Benchmark:
 
 
 def extra(dataset: Dataset, loop: e2e.LoopRun) -> dict[str, Any]:
-    from engine.data.order import DatasetRows, Order
+    from omnilead.engine.data.order import DatasetRows, Order
 
     say("shuffle quality")
     rows, worlds = DatasetRows.of(dataset, pretrain=True), dict[str, Any]()
@@ -99,7 +99,7 @@ def first_batch(dataset: str) -> float:
     """Open the dataset and load one batch. The unit is 1 start: per_s is 1 / the seconds to the first batch."""
     import torch
 
-    from engine.data.loader import Loader, LoaderConfig
+    from omnilead.engine.data.loader import Loader, LoaderConfig
 
     torch.set_num_threads(1)
     opened = Dataset.open(dataset)

@@ -29,17 +29,17 @@ from torch import Tensor, nn
 from benchmarks import measure
 from benchmarks.authors_step import AuthorsStep, draw
 from benchmarks.measure import Benchmark, CaseError, call_fresh, say
-from data_tools.cli import keep_freed_memory
-from engine.common import ConfigError
-from engine.config import CONFIGS, load
-from engine.model import fairseq
-from engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop
-from engine.model.draws import Draws, row_keys
-from engine.model.parity import Adam, authors_adam, draws_of
-from engine.model.pretrainer import Pretrainer
-from engine.model.quantizer import temperature
-from engine.training.train import COMPILED, compile_model
-from engine.training.validation import to_device
+from omnilead.data_tools.cli import keep_freed_memory
+from omnilead.engine.common import ConfigError
+from omnilead.engine.config import CONFIGS, load
+from omnilead.engine.model import fairseq
+from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop
+from omnilead.engine.model.draws import Draws, row_keys
+from omnilead.engine.model.parity import Adam, authors_adam, draws_of
+from omnilead.engine.model.pretrainer import Pretrainer
+from omnilead.engine.model.quantizer import temperature
+from omnilead.engine.training.train import COMPILED, compile_model
+from omnilead.engine.training.validation import to_device
 
 RECREATION, OURS, PRODUCT = "re-creation of fairseq-signals' step", "omnilead", "matrix product"
 BATCHES = {"cpu": (4,), "cuda": (256, 64, 512)}  # crops of 10 s

@@ -6,7 +6,7 @@
   omnilead show   DATASET|RECORD [--png FILE]         print a summary, plot 12 leads
   omnilead labels ptbxl SRC --out DIR                 write an archive's published labels for fine-tuning
 
-`python -m data_tools` is the same program. SRC and DATASET may be folders or s3:// addresses (with AWS_ENDPOINT_URL and the
+`python -m omnilead` is the same program. SRC and DATASET may be folders or s3:// addresses (with AWS_ENDPOINT_URL and the
 usual AWS credentials).
 """
 
@@ -20,8 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from data_tools.cli import Parser, drop_output, echo, interactive, is_memory, say, tell
-from data_tools.errors import DataError, printable
+from omnilead.data_tools.cli import Parser, drop_output, echo, interactive, is_memory, say, tell
+from omnilead.data_tools.errors import DataError, printable
 
 RESUME = {"shard": ": run the same command again to continue", "synth": ": delete {out} and run it again"}
 KINDS = "auto, physionet2021, ptbxl, mimic-iv-ecg, code15, wfdb, hospital (any mix of the following), muse-xml, dicom, "
@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _synth(options: argparse.Namespace) -> int:
-    from data_tools.synth import synthesise
+    from omnilead.data_tools.synth import synthesise
 
     arguments = (options.patients, options.two_sessions, options.seed, options.layout, options.workers)
     counts = synthesise(options.out, *arguments, progress=interactive())
@@ -149,7 +149,7 @@ def _synth(options: argparse.Namespace) -> int:
 
 
 def _open_sources(urls: list[str], kind: str, options: argparse.Namespace) -> list[Any]:
-    from data_tools.sources import PhysioNet2021, open_sources
+    from omnilead.data_tools.sources import PhysioNet2021, open_sources
 
     private = bool(options.pseudonymize)
     sources = [source for url in urls for source in open_sources(url, kind, options.anonymous, urls, private)]
@@ -165,10 +165,10 @@ def _open_sources(urls: list[str], kind: str, options: argparse.Namespace) -> li
 
 
 def _shard(options: argparse.Namespace) -> int:
-    from data_tools.build import ShardOptions, shard
-    from data_tools.pseudonyms import read_key
-    from data_tools.splits import RoleSources
-    from data_tools.summary import describe, notes
+    from omnilead.data_tools.build import ShardOptions, shard
+    from omnilead.data_tools.pseudonyms import read_key
+    from omnilead.data_tools.splits import RoleSources
+    from omnilead.data_tools.summary import describe, notes
 
     started = time.monotonic()
     named = {task: getattr(options, f"{task}_sources") for task in ("dx", "id", "pretrain")}
@@ -199,9 +199,9 @@ def _shard(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from data_tools.dataset import Dataset
-    from data_tools.pseudonyms import read_key
-    from data_tools.verify import verify
+    from omnilead.data_tools.dataset import Dataset
+    from omnilead.data_tools.pseudonyms import read_key
+    from omnilead.data_tools.verify import verify
 
     started = time.monotonic()
     key = read_key(options.pseudonymize) if options.pseudonymize else None
@@ -226,9 +226,9 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from data_tools import plots
-    from data_tools.dataset import Dataset
-    from data_tools.summary import describe
+    from omnilead.data_tools import plots
+    from omnilead.data_tools.dataset import Dataset
+    from omnilead.data_tools.summary import describe
 
     if options.png:
         file, folder = Path(options.png), Path(options.png).absolute().parent
@@ -261,8 +261,8 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _labels(options: argparse.Namespace) -> int:
-    from data_tools.labels import write_labels
-    from data_tools.pseudonyms import read_key
+    from omnilead.data_tools.labels import write_labels
+    from omnilead.data_tools.pseudonyms import read_key
 
     key = read_key(options.pseudonymize) if options.pseudonymize else None
     for line in write_labels(options.archive, options.src, options.out, key, options.anonymous, not interactive()):
@@ -273,14 +273,14 @@ def _labels(options: argparse.Namespace) -> int:
 def _record_figure(path: str) -> Any:
     import numpy as np
 
-    from data_tools.dataset import CROP_SHAPE
-    from data_tools.errors import ReadError
-    from data_tools.plots import caption_of, ecg_figure
-    from data_tools.prepare import prepare_crop
-    from data_tools.sources.base import read_safely
-    from data_tools.sources.hospital import HospitalFiles
-    from data_tools.sources.wfdb_folder import WfdbFolder
-    from data_tools.storage import folder
+    from omnilead.data_tools.dataset import CROP_SHAPE
+    from omnilead.data_tools.errors import ReadError
+    from omnilead.data_tools.plots import caption_of, ecg_figure
+    from omnilead.data_tools.prepare import prepare_crop
+    from omnilead.data_tools.sources.base import read_safely
+    from omnilead.data_tools.sources.hospital import HospitalFiles
+    from omnilead.data_tools.sources.wfdb_folder import WfdbFolder
+    from omnilead.data_tools.storage import folder
 
     place, samples = Path(path), np.empty(CROP_SHAPE, "<i2")
     try:

@@ -26,18 +26,18 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from tqdm.auto import tqdm
 
-from data_tools import cluster, dataset, splits, zarr_writer
-from data_tools.cli import keep_freed_memory
-from data_tools.dataset import COLUMNS, CROP_SHAPE, META, STORE, Dataset, as_csv, fingerprint, waveform
-from data_tools.errors import DataError, DatasetError, ReadError, StorageError
-from data_tools.plan import PlannedCrops, Reject, ShardPlan, make_plan
-from data_tools.prepare import SPEC, SPEC_HASH, Crop, prepare_crop
-from data_tools.pseudonyms import key_mark, pseudonym
-from data_tools.record import EcgRecord, class_row
-from data_tools.sources.base import Source, located, read_safely, shown_patient
-from data_tools.splits import PAPER_SOURCES, RoleSources
-from data_tools.storage import Folder, dataset_folder, locked_by_another, prefetch, write_errors
-from data_tools.tar import MAX_INDEX, TarWriter, index_name, part_name, shard_name
+from omnilead.data_tools import cluster, dataset, splits, zarr_writer
+from omnilead.data_tools.cli import keep_freed_memory
+from omnilead.data_tools.dataset import COLUMNS, CROP_SHAPE, META, STORE, Dataset, as_csv, fingerprint, waveform
+from omnilead.data_tools.errors import DataError, DatasetError, ReadError, StorageError
+from omnilead.data_tools.plan import PlannedCrops, Reject, ShardPlan, make_plan
+from omnilead.data_tools.prepare import SPEC, SPEC_HASH, Crop, prepare_crop
+from omnilead.data_tools.pseudonyms import key_mark, pseudonym
+from omnilead.data_tools.record import EcgRecord, class_row
+from omnilead.data_tools.sources.base import Source, located, read_safely, shown_patient
+from omnilead.data_tools.splits import PAPER_SOURCES, RoleSources
+from omnilead.data_tools.storage import Folder, dataset_folder, locked_by_another, prefetch, write_errors
+from omnilead.data_tools.tar import MAX_INDEX, TarWriter, index_name, part_name, shard_name
 
 DIGEST_BYTES = 32  # at the end of a part
 IMPLAUSIBLE = "implausible"  # flag of the crops of a record whose source warns of an implausible amplitude

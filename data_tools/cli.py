@@ -23,8 +23,8 @@ from functools import cache
 from types import TracebackType
 from typing import Any, NoReturn
 
-from data_tools.errors import UserError as UserError
-from data_tools.errors import printable, printable_lines
+from omnilead.data_tools.errors import UserError as UserError
+from omnilead.data_tools.errors import printable, printable_lines
 
 # "out of memory" as reported by torch, C++, Python's threads, the system and its dynamic loader
 MEMORY: tuple[str, ...] = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc", "can't start new thread")

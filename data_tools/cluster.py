@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any, TypeVar
 
-from data_tools.errors import StorageError
+from omnilead.data_tools.errors import StorageError
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")

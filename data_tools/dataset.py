@@ -29,17 +29,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
-from data_tools.errors import ChunkError as ChunkError  # the engine imports the errors from here
-from data_tools.errors import DataError as DataError
-from data_tools.errors import DatasetError as DatasetError
-from data_tools.errors import ReadError, one_line
-from data_tools.record import ABBREVIATIONS, LEADS
-from data_tools.record import VENDORS as VENDORS
-from data_tools.spreadsheet import QUOTED as QUOTED
-from data_tools.spreadsheet import as_csv as as_csv
-from data_tools.spreadsheet import unquoted as unquoted
-from data_tools.spreadsheet import without_formulas as without_formulas
-from data_tools.storage import Folder, dataset_folder
+from omnilead.data_tools.errors import ChunkError as ChunkError  # the engine imports the errors from here
+from omnilead.data_tools.errors import DataError as DataError
+from omnilead.data_tools.errors import DatasetError as DatasetError
+from omnilead.data_tools.errors import ReadError, one_line
+from omnilead.data_tools.record import ABBREVIATIONS, LEADS
+from omnilead.data_tools.record import VENDORS as VENDORS
+from omnilead.data_tools.spreadsheet import QUOTED as QUOTED
+from omnilead.data_tools.spreadsheet import as_csv as as_csv
+from omnilead.data_tools.spreadsheet import unquoted as unquoted
+from omnilead.data_tools.spreadsheet import without_formulas as without_formulas
+from omnilead.data_tools.storage import Folder, dataset_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -153,7 +153,7 @@ class Ecg:
 
     def plot(self) -> "Figure":
         """A figure of the twelve leads on ECG paper, to scale; notebooks display it."""
-        from data_tools.plots import caption_of, ecg_figure
+        from omnilead.data_tools.plots import caption_of, ecg_figure
 
         title = f"{self.source}/{self.record}, from {self.start_s:g} s"
         return ecg_figure(self.signal_uv, self.halves, title, caption_of(self.age, self.sex, self.dx), self.missing_leads)
@@ -336,7 +336,7 @@ class Dataset:
     @cached_property
     def chunks(self) -> Any:
         """The zarr copy, crop by crop: `chunks.read(row, out)`."""
-        from data_tools.zarr_reader import Chunks
+        from omnilead.data_tools.zarr_reader import Chunks
 
         return Chunks(self.root, len(self))
 

@@ -17,14 +17,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from tqdm.auto import tqdm
 
-from data_tools import cluster
-from data_tools.cli import keep_freed_memory
-from data_tools.dataset import FORMAT_VERSION, SHARD_CROPS
-from data_tools.errors import ReadError, StorageError, printable
-from data_tools.prepare import SPEC_HASH, crop_count, dropped_s
-from data_tools.sources.base import Source, located, read_safely, record_stem
-from data_tools.storage import links_in, prefetch
-from data_tools.tar import MAX_NAME
+from omnilead.data_tools import cluster
+from omnilead.data_tools.cli import keep_freed_memory
+from omnilead.data_tools.dataset import FORMAT_VERSION, SHARD_CROPS
+from omnilead.data_tools.errors import ReadError, StorageError, printable
+from omnilead.data_tools.prepare import SPEC_HASH, crop_count, dropped_s
+from omnilead.data_tools.sources.base import Source, located, read_safely, record_stem
+from omnilead.data_tools.storage import links_in, prefetch
+from omnilead.data_tools.tar import MAX_NAME
 
 Reject = tuple[str, str, str, str]  # source, record, reason, detail
 PlannedCrops = list[tuple[int, str, str, int]]  # archive, key, label, crop of the record

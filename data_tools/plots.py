@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data_tools.dataset import Dataset
-from data_tools.prepare import FS_HZ, HALF
-from data_tools.record import ABBREVIATIONS, CLASS_OF, LEADS
-from data_tools.storage import replaced
+from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.prepare import FS_HZ, HALF
+from omnilead.data_tools.record import ABBREVIATIONS, CLASS_OF, LEADS
+from omnilead.data_tools.storage import replaced
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from data_tools.errors import DataError, one_line
+from omnilead.data_tools.errors import DataError, one_line
 
 _modules: dict[tuple[Path, str], ModuleType] = {}  # by file and sha256, so that a changed file is run again
 

@@ -20,8 +20,8 @@ from itertools import compress
 import numpy as np
 from scipy.signal import firwin, upfirdn
 
-from data_tools.errors import ReadError
-from data_tools.record import LEADS, MV_PER_UNIT, RATE_RANGE_HZ, EcgRecord, lead_rows, unit_name
+from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.record import LEADS, MV_PER_UNIT, RATE_RANGE_HZ, EcgRecord, lead_rows, unit_name
 
 FS_HZ, CROP, HALF = 500, 5000, 2500
 IN_ORDER = {lead: lead for lead in range(len(LEADS))}

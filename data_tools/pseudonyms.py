@@ -9,7 +9,7 @@ import stat
 from hashlib import blake2b
 from pathlib import Path
 
-from data_tools.errors import StorageError
+from omnilead.data_tools.errors import StorageError
 
 
 def read_key(path: str) -> bytes:

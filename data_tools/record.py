@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from data_tools.errors import ReadError
+from omnilead.data_tools.errors import ReadError
 
 LEADS = ("I", "II", "III", "aVR", "aVL", "aVF", "V1", "V2", "V3", "V4", "V5", "V6")
 LEAD_INDEX = {lead.upper(): i for i, lead in enumerate(LEADS)} | {"DI": 0, "DII": 1, "DIII": 2}

@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from data_tools.record import as_number
+from omnilead.data_tools.record import as_number
 
 STARTS = r"'*[=+\-@\t\r\n]"  # a spreadsheet takes a cell that begins with one of these characters for a formula
 FORMULA = re.compile(STARTS)

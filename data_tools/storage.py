@@ -25,8 +25,8 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from data_tools.cli import tell
-from data_tools.errors import ReadError, StorageError, one_line, printable
+from omnilead.data_tools.cli import tell
+from omnilead.data_tools.errors import ReadError, StorageError, one_line, printable
 
 T = TypeVar("T")
 Item = TypeVar("Item")

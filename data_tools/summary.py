@@ -7,10 +7,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from data_tools.build import IMPLAUSIBLE, flagged, records_of
-from data_tools.dataset import Dataset
-from data_tools.prepare import MAX_UV
-from data_tools.splits import RoleSources
+from omnilead.data_tools.build import IMPLAUSIBLE, flagged, records_of
+from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.prepare import MAX_UV
+from omnilead.data_tools.splits import RoleSources
 
 MANY_SATURATED = 0.01  # share of a source's crops
 # Numbers of 5 s segments in Oh et al. 2022, section 5.1. They split by segment and exclude nothing: see `--plan paper-split`

@@ -21,11 +21,11 @@ from pathlib import Path
 import numpy as np
 from tqdm.auto import tqdm
 
-from data_tools import cluster
-from data_tools.errors import DataError
-from data_tools.record import ABBREVIATIONS, CLASSES, HEART_AXIS_CODES, LEADS, SCP_CODES
-from data_tools.spreadsheet import as_csv
-from data_tools.synth_ecg import BLOCK, Findings, SyntheticPatients, draw_patients, simulate
+from omnilead.data_tools import cluster
+from omnilead.data_tools.errors import DataError
+from omnilead.data_tools.record import ABBREVIATIONS, CLASSES, HEART_AXIS_CODES, LEADS, SCP_CODES
+from omnilead.data_tools.spreadsheet import as_csv
+from omnilead.data_tools.synth_ecg import BLOCK, Findings, SyntheticPatients, draw_patients, simulate
 
 LAYOUTS = ("physionet2021", "ptbxl")
 VERSION = 2  # in version 1, two sessions were less alike than real ones, and all patients had two

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data_tools.record import ABBREVIATIONS
+from omnilead.data_tools.record import ABBREVIATIONS
 
 BLOCK = 64  # patients that share one generator
 SESSION_JITTER = 2.0  # multiplies the changes in `simulate` and `_beats`

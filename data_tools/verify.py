@@ -17,18 +17,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm.auto import tqdm
 
-from data_tools import cluster
-from data_tools.build import FLAGS, assign_roles, recipe_hash, role_counts, row_of
-from data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, META, REJECTS, SAMPLES, STORE, Dataset, waveform
-from data_tools.errors import ChunkError, DatasetError, ReadError, one_line
-from data_tools.plan import Reject
-from data_tools.prepare import CROP, FS_HZ, HALF, MAX_UV, SPEC, crop_count, prepare_crop
-from data_tools.pseudonyms import key_mark, pseudonym
-from data_tools.record import LEADS, EcgRecord, class_row
-from data_tools.sources.base import Source, read_safely
-from data_tools.splits import RoleSources
-from data_tools.tar import BLOCK, MAX_INDEX, index_name, index_of, member, member_header
-from data_tools.zarr_reader import decode, index_bytes
+from omnilead.data_tools import cluster
+from omnilead.data_tools.build import FLAGS, assign_roles, recipe_hash, role_counts, row_of
+from omnilead.data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, META, REJECTS, SAMPLES, STORE, Dataset, waveform
+from omnilead.data_tools.errors import ChunkError, DatasetError, ReadError, one_line
+from omnilead.data_tools.plan import Reject
+from omnilead.data_tools.prepare import CROP, FS_HZ, HALF, MAX_UV, SPEC, crop_count, prepare_crop
+from omnilead.data_tools.pseudonyms import key_mark, pseudonym
+from omnilead.data_tools.record import LEADS, EcgRecord, class_row
+from omnilead.data_tools.sources.base import Source, read_safely
+from omnilead.data_tools.splits import RoleSources
+from omnilead.data_tools.tar import BLOCK, MAX_INDEX, index_name, index_of, member, member_header
+from omnilead.data_tools.zarr_reader import decode, index_bytes
 
 MAX_FINDINGS = 20  # listed per shard, storage object or folder
 ROLES = ("pretrain", "dx_role", "id_role")

@@ -15,9 +15,9 @@ import google_crc32c
 import numcodecs.blosc
 import numpy as np
 
-from data_tools.dataset import CROP_BYTES, CROP_SHAPE, STORE
-from data_tools.errors import ChunkError, DatasetError, ReadError, one_line
-from data_tools.storage import Folder
+from omnilead.data_tools.dataset import CROP_BYTES, CROP_SHAPE, STORE
+from omnilead.data_tools.errors import ChunkError, DatasetError, ReadError, one_line
+from omnilead.data_tools.storage import Folder
 
 numcodecs.blosc.use_threads = False  # our threads would share Blosc's threads and wait for their lock
 BLOSC = numcodecs.blosc.Blosc(cname="lz4", clevel=5, shuffle=numcodecs.blosc.BITSHUFFLE)

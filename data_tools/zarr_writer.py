@@ -17,12 +17,12 @@ import numpy as np
 import pyarrow as pa
 from tqdm.auto import tqdm
 
-from data_tools import cluster
-from data_tools.dataset import CROP_BYTES, SHARD_CROPS, STORE
-from data_tools.errors import DatasetError, ReadError
-from data_tools.storage import Folder, prefetch
-from data_tools.tar import part_name
-from data_tools.zarr_reader import ABSENT, BLOSC, CRC, layout
+from omnilead.data_tools import cluster
+from omnilead.data_tools.dataset import CROP_BYTES, SHARD_CROPS, STORE
+from omnilead.data_tools.errors import DatasetError, ReadError
+from omnilead.data_tools.storage import Folder, prefetch
+from omnilead.data_tools.tar import part_name
+from omnilead.data_tools.zarr_reader import ABSENT, BLOSC, CRC, layout
 
 Block = tuple[int, list[tuple[str, int, int]]]  # number; tar, offset and crc32c of each crop
 

@@ -15,7 +15,7 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic import BaseModel
 
-from engine.config import Config, FinetuneConfig, RunConfig, flatten
+from omnilead.engine.config import Config, FinetuneConfig, RunConfig, flatten
 
 INTRO = """# Settings
 

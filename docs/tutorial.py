@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-import engine
-from data_tools.dataset import Dataset, as_csv
-from engine.__main__ import main
+import omnilead
+from omnilead.__main__ import main
+from omnilead.data_tools.dataset import Dataset, as_csv
 
 PATIENTS, STEPS = 600, 150  # a hospital has thousands of patients; the paper trains for 200 epochs
 Path("tutorial").mkdir(exist_ok=True)
@@ -62,15 +62,15 @@ dataset.plot(0).savefig("ecg.png")
 ## 2. Pre-training
 
 W2V + CMSC + random lead masking, the paper's method, with a small model (the config `quickstart`). On GPUs use `w2v_cmsc_rlm`
-and the command: `deepspeed --module engine.pretrain --config w2v_cmsc_rlm --data dataset --out pretrained`. A twentieth of the
-patients is held out to validate on. Called again with the same `out`, it resumes from its last checkpoint.
+and the command: `deepspeed --module omnilead.engine.pretrain --config w2v_cmsc_rlm --data dataset --out pretrained`. A
+twentieth of the patients is held out to validate on. Called again with the same `out`, it resumes from its last checkpoint.
 
 The loss falls, and the share of codes guessed behind the mask rises (`accuracy_local`). The report has the curves; a notebook
 shows it when a cell ends with `pretrained`.
 """
 # %%
 held_out = {"data.hold_out": 0.05, "train.validate_every": STEPS}
-pretrained = engine.pretrain("quickstart", data=dataset, out="pretrained", **held_out, **{"train.steps": STEPS})
+pretrained = omnilead.pretrain("quickstart", data=dataset, out="pretrained", **held_out, **{"train.steps": STEPS})
 print(f"loss: {pretrained.metrics[0]['loss']:.2f} at the first step, {pretrained.metrics[-1]['loss']:.2f} at the last")
 print(f"report: {pretrained.report}")
 
@@ -90,7 +90,7 @@ first_crops = (ecg for ecg in dataset if ecg.start_s == 0)  # long records have 
 labels = [(ecg.source, ecg.record, int("NSR" not in ecg.labels)) for ecg in first_crops]
 Path("labels.csv").write_text(as_csv([("source", "record", "abnormal"), *labels]))
 settings = {"train.steps": STEPS, "augment.rlm": 0.5}
-tuned = engine.finetune(pretrained, data=dataset, labels="labels.csv", out="tuned", **settings)
+tuned = omnilead.finetune(pretrained, data=dataset, labels="labels.csv", out="tuned", **settings)
 print(f"validation: {tuned.validation[-1]}")
 
 # %% [markdown]
@@ -110,9 +110,9 @@ print(Path("predictions.csv").read_text()[:200])
 # %% [markdown]
 """
 In Python, for an ECG of any length from 5 s, sampling rate, leads and unit: its probabilities, and its embedding by the model
-before fine-tuning. `omnilead hub push tuned NAME/MODEL` shares a model; `engine.load("hf://NAME/MODEL")` loads it.
+before fine-tuning. `omnilead hub push tuned NAME/MODEL` shares a model; `omnilead.load("hf://NAME/MODEL")` loads it.
 """
 # %%
 two_leads_mv = np.random.default_rng(0).normal(0, 0.2, (2, 2500))  # 10 s at 250 Hz: put your own here
 print("prediction:", tuned.model().predict(two_leads_mv, fs_hz=250, leads=["II", "V1"], unit="mV"))
-print("embedding:", engine.load("pretrained").embed(two_leads_mv, fs_hz=250, leads=["II", "V1"], unit="mV").shape)
+print("embedding:", omnilead.load("pretrained").embed(two_leads_mv, fs_hz=250, leads=["II", "V1"], unit="mV").shape)

@@ -18,20 +18,20 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from data_tools.cli import show
-from engine.common import RUN_CODE, Parser, interruptible, one_blas_thread, positive
+from omnilead.data_tools.cli import show
+from omnilead.engine.common import RUN_CODE, Parser, interruptible, one_blas_thread, positive
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     one_blas_thread()
-    from engine.evaluation import embedding  # imported late, so that --help does not wait for PyTorch
+    from omnilead.engine.evaluation import embedding  # imported late, so that --help does not wait for PyTorch
 
     return embedding.command("omnilead bench", args, run)
 
 
 def run(args: argparse.Namespace) -> int:
-    from engine.evaluation.bench import bench
+    from omnilead.engine.evaluation.bench import bench
 
     given = {name: value for name, value in vars(args).items() if name != "began"}
     bench(**given)

@@ -7,7 +7,6 @@ read_yaml(path)                   # merged over the file that its `base:` names
 parse_yaml("5e-5", "--set lr")    # 5e-5
 write_whole(path, text)           # atomic: the whole file or nothing
 interruptible("engine.x")         # call it before importing torch
-callable_as(__name__, pretrain)   # makes the module engine.pretrain callable
 
 Signals hold all twelve leads in the order of LEADS until the last step of augmentation. For a subset of leads, that step either
 sets the others to zero (padded: the paper's "P-N leads", for a model of twelve channels) or drops them (a model of N channels).
@@ -15,27 +14,26 @@ sets the others to zero (padded: the paper's "P-N leads", for a model of twelve 
 
 import argparse
 import difflib
-import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any, NoReturn
 
 import yaml  # type: ignore[import-untyped]
 
-from data_tools.cli import Parser as Parser
-from data_tools.cli import UserError, guard_streams, is_memory, show, tell
-from data_tools.plugins import blame
-from data_tools.plugins import plugin as plugin
-from data_tools.storage import locked_by_another as locked_by_another
-from data_tools.storage import missing_package as missing_package
-from data_tools.storage import prefetch as prefetch
-from data_tools.storage import sync as sync
-from data_tools.storage import write_whole as write_whole
+from omnilead.data_tools.cli import Parser as Parser
+from omnilead.data_tools.cli import UserError, guard_streams, is_memory, show, tell
+from omnilead.data_tools.plugins import blame
+from omnilead.data_tools.plugins import plugin as plugin
+from omnilead.data_tools.storage import locked_by_another as locked_by_another
+from omnilead.data_tools.storage import missing_package as missing_package
+from omnilead.data_tools.storage import prefetch as prefetch
+from omnilead.data_tools.storage import sync as sync
+from omnilead.data_tools.storage import write_whole as write_whole
 
 ARRAYS = (".npy", ".npz")
 LENGTHS = ("train.steps", "train.epochs")
@@ -44,8 +42,7 @@ LEADS = ("I", "II", "III", "aVR", "aVL", "aVF", "V1", "V2", "V3", "V4", "V5", "V
 LIMB, ALL = tuple(range(6)), tuple(range(12))
 SUBSETS = {"12": ALL, "6": LIMB, "3": (0, 1, 7), "2": (0, 1), "1": (0,)}  # Oh et al. 2022, section 4
 _INDEX = {lead.upper(): i for i, lead in enumerate(LEADS)}
-HERE = Path(__file__).resolve().parent
-CONFIGS = HERE / "configs" if (HERE / "configs").is_dir() else HERE.parent / "configs"  # in the wheel, or in the repository
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 RUN_CODE: Any = {"action": "store_true", "help": "allow running the custom encoder or head code in the model folder"}
 OWN = re.compile(r"(?s).+\.py:\w+")  # file.py:Name, the user's own code
 MAX_YAML_BYTES, MAX_YAML_VALUES, MAX_INTEGER = 2**20, 10_000, 2**63
@@ -295,9 +292,3 @@ def interruptible(name: str) -> None:
             sys.__excepthook__(kind, error, trace)
 
     sys.excepthook = hook
-
-
-def callable_as(name: str, function: Callable[..., Any]) -> None:
-    """Makes a command's module callable: `import engine.pretrain` and `engine.pretrain("w2v_cmsc_rlm", ...)` both work."""
-    members = {"__call__": staticmethod(function), "__signature__": inspect.signature(function), "__doc__": function.__doc__}
-    sys.modules[name].__class__ = type(function.__name__, (ModuleType,), members)

@@ -20,14 +20,14 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from engine.common import CONFIGS as CONFIGS
-from engine.common import ConfigError, find_config, flatten, merge, overridden, read_yaml
-from engine.data.augment import AugmentConfig
-from engine.data.augmenter import HALF
-from engine.data.loader import LoaderConfig, PipelineConfig
-from engine.model.config import ModelConfig, ObjectiveConfig
-from engine.model.draws import max_masked
-from engine.tasks.config import TaskConfig
+from omnilead.engine.common import CONFIGS as CONFIGS
+from omnilead.engine.common import ConfigError, find_config, flatten, merge, overridden, read_yaml
+from omnilead.engine.data.augment import AugmentConfig
+from omnilead.engine.data.augmenter import HALF
+from omnilead.engine.data.loader import LoaderConfig, PipelineConfig
+from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
+from omnilead.engine.model.draws import max_masked
+from omnilead.engine.tasks.config import TaskConfig
 
 CPUINFO = Path("/proc/cpuinfo")
 SHOWN = 80  # characters of a wrong value

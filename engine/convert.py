@@ -24,8 +24,8 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from data_tools.cli import echo, tell
-from engine.common import RUN_CODE, ConfigError, Parser, interruptible
+from omnilead.data_tools.cli import echo, tell
+from omnilead.engine.common import RUN_CODE, ConfigError, Parser, interruptible
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -59,9 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     from safetensors import SafetensorError
 
-    from engine.model.conversion import from_fairseq, to_fairseq
-    from engine.model.inference import load
-    from engine.model.onnx import to_onnx
+    from omnilead.engine.model.conversion import from_fairseq, to_fairseq
+    from omnilead.engine.model.inference import load
+    from omnilead.engine.model.onnx import to_onnx
 
     try:
         if args.command == "from-fairseq":

@@ -3,7 +3,7 @@
     omnilead embed --model RUN --data DATASET --out F.parquet                  one row for each crop of 10 s
     omnilead embed --model RUN --data FOLDER A.hea B.dcm --out F.parquet       records, known archives, hospital files
     omnilead embed --model RUN --data A.npy --fs 250 --leads II,V1 --unit uV --out F.parquet
-    torchrun --nproc-per-node 8 -m engine.embed --model RUN --data DATASET --out F.parquet        a GPU per rank; also deepspeed
+    torchrun --nproc-per-node 8 -m omnilead.engine.embed --model RUN --data DATASET --out F.parquet  a GPU per rank
 
 Columns: source, record, patient, row (of the dataset), start_s, embedding (fixed_size_list<float32>). F.parquet is written in
 parts: run the same command again to resume; the result has the same bytes. .npy files hold [leads, samples] or
@@ -20,8 +20,8 @@ from typing import Any
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from data_tools.cli import tell
-from engine.common import ARRAYS, RUN_CODE, ConfigError, Parser, interruptible, one_blas_thread, positive, writable
+from omnilead.data_tools.cli import tell
+from omnilead.engine.common import ARRAYS, RUN_CODE, ConfigError, Parser, interruptible, one_blas_thread, positive, writable
 
 PER = ("crop", "record", "half")
 PSEUDONYMS: Any = {"metavar": "KEYFILE", "help": "of files: replace record and patient ids with keyed hashes, as `shard` does"}
@@ -51,7 +51,7 @@ def checked_and_run(name: str, args: argparse.Namespace, check: Callable[[argpar
         tell(f"omnilead {name}: {error}")
         return 2
     one_blas_thread()
-    from engine.evaluation import embedding, outputs  # imported late, so that --help does not wait for PyTorch
+    from omnilead.engine.evaluation import embedding, outputs  # imported late, so that --help does not wait for PyTorch
 
     output_of = outputs.predictions if name == "predict" else outputs.embeddings
     return embedding.command(f"omnilead {name}", args, lambda given: embedding.run(given, output_of))

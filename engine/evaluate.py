@@ -4,7 +4,7 @@
     omnilead evaluate --model RUN --data DATASET --leads I,II,V2        # a 12-lead model that is shown three leads
     omnilead evaluate --model RUN --data DATASET --labels my.csv        # another label table than the one that RUN keeps
     omnilead evaluate --model RUN --data DATASET --json F.json --report F.html
-    torchrun --nproc-per-node 8 -m engine.evaluate --model RUN --data DATASET --json F.json   # a GPU per rank; also deepspeed
+    torchrun --nproc-per-node 8 -m omnilead.engine.evaluate --model RUN --data DATASET --json F.json  # a GPU per rank
 
 Classification: AUROC, AUPRC, accuracy, F measure, sensitivity and specificity at the model's thresholds; for diagnosis also the
 CinC 2021 Challenge score. Regression: mean absolute error, RMSE, R2, Pearson r. Each is given for halves of 5 s, as in the
@@ -26,8 +26,8 @@ from typing import Any
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from data_tools.cli import show
-from engine.common import RUN_CODE, ConfigError, OutputError, Parser, interruptible, positive, writable, write_result
+from omnilead.data_tools.cli import show
+from omnilead.engine.common import RUN_CODE, ConfigError, OutputError, Parser, interruptible, positive, writable, write_result
 
 CLASSES_SHOWN = 12  # printed on the terminal
 NAMES = {"challenge": "challenge at 0.5", "challenge_chosen": "challenge, chosen"}  # thresholds
@@ -37,13 +37,13 @@ COLUMNS = ("positives", "threshold", "auroc", "auprc", "f_measure", "mae", "r2",
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     args.out = args.json or args.report
-    from engine.evaluation import embedding  # imported late, so that --help does not wait for PyTorch
+    from omnilead.engine.evaluation import embedding  # imported late, so that --help does not wait for PyTorch
 
     return embedding.command("omnilead evaluate", args, as_a_rank, "--json" if args.json else "--report")
 
 
 def as_a_rank(args: argparse.Namespace) -> int:
-    from engine.training.distributed import close, lost_a_rank
+    from omnilead.engine.training.distributed import close, lost_a_rank
 
     try:
         return evaluate(args)
@@ -80,19 +80,19 @@ def evaluate(args: argparse.Namespace) -> int:
             writable(place, flag)
     if args.json and args.report and args.json.resolve() == args.report.resolve():
         raise ConfigError(f"--json {args.json} and --report {args.report} are the same file: choose two names")
-    import engine
-    from data_tools.dataset import Dataset
-    from engine.evaluation import evaluation_report
-    from engine.evaluation.results import EvalOptions, chosen_task, identify, score_task
-    from engine.model.kernels import chosen_device
-    from engine.training.distributed import environment, share_work
+    import omnilead
+    from omnilead.data_tools.dataset import Dataset
+    from omnilead.engine.evaluation import evaluation_report
+    from omnilead.engine.evaluation.results import EvalOptions, chosen_task, identify, score_task
+    from omnilead.engine.model.kernels import chosen_device
+    from omnilead.engine.training.distributed import environment, share_work
 
     world = environment()[1]
     if world > 1 and not args.out:
         raise ConfigError(f"WORLD_SIZE={world}: several ranks need --json F or --report F, next to which they keep the outputs")
     dataset = Dataset.open(args.data, args.anonymous)
     rank = share_work()
-    model = engine.load(args.model, args.code).to(chosen_device(args.device))
+    model = omnilead.load(args.model, args.code).to(chosen_device(args.device))
     task = chosen_task(model, args.task, args.labels or (labels_of_run(args.model) if args.task == "auto" else ""))
     kept = Path(f"{args.out}.halves.parquet") if args.out else None
     options = EvalOptions(args.role, args.leads, args.batch, args.model, kept)
@@ -114,7 +114,7 @@ def evaluate(args: argparse.Namespace) -> int:
 def labels_of_run(model: str) -> str:
     """The label table that RUN keeps from its training; "" if there is none. The path or address that a model names is never
     opened, because the model may come from anyone."""
-    from engine.evaluation.run_files import LABELS
+    from omnilead.engine.evaluation.run_files import LABELS
 
     table = Path(model, LABELS)
     return str(table) if table.is_file() and not table.is_symlink() else ""

@@ -13,10 +13,10 @@
 
 Labels are 0 and 1, true and false, text or numbers; an empty cell is unknown. A column `fold` or `split` splits the records;
 without one, patients are split 8:1:1. Without --config, batch size, steps and learning rate are chosen to suit the data, with
-early stopping. Also under `deepspeed --module engine.finetune` or torchrun. OUT/ has the same files as in pre-training, and
+early stopping. Also under `deepspeed --module omnilead.engine.finetune` or torchrun. OUT/ has the files of a pre-training, and
 labels.parquet, the columns of the table that were used; it resumes the same way. OUT/model/ is the best step by validation
-(train.best); test it with `omnilead evaluate --model OUT ...`.
-In Python: tuned = engine.finetune("RUN", data="DATASET", labels="my.csv", out="OUT")
+(train.best): `omnilead evaluate --model OUT ...` tests it.
+In Python: tuned = omnilead.finetune("RUN", data="DATASET", labels="my.csv", out="OUT")
 SIGTERM or Ctrl-C: a checkpoint at the next step, exit 0 or 130. Exit 2: a setting or a file is wrong. Exit 1: the run failed.
 """
 
@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING, Any
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from engine.common import RUN_CODE, callable_as, interruptible, leave
-from engine.training.command import SHORTCUTS, Shortcut, command
+from omnilead.engine.common import RUN_CODE, interruptible, leave
+from omnilead.engine.training.command import SHORTCUTS, Shortcut, command
 
 if TYPE_CHECKING:
-    from engine.training.run import Data, TrainingRun
+    from omnilead.engine.training.run import Data, TrainingRun
 
 KINDS = ("binary", "multilabel", "multiclass", "regression")
 RATES = "learning rate; several are tried in RUN/lr-RATE, and the best by validation becomes RUN"
@@ -49,9 +49,9 @@ OWN: dict[str, Shortcut] = {
 
 
 def classes() -> tuple[Any, Any, Any]:
-    from engine.config import FinetuneConfig
-    from engine.training.finetuning import FinetuneTask
-    from engine.training.recipe import finetuning
+    from omnilead.engine.config import FinetuneConfig
+    from omnilead.engine.training.finetuning import FinetuneTask
+    from omnilead.engine.training.recipe import finetuning
 
     return FinetuneConfig, FinetuneTask, finetuning
 
@@ -74,14 +74,13 @@ def finetune(
     batch size, steps and learning rate are chosen to suit the data. Ctrl-C writes a checkpoint and raises KeyboardInterrupt.
     Other errors have one-line messages, such as engine.common.ConfigError.
     """
-    from engine.training.run import trained
+    from omnilead.engine.training.run import trained
 
     of_task = {"labels": labels, "name": task, "kind": kind, "columns": list(columns) if columns else None}
     settings |= {f"task.{name}": value for name, value in of_task.items() if value is not None}
     return trained(*classes(), config, data, out, settings | {"start": start})
 
 
-callable_as(__name__, finetune)
 main = partial(command, "finetune", __doc__, classes, None, SHORTCUTS | OWN)
 
 if __name__ == "__main__":

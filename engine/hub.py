@@ -5,7 +5,7 @@
 
 Only the files of the model folder are uploaded, after their checksums are verified: no data, no logs, no checkpoints. Paths on
 this machine are reduced to file names. Log in with `hf auth login`, or set HF_TOKEN in the environment. In Python:
-engine.load("hf://org/name"). Needs `pip install 'omnilead[hub]'`.
+omnilead.load("hf://org/name"). Needs `pip install 'omnilead[hub]'`.
 """
 
 import argparse
@@ -16,20 +16,20 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from data_tools.cli import echo, tell
-from engine.common import ConfigError, Parser, interruptible
+from omnilead.data_tools.cli import echo, tell
+from omnilead.engine.common import ConfigError, Parser, interruptible
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
-    from engine.model import hub  # imported late, so that --help does not wait for PyTorch
+    from omnilead.engine.model import hub  # imported late, so that --help does not wait for PyTorch
 
     try:
         if args.action == "push":
             echo(hub.push(args.model, args.repo, args.private, args.licence))
         else:
             hub.pull(args.repo, args.out)
-            echo(f"{args.out}: downloaded; use it with engine.load({str(args.out)!r})")
+            echo(f"{args.out}: downloaded; use it with omnilead.load({str(args.out)!r})")
         return 0
     except (ConfigError, OSError) as error:
         message, code = str(error), 2

@@ -20,8 +20,8 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from data_tools.cli import echo, tell
-from engine.common import ConfigError, Parser, interruptible
+from omnilead.data_tools.cli import echo, tell
+from omnilead.engine.common import ConfigError, Parser, interruptible
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, metavar="DIR", help="the authors' settings, weights, inputs and results")
     parser.add_argument("--json", type=Path, metavar="F", help="write the table as JSON too")
     args = parser.parse_args(arguments)
-    from engine.model.parity import compare
+    from omnilead.engine.model.parity import compare
 
     try:
         comparisons = compare(args.folder)

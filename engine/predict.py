@@ -4,7 +4,7 @@
     omnilead predict --model TUNED --data FOLDER A.hea B.dcm --out F.parquet   records, known archives, hospital files
     omnilead predict --model TUNED --data EXPORT --pseudonymize KEYFILE --out F.csv      with the names that `shard` gives
     omnilead predict --model TUNED --data A.npy --fs 250 --leads II,V1 --unit uV --out F.csv
-    torchrun --nproc-per-node 8 -m engine.predict --model TUNED --data DATASET --out F.parquet    a GPU per rank; also deepspeed
+    torchrun --nproc-per-node 8 -m omnilead.engine.predict --model TUNED --data DATASET --out F.parquet  a GPU per rank
 
 Columns: source, record, patient, row (of the dataset), start_s, missing_leads (the model uses them, the ECG does not have
 them), then, by the kind of task: for each class AF (probability) and AF_predicted (true above the threshold chosen in
@@ -21,8 +21,8 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from engine.common import ConfigError, Parser, interruptible
-from engine.embed import PER, PSEUDONYMS, add_inputs, check_inputs, checked_and_run
+from omnilead.engine.common import ConfigError, Parser, interruptible
+from omnilead.engine.embed import PER, PSEUDONYMS, add_inputs, check_inputs, checked_and_run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

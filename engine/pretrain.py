@@ -3,9 +3,9 @@
     omnilead pretrain --data DATASET --out RUN                the quick start: a small model, a minute or two on a CPU
     omnilead pretrain --config w2v_cmsc_rlm --data DATASET --out RUN --set train.steps=1000
     omnilead pretrain --start MODEL --data MORE --out RUN2 --set train.steps=1000         continues from another model's weights
-    deepspeed --module engine.pretrain --config w2v_cmsc_rlm ...              on all GPUs of this machine
-    torchrun --nproc-per-node 8 --module engine.pretrain --config F ...       the same
-    deepspeed --hostfile H --no_ssh --node_rank I --master_addr A --module engine.pretrain ...          on each of many nodes
+    deepspeed --module omnilead.engine.pretrain --config w2v_cmsc_rlm ...     on all GPUs of this machine
+    torchrun --nproc-per-node 8 --module omnilead.engine.pretrain --config F ...       the same
+    deepspeed --hostfile H --no_ssh --node_rank I --master_addr A --module omnilead.engine.pretrain ...   many nodes
     omnilead pretrain --export RUN                            writes RUN/model from the newest checkpoint
     omnilead pretrain --schema                                JSON schema of the settings
 
@@ -14,7 +14,7 @@ In a clone of the repository `deepspeed engine/pretrain.py` is the same program,
 RUN/ holds config.yaml, run.json, metrics.jsonl, validation.jsonl, tensorboard/, checkpoints/ and finally model/, report.html.
 Started again with the same RUN, training resumes from the last checkpoint: bit for bit with the same number of ranks; with
 another number, batches are the same and losses are equal to rounding. An error names data or settings that have changed.
-In Python: run = engine.pretrain("w2v_cmsc_rlm", data="DATASET", out="RUN", **{"train.steps": 1000})
+In Python: run = omnilead.pretrain("w2v_cmsc_rlm", data="DATASET", out="RUN", **{"train.steps": 1000})
 SIGTERM or Ctrl-C: a checkpoint at the next step, exit 0 or 130. Exit 2: a setting or a file is wrong. Exit 1: the run failed.
 """
 
@@ -28,17 +28,17 @@ from typing import TYPE_CHECKING, Any
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from engine.common import callable_as, interruptible, leave
-from engine.training.command import SHORTCUTS, command
+from omnilead.engine.common import interruptible, leave
+from omnilead.engine.training.command import SHORTCUTS, command
 
 if TYPE_CHECKING:
-    from engine.training.run import Data, TrainingRun
+    from omnilead.engine.training.run import Data, TrainingRun
 
 
 def classes() -> tuple[Any, Any, Any]:
-    from engine.config import Config
-    from engine.training.continuing import read_config
-    from engine.training.pretraining import PretrainTask
+    from omnilead.engine.config import Config
+    from omnilead.engine.training.continuing import read_config
+    from omnilead.engine.training.pretraining import PretrainTask
 
     return Config, PretrainTask, read_config
 
@@ -57,12 +57,11 @@ def pretrain(
     settings: those of --set, by their dotted names: start="RUN", **{"train.steps": 1000, "augment.rlm": 0.5}. Ctrl-C writes a
     checkpoint and raises KeyboardInterrupt. Other errors have one-line messages, such as engine.common.ConfigError.
     """
-    from engine.training.run import trained
+    from omnilead.engine.training.run import trained
 
     return trained(*classes(), config, data, out, settings)
 
 
-callable_as(__name__, pretrain)
 main = partial(command, "pretrain", __doc__, classes, "quickstart, or what --start was trained with", SHORTCUTS)
 
 if __name__ == "__main__":

@@ -19,15 +19,15 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from data_tools.cli import tell
-from engine.common import ConfigError, Parser, interruptible, positive
-from engine.reproduction.paper import LEADS, TABLES, TASKS
+from omnilead.data_tools.cli import tell
+from omnilead.engine.common import ConfigError, Parser, interruptible, positive
+from omnilead.engine.reproduction.paper import LEADS, TABLES, TASKS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    from data_tools.dataset import DataError
-    from engine.reproduction.run import run
+    from omnilead.data_tools.dataset import DataError
+    from omnilead.engine.reproduction.run import run
 
     try:
         return run(options)

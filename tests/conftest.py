@@ -14,11 +14,11 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if not Path("/dev/nvidiactl").exists():  # too little is compiled for a CPU to start a pool of compilers
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-from data_tools.build import ShardOptions, shard
-from data_tools.dataset import Dataset
-from data_tools.sources import open_sources
-from data_tools.splits import RoleSources
-from data_tools.synth import synthesise
+from omnilead.data_tools.build import ShardOptions, shard
+from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.sources import open_sources
+from omnilead.data_tools.splits import RoleSources
+from omnilead.data_tools.synth import synthesise
 
 with contextlib.suppress(ImportError):  # may be missing where only the GPU tests run
     import hypothesis
@@ -76,10 +76,10 @@ def save_model(
     """A small untrained model as engine.training.train exports it. `preprocessing`: changes; `model`: for ModelConfig."""
     import torch
 
-    from engine.common import LEADS
-    from engine.model import folder as folders
-    from engine.model.config import ModelConfig, ObjectiveConfig
-    from engine.model.pretrainer import Pretrainer
+    from omnilead.engine.common import LEADS
+    from omnilead.engine.model import folder as folders
+    from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
+    from omnilead.engine.model.pretrainer import Pretrainer
 
     small = {
         "conv": ((16, 2),) * 4,

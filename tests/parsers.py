@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Sequence
 from unittest import mock
 
-from engine.__main__ import COMMANDS
+from omnilead.__main__ import COMMANDS
 
 PARSE = argparse.ArgumentParser.parse_args
 

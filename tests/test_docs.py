@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_tools.sources.hospital import FORMATS
 from docs import house, settings
-from engine.__main__ import COMMANDS, main
-from engine.common import LEADS, flatten
-from engine.config import Config, FinetuneConfig
+from omnilead.__main__ import COMMANDS, main
+from omnilead.data_tools.sources.hospital import FORMATS
+from omnilead.engine.common import LEADS, flatten
+from omnilead.engine.config import Config, FinetuneConfig
 from tests.forks import started
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -26,15 +26,16 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
     late = {id(node) for scope in ast.walk(tree) if isinstance(scope, ast.FunctionDef) for node in ast.walk(scope)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, id(node) not in late) for alias in node.names)
+            yield from ((alias.name.removeprefix("omnilead."), id(node) not in late) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative imports hide where a name comes from"
-            yield str(node.module), id(node) not in late
-            inside = ROOT / str(node.module).replace(".", "/")
+            package = str(node.module).removeprefix("omnilead").removeprefix(".")
+            yield package, id(node) not in late
+            inside = ROOT / package.replace(".", "/")
             submodules = [
                 alias.name for alias in node.names if (inside / f"{alias.name}.py").exists() or (inside / alias.name).is_dir()
             ]
-            yield from ((f"{node.module}.{name}", id(node) not in late) for name in submodules)
+            yield from ((f"{package}.{name}".removeprefix("."), id(node) not in late) for name in submodules)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=dotted)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from data_tools.dataset import Dataset
-from engine.__main__ import COMMANDS
-from engine.config import Config, FinetuneConfig, load
+from omnilead.__main__ import COMMANDS
+from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.config import Config, FinetuneConfig, load
 from tests.parsers import parse
 
 ROOT = Path(__file__).parents[1]
@@ -22,10 +22,8 @@ LINES = [
     for path in READMES
     for line in path.read_text().replace("\\\n", " ").splitlines()
 ]
-# omnilead NAME, python -m data_tools NAME, and, in one process or under a launcher, the module engine.NAME or engine/NAME.py
-TYPED = re.compile(
-    r"(?:omnilead +|python -m data_tools +|(?:python|deepspeed|torchrun) .*?engine[./])(\w+)(?:\.py)?(?: +(.*))?$"
-)
+# omnilead NAME, python -m omnilead NAME, and, in one process or under a launcher, the module engine.NAME or engine/NAME.py
+TYPED = re.compile(r"(?:omnilead +|python -m omnilead +|(?:python|deepspeed|torchrun) .*?engine[./])(\w+)(?:\.py)?(?: +(.*))?$")
 USES = [
     (line[:60], *match.groups())
     for line in LINES
@@ -58,7 +56,7 @@ def test_python_runs(
     (tmp_path / "KEYFILE").write_bytes(bytes(range(32)))
     (tmp_path / "KEYFILE").chmod(0o600)
     monkeypatch.chdir(tmp_path)
-    if "engine.pretrain(" in block:  # hours: tests/engine/training/test_trainings_from_python.py trains from Python
+    if "omnilead.pretrain(" in block:  # hours: tests/engine/training/test_trainings_from_python.py trains from Python
         assert load("w2v_cmsc_rlm", {"train.steps": 1000}).train.steps == 1000
         return
     block = block.replace("batch_crops=512", "batch_crops=16")

@@ -1,4 +1,4 @@
-"""The wheel, installed without the repository: from an archive to a model for custom labels."""
+"""The wheel, installed without the repository: from an archive to a model for custom labels, beside modules of the user's."""
 
 import importlib.util
 import os
@@ -16,17 +16,17 @@ ROOT = Path(__file__).parents[1]
 WHERE = """
 import sys
 from pathlib import Path
-import data_tools.dataset, engine
-from engine.common import CONFIGS
-from engine.reproduction.paper import ReproductionScale, tables
-places = [Path(module.__file__) for module in (data_tools, engine)] + [CONFIGS]
+import omnilead.data_tools.dataset, omnilead.engine
+from omnilead.engine.common import CONFIGS
+from omnilead.engine.reproduction.paper import ReproductionScale, tables
+places = [Path(module.__file__) for module in (omnilead, omnilead.data_tools, omnilead.engine)] + [CONFIGS]
 assert all(place.is_relative_to(sys.prefix) for place in places), places
 assert not any(Path(entry).is_relative_to(sys.argv[1]) and ".venv" not in entry for entry in sys.path), sys.path
 assert len(tables()) == 4 and ReproductionScale.read("smoke").settings["pretrain"]["train.steps"] == 10
 print(len(list(CONFIGS.rglob("*.yaml"))))
 """
 TABLE = """
-from data_tools.dataset import Dataset
+from omnilead.data_tools.dataset import Dataset
 records = dict.fromkeys(Dataset.open("dataset").table(["record"])["record"].to_pylist())
 open("my.csv", "w").writelines(["record,label\\n", *(f"{record},{'abc'[i % 3]}\\n" for i, record in enumerate(records))])
 """
@@ -52,6 +52,9 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def omnilead(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     folder = tmp_path_factory.mktemp("elsewhere")
+    for name in ("engine.py", "data_tools.py", "benchmarks.py"):  # modules of the user's
+        (folder / name).write_text(f"raise SystemExit('imported {name} of the working folder')")
+    (folder / "configs").mkdir()
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
 
     def run(*arguments: str, program: str = "omnilead") -> str:

@@ -18,10 +18,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from data_tools.build import as_parquet
-from data_tools.errors import DataError, printable
-from data_tools.pseudonyms import pseudonym
-from data_tools.storage import dataset_folder, folder, remove_leftovers, write_errors, write_whole
+from omnilead.data_tools.build import as_parquet
+from omnilead.data_tools.errors import DataError, printable
+from omnilead.data_tools.pseudonyms import pseudonym
+from omnilead.data_tools.storage import dataset_folder, folder, remove_leftovers, write_errors, write_whole
 
 MODULES = dict.fromkeys(("ptbxl", "code15", "physionet2021"), "archives") | {"mimic-iv-ecg": "mimic_iv_ecg"}
 UNKNOWN = -1  # in columns of 0 and 1; columns of measurements use NaN
@@ -41,7 +41,7 @@ class PublishedLabels(NamedTuple):
 
 def write_labels(archive: str, url: str, out: str, key: bytes | None, anonymous: bool, quiet: bool) -> Iterator[str]:
     """Write all tables of an archive and yield a line about each. With a key, records get their pseudonyms."""
-    module = importlib.import_module(f"data_tools.labels.{MODULES[archive]}")
+    module = importlib.import_module(f"omnilead.data_tools.labels.{MODULES[archive]}")
     root, place = folder(url, anonymous), dataset_folder(out)
     root.children()  # raises if there is no such folder
     if not place.remote:

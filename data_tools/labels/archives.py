@@ -7,17 +7,17 @@ from functools import partial
 import numpy as np
 from tqdm import tqdm
 
-from data_tools.errors import ReadError, StorageError
-from data_tools.labels import UNKNOWN, PublishedLabels
-from data_tools.record import CLASSES, as_number, class_row, clean_age, only_codes, parse_dx
-from data_tools.sources import PhysioNet2021
-from data_tools.sources.base import read_safely, read_table
-from data_tools.sources.code15 import MAX_TABLE, TABLE
-from data_tools.sources.physionet2021 import TABLE_PLACES
-from data_tools.sources.ptbxl import statements
-from data_tools.sources.wfdb_header import MAX_BYTES, parse_header
-from data_tools.sources.wfdb_signals import own_name
-from data_tools.storage import Folder, links_in, prefetch
+from omnilead.data_tools.errors import ReadError, StorageError
+from omnilead.data_tools.labels import UNKNOWN, PublishedLabels
+from omnilead.data_tools.record import CLASSES, as_number, class_row, clean_age, only_codes, parse_dx
+from omnilead.data_tools.sources import PhysioNet2021
+from omnilead.data_tools.sources.base import read_safely, read_table
+from omnilead.data_tools.sources.code15 import MAX_TABLE, TABLE
+from omnilead.data_tools.sources.physionet2021 import TABLE_PLACES
+from omnilead.data_tools.sources.ptbxl import statements
+from omnilead.data_tools.sources.wfdb_header import MAX_BYTES, parse_header
+from omnilead.data_tools.sources.wfdb_signals import own_name
+from omnilead.data_tools.storage import Folder, links_in, prefetch
 
 _TRUTH = {"true": 1, "1": 1, "1.0": 1, "false": 0, "0": 0, "0.0": 0}
 SUPERCLASSES = {"MI": "myocardial infarction", "STTC": "ST/T change", "CD": "conduction disturbance", "HYP": "hypertrophy"}

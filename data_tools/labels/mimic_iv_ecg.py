@@ -17,9 +17,9 @@ import pyarrow as pa
 import pyarrow.csv as pacsv
 from tqdm import tqdm
 
-from data_tools.errors import ReadError, StorageError, one_line
-from data_tools.labels import MAX_TABLE, UNKNOWN, PublishedLabels
-from data_tools.storage import Folder
+from omnilead.data_tools.errors import ReadError, StorageError, one_line
+from omnilead.data_tools.labels import MAX_TABLE, UNKNOWN, PublishedLabels
+from omnilead.data_tools.storage import Folder
 
 VERSION = 1
 TABLE = "machine_measurements.csv"

@@ -7,18 +7,18 @@ ECGs and that none of them reads are counted in the first source's `left_out`.
 import os
 from collections.abc import Iterator, Sequence
 
-from data_tools.dataset import META
-from data_tools.errors import DataError, ReadError, StorageError
-from data_tools.plugins import blame, plugin
-from data_tools.pseudonyms import key_mark, read_key
-from data_tools.sources.base import Prepared, Source, prepared, pseudonymised
-from data_tools.sources.code15 import Code15
-from data_tools.sources.hospital import ENDINGS, FORMATS, HospitalFiles
-from data_tools.sources.mimic_iv_ecg import MimicIvEcg
-from data_tools.sources.physionet2021 import DATABASES, PhysioNet2021
-from data_tools.sources.ptbxl import PtbXl
-from data_tools.sources.wfdb_folder import WfdbFolder
-from data_tools.storage import Folder, folder, links_in
+from omnilead.data_tools.dataset import META
+from omnilead.data_tools.errors import DataError, ReadError, StorageError
+from omnilead.data_tools.plugins import blame, plugin
+from omnilead.data_tools.pseudonyms import key_mark, read_key
+from omnilead.data_tools.sources.base import Prepared, Source, prepared, pseudonymised
+from omnilead.data_tools.sources.code15 import Code15
+from omnilead.data_tools.sources.hospital import ENDINGS, FORMATS, HospitalFiles
+from omnilead.data_tools.sources.mimic_iv_ecg import MimicIvEcg
+from omnilead.data_tools.sources.physionet2021 import DATABASES, PhysioNet2021
+from omnilead.data_tools.sources.ptbxl import PtbXl
+from omnilead.data_tools.sources.wfdb_folder import WfdbFolder
+from omnilead.data_tools.storage import Folder, folder, links_in
 
 ARCHIVES: dict[str, type[Source]] = {"physionet2021": PhysioNet2021, "ptbxl": PtbXl, "mimic-iv-ecg": MimicIvEcg}
 ARCHIVES |= {"code15": Code15, "wfdb": WfdbFolder, "hospital": HospitalFiles}

@@ -17,13 +17,13 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
-from data_tools.errors import DataError, ReadError, StorageError, printable
-from data_tools.prepare import CROP, Crop, crop_count, prepare_crop
-from data_tools.pseudonyms import pseudonym
-from data_tools.record import LEAD_INDEX, LEADS, EcgRecord, Header, patient_source
-from data_tools.sources.wfdb_header import MAX_BYTES, WfdbHeader, parse_header, peek
-from data_tools.sources.wfdb_signals import own_name, read_record
-from data_tools.storage import Folder
+from omnilead.data_tools.errors import DataError, ReadError, StorageError, printable
+from omnilead.data_tools.prepare import CROP, Crop, crop_count, prepare_crop
+from omnilead.data_tools.pseudonyms import pseudonym
+from omnilead.data_tools.record import LEAD_INDEX, LEADS, EcgRecord, Header, patient_source
+from omnilead.data_tools.sources.wfdb_header import MAX_BYTES, WfdbHeader, parse_header, peek
+from omnilead.data_tools.sources.wfdb_signals import own_name, read_record
+from omnilead.data_tools.storage import Folder
 
 P = ParamSpec("P")
 T = TypeVar("T")

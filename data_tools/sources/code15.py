@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from data_tools.errors import DataError, ReadError, StorageError, one_line
-from data_tools.record import EcgRecord, Header, clean_age
-from data_tools.sources.base import Source, cached, read_table
-from data_tools.storage import Folder
+from omnilead.data_tools.errors import DataError, ReadError, StorageError, one_line
+from omnilead.data_tools.record import EcgRecord, Header, clean_age
+from omnilead.data_tools.sources.base import Source, cached, read_table
+from omnilead.data_tools.storage import Folder
 
 TABLE, MAX_TABLE, FS_HZ = "exams.csv", 512 * 2**20, 400.0
 LEADS = ("DI", "DII", "DIII", "AVR", "AVL", "AVF", "V1", "V2", "V3", "V4", "V5", "V6")

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from data_tools.errors import ReadError
-from data_tools.prepare import rate_ratio
-from data_tools.record import AGE_UNITS, MV_PER_UNIT, SCP_LEADS, as_number, unit_name
-from data_tools.sources.base import Decoded, Format
+from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.prepare import rate_ratio
+from omnilead.data_tools.record import AGE_UNITS, MV_PER_UNIT, SCP_LEADS, as_number, unit_name
+from omnilead.data_tools.sources.base import Decoded, Format
 
 MAX_S, MAX_BYTES, MAX_ELEMENTS, MAX_DEPTH = 600, 16 * 2**20, 50_000, 12  # a 10 s ECG has 0.15 to 0.3 MB and 1,000 elements
 SYNTAXES = {"1.2.840.10008.1.2": False, "1.2.840.10008.1.2.1": True}  # little-endian; value: whether elements state their types

@@ -13,13 +13,13 @@ from hashlib import sha256
 
 import numpy as np
 
-from data_tools.errors import ReadError
-from data_tools.prepare import rate_ratio
-from data_tools.record import EcgRecord, Header, clean_age, clean_sex
-from data_tools.sources import aecg, dicom, edf, muse_xml, philips_xml, scp
-from data_tools.sources.base import Format, Source, path_name, record_stem
-from data_tools.sources.safe_xml import root_tag
-from data_tools.storage import Folder, prefetch
+from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.prepare import rate_ratio
+from omnilead.data_tools.record import EcgRecord, Header, clean_age, clean_sex
+from omnilead.data_tools.sources import aecg, dicom, edf, muse_xml, philips_xml, scp
+from omnilead.data_tools.sources.base import Format, Source, path_name, record_stem
+from omnilead.data_tools.sources.safe_xml import root_tag
+from omnilead.data_tools.storage import Folder, prefetch
 
 FORMATS: dict[str, Format] = {"muse-xml": muse_xml.FORMAT, "dicom": dicom.FORMAT, "philips-xml": philips_xml.FORMAT}
 FORMATS |= {"hl7-aecg": aecg.FORMAT, "scp-ecg": scp.FORMAT, "edf": edf.FORMAT}

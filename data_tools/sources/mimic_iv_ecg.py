@@ -7,9 +7,9 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from data_tools.errors import ReadError
-from data_tools.record import EcgRecord, Header
-from data_tools.sources.base import WfdbSource, read_table, with_orphans
+from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.record import EcgRecord, Header
+from omnilead.data_tools.sources.base import WfdbSource, read_table, with_orphans
 
 LIST, MAX_LIST = "record_list.csv", 512 * 2**20
 _PATH = re.compile(r"files/p\d{4}/p(\d{8})/s(\d+)/\2", re.ASCII)

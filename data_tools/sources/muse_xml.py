@@ -11,10 +11,10 @@ from xml.etree.ElementTree import Element
 
 import numpy as np
 
-from data_tools.errors import ReadError
-from data_tools.record import AGE_UNITS, as_number, lead_name
-from data_tools.sources.base import Decoded, Format
-from data_tools.sources.safe_xml import MAX_BYTES, root_tag, tree
+from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.record import AGE_UNITS, as_number, lead_name
+from omnilead.data_tools.sources.base import Decoded, Format
+from omnilead.data_tools.sources.safe_xml import MAX_BYTES, root_tag, tree
 
 MAX_LEADS = 64
 # Fields that could shift or scale the samples, and the only value that is accepted

@@ -12,10 +12,10 @@ from xml.etree.ElementTree import Element
 
 import numpy as np
 
-from data_tools.errors import ReadError
-from data_tools.record import AGE_UNITS, LEADS, as_number, lead_name
-from data_tools.sources.base import Decoded, Format
-from data_tools.sources.safe_xml import MAX_BYTES, root_tag, tree
+from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.record import AGE_UNITS, LEADS, as_number, lead_name
+from omnilead.data_tools.sources.base import Decoded, Format
+from omnilead.data_tools.sources.safe_xml import MAX_BYTES, root_tag, tree
 
 MAX_LEADS, MAX_SAMPLES = 32, 30_000
 ECG_S, PULSE_S, PULSE_UV = 10, (10.6, 10.7, 10.9, 11), 1000  # zeros from 10.6 s, pulse from 10.7 to 10.9 s, zeros to 11 s

@@ -8,10 +8,10 @@ import posixpath
 from collections.abc import Iterator
 from functools import lru_cache
 
-from data_tools.record import EcgRecord
-from data_tools.sources.base import WfdbSource, cached, with_orphans
-from data_tools.sources.ptbxl import FOLDERS, TABLE, patients
-from data_tools.storage import Folder, folder
+from omnilead.data_tools.record import EcgRecord
+from omnilead.data_tools.sources.base import WfdbSource, cached, with_orphans
+from omnilead.data_tools.sources.ptbxl import FOLDERS, TABLE, patients
+from omnilead.data_tools.storage import Folder, folder
 
 DATABASES = ("chapman_shaoxing", "cpsc_2018", "cpsc_2018_extra", "georgia", "ningbo", "ptb", "ptb-xl", "st_petersburg_incart")
 TABLE_PLACES = (TABLE, f"ptb-xl/{TABLE}", f"training/{TABLE}", f"training/ptb-xl/{TABLE}")

@@ -8,10 +8,10 @@ import ast
 import dataclasses
 from collections.abc import Iterator
 
-from data_tools.errors import ReadError
-from data_tools.record import HEART_AXIS_CODES, SCP_CODES, EcgRecord, clean_age
-from data_tools.sources.base import WfdbSource, cached, read_table, with_orphans
-from data_tools.storage import Folder
+from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.record import HEART_AXIS_CODES, SCP_CODES, EcgRecord, clean_age
+from omnilead.data_tools.sources.base import WfdbSource, cached, read_table, with_orphans
+from omnilead.data_tools.storage import Folder
 
 FOLDERS = ("records500", "records100")
 TABLE, MAX_TABLE = "ptbxl_database.csv", 256 * 2**20

@@ -7,7 +7,7 @@ from typing import NoReturn
 from xml.etree.ElementTree import Element, TreeBuilder
 from xml.parsers import expat
 
-from data_tools.errors import ReadError
+from omnilead.data_tools.errors import ReadError
 
 MAX_BYTES, MAX_DEPTH, MAX_ELEMENTS = 4 * 2**20, 32, 20_000  # a 10 s ECG has 0.2 to 0.5 MB and some hundred elements
 _UTF16 = (b"\xff\xfe", b"\xfe\xff", b"<\0", b"\0<")

@@ -5,8 +5,8 @@ Patients are unknown, and the source of every record is `wfdb`.
 
 from collections.abc import Iterator
 
-from data_tools.sources.base import WfdbSource, path_name
-from data_tools.sources.wfdb_header import WfdbHeader
+from omnilead.data_tools.sources.base import WfdbSource, path_name
+from omnilead.data_tools.sources.wfdb_header import WfdbHeader
 
 
 class WfdbFolder(WfdbSource):

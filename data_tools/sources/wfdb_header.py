@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from data_tools.errors import ReadError
-from data_tools.record import LEAD_INDEX, MV_PER_UNIT, RATE_RANGE_HZ, as_number, clean_age, clean_sex, unit_name
+from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.record import LEAD_INDEX, MV_PER_UNIT, RATE_RANGE_HZ, as_number, clean_age, clean_sex, unit_name
 
 MAX_BYTES, MAX_LINE, MAX_SIGNALS, MAX_SAMPLES = 65_536, 512, 64, 2_000_000
 GAIN_RANGE = (1e-3, 1e9)  # steps per mV

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from data_tools.errors import ReadError
-from data_tools.record import EcgRecord, parse_dx
-from data_tools.sources.wfdb_header import WfdbHeader
-from data_tools.storage import Folder
+from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.record import EcgRecord, parse_dx
+from omnilead.data_tools.sources.wfdb_header import WfdbHeader
+from omnilead.data_tools.storage import Folder
 
 MAT_OFFSET = 24  # header of a MATLAB level-4 file with the one variable `val`: five int32 words, then "val\\0"
 # format -> n; the value -2**n means not measured

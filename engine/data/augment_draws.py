@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from engine.data import counter
-from engine.data.augment import AUTHORS_NOISE, PAPER_NOISE, TAU, WANDER_COMPONENTS, AugmentConfig, ThreeKG
-from engine.data.counter import RandomStream
+from omnilead.engine.data import counter
+from omnilead.engine.data.augment import AUTHORS_NOISE, PAPER_NOISE, TAU, WANDER_COMPONENTS, AugmentConfig, ThreeKG
+from omnilead.engine.data.counter import RandomStream
 
 Params = dict[str, np.ndarray]
 ONE_FOR_ALL = (0,)  # in place of lead numbers: one draw for all leads

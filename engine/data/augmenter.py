@@ -22,13 +22,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from data_tools.dataset import Dataset
-from engine.common import ALL, LEADS
-from engine.data import counter
-from engine.data.augment import AUTHORS_NOISE, WAVES, AugmentConfig, Axis, Ops, augment, axis, formula, torch_ops
-from engine.data.augment_draws import Params, draws, white, white_bank
-from engine.data.counter import RandomStream
-from engine.data.order import Places
+from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.common import ALL, LEADS
+from omnilead.engine.data import counter
+from omnilead.engine.data.augment import AUTHORS_NOISE, WAVES, AugmentConfig, Axis, Ops, augment, axis, formula, torch_ops
+from omnilead.engine.data.augment_draws import Params, draws, white, white_bank
+from omnilead.engine.data.counter import RandomStream
+from omnilead.engine.data.order import Places
 
 FS_HZ, CROP, HALF = 500.0, 5000, 2500
 MV_PER_UV = 1e-3

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.common import ConfigError
-from engine.data.augment import AugmentConfig, augment, axis, dali_ops
-from engine.data.augment_draws import Params
-from engine.data.augmenter import FS_HZ, HALF, MV_PER_UV, Views
+from omnilead.engine.common import ConfigError
+from omnilead.engine.data.augment import AugmentConfig, augment, axis, dali_ops
+from omnilead.engine.data.augment_draws import Params
+from omnilead.engine.data.augmenter import FS_HZ, HALF, MV_PER_UV, Views
 
 PREFETCH = 2
 # Batches that DALI may still be reading, as it does not copy what it is fed: those that it prefetches, the one it returns, and

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from data_tools.dataset import CROP_BYTES, CROP_SHAPE
-from engine.common import ConfigError
-from engine.data.augmenter import CHUNK, Augmenter, Tensors
-from engine.data.order import Order, Places
-from engine.data.reader import BadCrop, CropReader, Report
+from omnilead.data_tools.dataset import CROP_BYTES, CROP_SHAPE
+from omnilead.engine.common import ConfigError
+from omnilead.engine.data.augmenter import CHUNK, Augmenter, Tensors
+from omnilead.engine.data.order import Order, Places
+from omnilead.engine.data.reader import BadCrop, CropReader, Report
 
 READ_CROPS = 1024  # at a time
 

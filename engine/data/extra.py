@@ -11,8 +11,8 @@ the same numbers; another number of ranks draws different ones, as with dropout.
 import torch
 from torch import Tensor
 
-from engine.common import ConfigError, blaming, plugin
-from engine.data.counter import RandomStream, bits
+from omnilead.engine.common import ConfigError, blaming, plugin
+from omnilead.engine.data.counter import RandomStream, bits
 
 
 class ExtraAugmentation:

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from data_tools.dataset import VENDORS, Dataset
+from omnilead.data_tools.dataset import VENDORS, Dataset
 
 SPLIT = ("plan", "seed", "id_share", "role_sources", "pseudonyms")  # with a name, they determine a role: data_tools.splits
 KEY = b"omnilead data.hold_out"

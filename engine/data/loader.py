@@ -29,18 +29,28 @@ import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from data_tools.cli import keep_freed_memory
-from data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset
-from engine.common import ConfigError
-from engine.data import dali
-from engine.data.augment import STRICT, AugmentConfig
-from engine.data.augment_draws import Params
-from engine.data.augmenter import CHUNK, HALF, Augmenter, Tensors, Views, Write, measured_leads, parameters, single_threaded
-from engine.data.device import Resident, Upload
-from engine.data.extra import ExtraAugmentation
-from engine.data.order import DatasetRows, Order, Places, shards_needed
-from engine.data.reader import BadCrop, CropReader, Desk, Report, prefetch
-from engine.data.staging import Staging
+from omnilead.data_tools.cli import keep_freed_memory
+from omnilead.data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset
+from omnilead.engine.common import ConfigError
+from omnilead.engine.data import dali
+from omnilead.engine.data.augment import STRICT, AugmentConfig
+from omnilead.engine.data.augment_draws import Params
+from omnilead.engine.data.augmenter import (
+    CHUNK,
+    HALF,
+    Augmenter,
+    Tensors,
+    Views,
+    Write,
+    measured_leads,
+    parameters,
+    single_threaded,
+)
+from omnilead.engine.data.device import Resident, Upload
+from omnilead.engine.data.extra import ExtraAugmentation
+from omnilead.engine.data.order import DatasetRows, Order, Places, shards_needed
+from omnilead.engine.data.reader import BadCrop, CropReader, Desk, Report, prefetch
+from omnilead.engine.data.staging import Staging
 
 PLANNED_CROPS = 1024  # planned at a time, to share the overhead of numpy calls
 READ_CROPS = 256  # on a CPU, small batches are read together, so that reads lie closer: a third less time at 64 crops

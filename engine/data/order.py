@@ -25,10 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from data_tools.dataset import SHARD_CROPS, Dataset
-from engine.common import ConfigError
-from engine.data.counter import MAX_SIZE, RandomStream, bits, permute
-from engine.data.leakage import validation_split
+from omnilead.data_tools.dataset import SHARD_CROPS, Dataset
+from omnilead.engine.common import ConfigError
+from omnilead.engine.data.counter import MAX_SIZE, RandomStream, bits, permute
+from omnilead.engine.data.leakage import validation_split
 
 DEAL = 2**30  # cycle of positions in which each dataset has its exact share, rounded to 2**-30
 LOOK_AHEAD = 4096

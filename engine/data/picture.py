@@ -3,7 +3,7 @@
 Upper rows: one lead of the first half, with a panel and the drawn parameters for each kind of noise. Below: twelve leads under
 random lead masking, and the two views of 3KG.
 
-    python -m engine.data.picture augmentations.png --data DATASET [--crop 0]
+    python -m omnilead.engine.data.picture augmentations.png --data DATASET [--crop 0]
 """
 
 import sys
@@ -16,11 +16,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MultipleLocator
 
-from data_tools.cli import tell
-from data_tools.dataset import DataError, Dataset
-from engine.common import LEADS, ConfigError, Parser, interruptible
-from engine.data.augment import AUTHORS_NOISE, PAPER_NOISE, AugmentConfig, ThreeKG, augment, axis, formula, numpy_ops
-from engine.data.augment_draws import Params, draws, white, white_bank
+from omnilead.data_tools.cli import tell
+from omnilead.data_tools.dataset import DataError, Dataset
+from omnilead.engine.common import LEADS, ConfigError, Parser, interruptible
+from omnilead.engine.data.augment import AUTHORS_NOISE, PAPER_NOISE, AugmentConfig, ThreeKG, augment, axis, formula, numpy_ops
+from omnilead.engine.data.augment_draws import Params, draws, white, white_bank
 
 FS_HZ, HALF = 500.0, 2500
 TIME_S = np.arange(2 * HALF) / FS_HZ
@@ -128,7 +128,7 @@ def _title(axes: Axes, title: str, subtitle: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="python -m engine.data.picture", description="draw each augmentation of an ECG")
+    parser = Parser(prog="python -m omnilead.engine.data.picture", description="draw each augmentation of an ECG")
     parser.add_argument("out", metavar="OUT.png")
     parser.add_argument("--data", metavar="DATASET", required=True, help="a dataset")
     parser.add_argument("--crop", type=int, default=0, metavar="N", help="crop of the dataset (default 0)")
@@ -142,11 +142,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             page = figure(ecg, f"Augmentations of crop {given.crop} of {given.data}")
             page.savefig(given.out, metadata={"Software": None})
     except (ConfigError, DataError, OSError, ValueError) as error:  # ValueError: matplotlib does not know the suffix
-        tell(f"engine.data.picture: {' '.join(str(error).split())}")
+        tell(f"omnilead.engine.data.picture: {' '.join(str(error).split())}")
         return 2
     return 0
 
 
 if __name__ == "__main__":
-    interruptible("engine.data.picture")
+    interruptible("omnilead.engine.data.picture")
     sys.exit(main())

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_tools.errors import ReadError
-from data_tools.prepare import rate_ratio, resample
-from data_tools.record import RATE_RANGE_HZ
-from engine.common import ALL, ConfigError, describe_leads, leads_in_order, parse_leads
-from engine.data.augmenter import FS_HZ, HALF, MV_PER_UV
+from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.prepare import rate_ratio, resample
+from omnilead.data_tools.record import RATE_RANGE_HZ
+from omnilead.engine.common import ALL, ConfigError, describe_leads, leads_in_order, parse_leads
+from omnilead.engine.data.augmenter import FS_HZ, HALF, MV_PER_UV
 
 SCALES = {
     "millivolt": "millivolts, not normalised",

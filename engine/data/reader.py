@@ -31,9 +31,9 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import google_crc32c
 import numpy as np
 
-from data_tools.dataset import CROP_BYTES, CROP_SHAPE, ChunkError, Dataset, DatasetError
-from engine.data.order import DatasetRows, Places
-from engine.data.staging import Key, Staging
+from omnilead.data_tools.dataset import CROP_BYTES, CROP_SHAPE, ChunkError, Dataset, DatasetError
+from omnilead.engine.data.order import DatasetRows, Places
+from omnilead.engine.data.staging import Key, Staging
 
 MAX_DESCRIPTORS = 256
 SMALLEST_SHARE = 8  # crops per thread: for fewer, waking a thread costs more than its reads

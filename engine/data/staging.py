@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain, islice, takewhile
 from pathlib import Path
 
-from data_tools.dataset import DataError, Dataset, DatasetError
+from omnilead.data_tools.dataset import DataError, Dataset, DatasetError
 
 PART_BYTES = 8 * 2**20
 DOWNLOADS = 4  # concurrent downloads; the only memory they use is one part each

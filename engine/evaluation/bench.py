@@ -24,18 +24,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow.compute as pc
 
-from data_tools.cli import interactive, tell
-from data_tools.dataset import Dataset
-from engine.common import ConfigError, parse_leads
-from engine.data import counter
-from engine.data.augmenter import none_measured
-from engine.data.leakage import overlap, patient_ids
-from engine.evaluation.bench_report import write
-from engine.evaluation.embedders import Embedder, Vectors, embedded, embedders_of
-from engine.evaluation.metrics import Array, exact_interval, identification, statistic_of, weighted_areas
-from engine.evaluation.probe import IDENTITY, ProbeData, fit_scaled, labels_to_probe, linear, require_unlike, unlike
-from engine.evaluation.results import EvalOptions, load_task, nullable, require, shown_input
-from engine.tasks.labels import TaskLabels, read_task
+from omnilead.data_tools.cli import interactive, tell
+from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.common import ConfigError, parse_leads
+from omnilead.engine.data import counter
+from omnilead.engine.data.augmenter import none_measured
+from omnilead.engine.data.leakage import overlap, patient_ids
+from omnilead.engine.evaluation.bench_report import write
+from omnilead.engine.evaluation.embedders import Embedder, Vectors, embedded, embedders_of
+from omnilead.engine.evaluation.metrics import Array, exact_interval, identification, statistic_of, weighted_areas
+from omnilead.engine.evaluation.probe import IDENTITY, ProbeData, fit_scaled, labels_to_probe, linear, require_unlike, unlike
+from omnilead.engine.evaluation.results import EvalOptions, load_task, nullable, require, shown_input
+from omnilead.engine.tasks.labels import TaskLabels, read_task
 
 IDENTIFICATION = "identification"
 TABLES = (".parquet", ".csv")

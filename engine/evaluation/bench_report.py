@@ -14,8 +14,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from data_tools.dataset import as_csv
-from engine.common import write_whole
+from omnilead.data_tools.dataset import as_csv
+from omnilead.engine.common import write_whole
 
 MAIN = {"auroc": "AUROC", "auprc": "AUPRC", "mae": "mean absolute error"}
 MAIN |= {"challenge": "Challenge score at 0.5", "challenge_chosen": "Challenge score, chosen thresholds"}

@@ -8,16 +8,16 @@ from collections.abc import Callable
 
 import torch
 
-from data_tools.cli import keep_freed_memory, show, tell
-from data_tools.dataset import DataError
-from engine.common import ConfigError, OutputError, cores_per_rank, environment, write_result
-from engine.data.preprocess import Input
-from engine.evaluation.inputs import dataset_of, dataset_source, open_data
-from engine.evaluation.outputs import MISSING, RESUMABLE, Output, ParquetParts, make, whole
-from engine.evaluation.probe import labels_to_probe, probe, probe_rows, report
-from engine.evaluation.results import nullable
-from engine.model.inference import TrainedModel, load
-from engine.model.kernels import chosen_device
+from omnilead.data_tools.cli import keep_freed_memory, show, tell
+from omnilead.data_tools.dataset import DataError
+from omnilead.engine.common import ConfigError, OutputError, cores_per_rank, environment, write_result
+from omnilead.engine.data.preprocess import Input
+from omnilead.engine.evaluation.inputs import dataset_of, dataset_source, open_data
+from omnilead.engine.evaluation.outputs import MISSING, RESUMABLE, Output, ParquetParts, make, whole
+from omnilead.engine.evaluation.probe import labels_to_probe, probe, probe_rows, report
+from omnilead.engine.evaluation.results import nullable
+from omnilead.engine.model.inference import TrainedModel, load
+from omnilead.engine.model.kernels import chosen_device
 
 SHOWN = 8  # numbers in a message
 PERMANENT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)  # the same command would fail again

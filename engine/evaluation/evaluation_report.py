@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from data_tools.dataset import Dataset
-from engine.data.augmenter import HALF
-from engine.evaluation import plots, score_plots
-from engine.evaluation.intervals import TOO_FEW
-from engine.evaluation.metrics import Array, calibration, predicted, unit_vectors
-from engine.evaluation.plots import Line, LineStyle
-from engine.evaluation.results import IdentificationResult, TaskResult
-from engine.evaluation.run_report import ReportSection, readable, render
-from engine.model.inference import HeadInfo
+from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.data.augmenter import HALF
+from omnilead.engine.evaluation import plots, score_plots
+from omnilead.engine.evaluation.intervals import TOO_FEW
+from omnilead.engine.evaluation.metrics import Array, calibration, predicted, unit_vectors
+from omnilead.engine.evaluation.plots import Line, LineStyle
+from omnilead.engine.evaluation.results import IdentificationResult, TaskResult
+from omnilead.engine.evaluation.run_report import ReportSection, readable, render
+from omnilead.engine.model.inference import HeadInfo
 
 CLASSES_SHOWN = 11  # the most frequent classes, which have curves of their own
 CONFUSED = 30  # classes in the confusion chart, the most frequent

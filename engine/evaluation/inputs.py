@@ -26,9 +26,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from tqdm.auto import tqdm
 
-from data_tools.cli import tell
-from data_tools.dataset import META, Dataset
-from data_tools.sources import (
+from omnilead.data_tools.cli import tell
+from omnilead.data_tools.dataset import META, Dataset
+from omnilead.data_tools.sources import (
     ENDINGS,
     DataError,
     Prepared,
@@ -40,12 +40,12 @@ from data_tools.sources import (
     pseudonymised,
     read_key,
 )
-from engine.common import ARRAYS, LEADS, ConfigError, describe_leads, environment, leads_in_order, prefetch
-from engine.data.augmenter import none_measured
-from engine.data.npz import ArrayError, load_npz, npz_names, open_npy
-from engine.data.preprocess import Input, SignalError
-from engine.evaluation.predict import CropBatch, dataset_batches
-from engine.model.inference import crops
+from omnilead.engine.common import ARRAYS, LEADS, ConfigError, describe_leads, environment, leads_in_order, prefetch
+from omnilead.engine.data.augmenter import none_measured
+from omnilead.engine.data.npz import ArrayError, load_npz, npz_names, open_npy
+from omnilead.engine.data.preprocess import Input, SignalError
+from omnilead.engine.evaluation.predict import CropBatch, dataset_batches
+from omnilead.engine.model.inference import crops
 
 Per = Literal["crop", "record", "half", "first"]
 PART_BATCHES = 16

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.evaluation.metrics import Array, exact_interval
+from omnilead.engine.evaluation.metrics import Array, exact_interval
 
 FEW = 10  # patients with the class, or without it
 OF_CLASSES = {"auroc", "auprc", "f_measure", "sensitivity", "specificity", "balanced_accuracy"}  # metrics

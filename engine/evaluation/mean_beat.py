@@ -13,7 +13,7 @@ import numpy as np
 from scipy import fft
 from scipy.signal import find_peaks
 
-from data_tools.prepare import FS_HZ
+from omnilead.data_tools.prepare import FS_HZ
 
 STEP = FS_HZ // 100
 BEFORE, AFTER = 25, 45  # samples at 100 Hz

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from data_tools.dataset import CLASSES
-from engine.common import OutputError
+from omnilead.data_tools.dataset import CLASSES
+from omnilead.engine.common import OutputError
 
 Array = np.ndarray
 Names = Sequence[str]
@@ -54,7 +54,7 @@ class MetricError(OutputError):
 @cache
 def weights() -> Array:
     """int64 [26, 26], in eightieths: the credit for predicting one class when another is true."""
-    lines = (files("engine.evaluation") / WEIGHTS).read_text().splitlines()
+    lines = (files("omnilead.engine.evaluation") / WEIGHTS).read_text().splitlines()
     return np.asarray(np.rint(np.genfromtxt(lines, delimiter=",", skip_header=1)[:, 1:] * UNIT), np.int64)
 
 

@@ -31,14 +31,14 @@ from pyarrow import csv
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from data_tools.cli import interactive
-from data_tools.dataset import without_formulas
-from engine.common import ALL, ConfigError, OutputError, describe_leads, sync, write_whole
-from engine.data.augmenter import FS_HZ, HALF
-from engine.data.preprocess import Input
-from engine.evaluation.inputs import COLUMNS, CropSource, Per
-from engine.evaluation.predict import CropBatch, predict
-from engine.model.inference import NOT_FINITE, TrainedModel
+from omnilead.data_tools.cli import interactive
+from omnilead.data_tools.dataset import without_formulas
+from omnilead.engine.common import ALL, ConfigError, OutputError, describe_leads, sync, write_whole
+from omnilead.engine.data.augmenter import FS_HZ, HALF
+from omnilead.engine.data.preprocess import Input
+from omnilead.engine.evaluation.inputs import COLUMNS, CropSource, Per
+from omnilead.engine.evaluation.predict import CropBatch, predict
+from omnilead.engine.model.inference import NOT_FINITE, TrainedModel
 
 CSV = ".csv"
 RESUMABLE = ": run the same command again to resume"

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.evaluation.metrics import Array
+from omnilead.engine.evaluation.metrics import Array
 
 WIDTH, HEIGHT = 384.0, 212.0
 WIDE = 2 * WIDTH + 52.0  # two charts side by side, with the gap and margins between them

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset, DatasetError
-from engine.common import prefetch
-from engine.data.device import Upload, download
-from engine.data.order import Places
-from engine.data.reader import CropReader, read_ahead
-from engine.data.staging import Staging
+from omnilead.data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset, DatasetError
+from omnilead.engine.common import prefetch
+from omnilead.engine.data.device import Upload, download
+from omnilead.engine.data.order import Places
+from omnilead.engine.data.reader import CropReader, read_ahead
+from omnilead.engine.data.staging import Staging
 
 CACHE_SHARDS = 8  # shards of a remote dataset cached on the local disk
 SPARSE = 0.5  # below this share of the shards' bytes, crops are read one by one

@@ -25,14 +25,14 @@ import torch.nn.functional as F
 from scipy.optimize import minimize
 from scipy.special import expit, softmax
 
-from data_tools.dataset import Dataset
-from engine.common import ConfigError
-from engine.data.leakage import patient_ids
-from engine.evaluation.metrics import METRICS, Array, identification, measure, unit_vectors
-from engine.evaluation.outputs import matrix
-from engine.evaluation.results import by_record, load_task
-from engine.tasks.config import TaskConfig
-from engine.tasks.labels import TaskLabels, guess, read_task
+from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.common import ConfigError
+from omnilead.engine.data.leakage import patient_ids
+from omnilead.engine.evaluation.metrics import METRICS, Array, identification, measure, unit_vectors
+from omnilead.engine.evaluation.outputs import matrix
+from omnilead.engine.evaluation.results import by_record, load_task
+from omnilead.engine.tasks.config import TaskConfig
+from omnilead.engine.tasks.labels import TaskLabels, guess, read_task
 
 STRENGTHS = (1.0, 0.1, 0.01, 1e-3, 1e-4)  # of the penalty on the mean loss; strongest first, each starts from the last solution
 NEIGHBOURS = (1, 5, 10, 20, 50, 100)

@@ -23,14 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data_tools.dataset import CLASSES, Dataset
-from engine.common import ConfigError, OutputError, describe_leads, environment, find_config, read_yaml, shipped
-from engine.data.augmenter import FS_HZ, none_measured
-from engine.data.leakage import conflicting_splits, patient_ids
-from engine.data.preprocess import Input
-from engine.evaluation.inputs import DatasetSource, Per, no_leads
-from engine.evaluation.intervals import TOO_FEW, few_patients, intervals_of_few
-from engine.evaluation.metrics import (
+from omnilead.data_tools.dataset import CLASSES, Dataset
+from omnilead.engine.common import ConfigError, OutputError, describe_leads, environment, find_config, read_yaml, shipped
+from omnilead.engine.data.augmenter import FS_HZ, none_measured
+from omnilead.engine.data.leakage import conflicting_splits, patient_ids
+from omnilead.engine.data.preprocess import Input
+from omnilead.engine.evaluation.inputs import DatasetSource, Per, no_leads
+from omnilead.engine.evaluation.intervals import TOO_FEW, few_patients, intervals_of_few
+from omnilead.engine.evaluation.metrics import (
     Array,
     MetricError,
     bootstrap,
@@ -40,11 +40,11 @@ from engine.evaluation.metrics import (
     identification,
     statistic_of,
 )
-from engine.evaluation.outputs import RESUMABLE, Output, ParquetParts, make, matrix, vectors, whole
-from engine.model.config import validated
-from engine.model.inference import THRESHOLD, HeadInfo, TrainedModel
-from engine.tasks.config import TaskConfig
-from engine.tasks.labels import TaskLabels, read_task
+from omnilead.engine.evaluation.outputs import RESUMABLE, Output, ParquetParts, make, matrix, vectors, whole
+from omnilead.engine.model.config import validated
+from omnilead.engine.model.inference import THRESHOLD, HeadInfo, TrainedModel
+from omnilead.engine.tasks.config import TaskConfig
+from omnilead.engine.tasks.labels import TaskLabels, read_task
 
 RESAMPLES, GROUP_RESAMPLES = 1000, 200
 AGES, AGE_BANDS = (18, 40, 60, 80), np.array(["0-17", "18-39", "40-59", "60-79", "80+", "unknown"])  # years

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from engine.common import write_whole
-from engine.data.npz import ArrayError, load_npz
+from omnilead.engine.common import write_whole
+from omnilead.engine.data.npz import ArrayError, load_npz
 
 METRICS, VALIDATION, DIAGNOSTICS = "metrics.jsonl", "validation.jsonl", "diagnostics.npz"
 LABELS = "labels.parquet"  # the label table that a run was fine-tuned on

@@ -1,6 +1,6 @@
 """Writes RUN/report.html, one self-contained page with the training curves of a run.
 
-    python -m engine.evaluation.run_report RUN
+    python -m omnilead.engine.evaluation.run_report RUN
 
 Curves come from metrics.jsonl; validation.jsonl, run.json, config.yaml and diagnostics.npz (run_files.py) are added if they
 exist. An unfinished run has a report too: what was not logged is left out, what is not finite is marked.
@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import jinja2
 import numpy as np
 
-from data_tools.cli import echo, say, tell
-from engine.common import LEADS, Parser, flatten, interruptible, write_whole
-from engine.evaluation import plots
-from engine.evaluation.plots import Line, LineStyle
-from engine.evaluation.run_files import LOWER_IS_BETTER, METRICS, VALID, ReportError, RunFiles, StepLog, number
+from omnilead.data_tools.cli import echo, say, tell
+from omnilead.engine.common import LEADS, Parser, flatten, interruptible, write_whole
+from omnilead.engine.evaluation import plots
+from omnilead.engine.evaluation.plots import Line, LineStyle
+from omnilead.engine.evaluation.run_files import LOWER_IS_BETTER, METRICS, VALID, ReportError, RunFiles, StepLog, number
 
 REPORT, RESULT = "report.html", "result.json"
 PATIENCE = 10  # validations without improvement that count as convergence if train.patience is 0
@@ -47,7 +47,7 @@ class ReportSection:
 
 def render(title: str, kind: str, name: str, facts: Sequence[str], sections: Sequence[ReportSection]) -> str:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    template = environment.from_string((files("engine.evaluation") / "report.html").read_text())
+    template = environment.from_string((files("omnilead.engine.evaluation") / "report.html").read_text())
     return template.render(title=title, kind=kind, name=name, facts=facts, sections=sections) + "\n"
 
 
@@ -313,7 +313,7 @@ def write_report(run: Path) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    name = "engine.evaluation.run_report"
+    name = "omnilead.engine.evaluation.run_report"
     parser = Parser(prog=f"python -m {name}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a run")
     try:
@@ -325,5 +325,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    interruptible("engine.evaluation.run_report")
+    interruptible("omnilead.engine.evaluation.run_report")
     sys.exit(main())

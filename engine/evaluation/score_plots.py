@@ -13,9 +13,9 @@ from html import escape
 
 import numpy as np
 
-from engine.common import LEADS
-from engine.evaluation.metrics import Array, counts, ranked
-from engine.evaluation.plots import ECG_WIDTH, LEFT, PlotArea, curve, svg, tag, text, thinned, ticks
+from omnilead.engine.common import LEADS
+from omnilead.engine.evaluation.metrics import Array, counts, ranked
+from omnilead.engine.evaluation.plots import ECG_WIDTH, LEFT, PlotArea, curve, svg, tag, text, thinned, ticks
 
 CELL, NAMES, HEAD = 26.0, 62.0, 96.0  # of the confusion chart
 LONGEST, FEW = 18, 12  # characters of a name; classes that fit into a narrow card

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.model.encoder import pool
-from engine.model.encoders import build_head
-from engine.objectives.arcface import arcface_logits, cosines
-from engine.objectives.contrastive import sum_over_ranks, world_size
-from engine.tasks import kinds
-from engine.tasks.config import TaskConfig
+from omnilead.engine.model.encoder import pool
+from omnilead.engine.model.encoders import build_head
+from omnilead.engine.objectives.arcface import arcface_logits, cosines
+from omnilead.engine.objectives.contrastive import sum_over_ranks, world_size
+from omnilead.engine.tasks import kinds
+from omnilead.engine.tasks.config import TaskConfig
 
 SCALE_SPEED = 10  # the logarithm of a learned scale moves so many times faster than a weight
 

@@ -31,10 +31,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from engine.common import OWN, ConfigError
+from omnilead.engine.common import OWN, ConfigError
 
 STRICT = ConfigDict(strict=True, extra="forbid")
-ENCODERS = {"": "engine.model.encoder:Encoder", "resnet": "engine.model.resnet:ResNet"}
+ENCODERS = {"": "omnilead.engine.model.encoder:Encoder", "resnet": "omnilead.engine.model.resnet:ResNet"}
 SHOWN = 80  # characters of a wrong value in a message
 SEGMENT = 2500  # samples in 5 s
 Count = Annotated[int, Field(ge=1, le=65_536)]  # bounded, as configs may be untrusted

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from data_tools.dataset import CLASSES
-from engine.common import LEADS, ConfigError, describe_leads, leads_in_order, write_whole
-from engine.data.preprocess import SCALES, Input
-from engine.model.config import ModelConfig
-from engine.model.fairseq import from_theirs, outputs, settings, spelling, their_settings, to_theirs
-from engine.model.folder import CONFIG, PREPROCESSING, WEIGHTS, document_of, front_matter, model_folder, write
-from engine.model.inference import THRESHOLD, config_of
-from engine.model.safe_load import ForeignCheckpointError, as_json, float_tensors, read_checkpoint
+from omnilead.data_tools.dataset import CLASSES
+from omnilead.engine.common import LEADS, ConfigError, describe_leads, leads_in_order, write_whole
+from omnilead.engine.data.preprocess import SCALES, Input
+from omnilead.engine.model.config import ModelConfig
+from omnilead.engine.model.fairseq import from_theirs, outputs, settings, spelling, their_settings, to_theirs
+from omnilead.engine.model.folder import CONFIG, PREPROCESSING, WEIGHTS, document_of, front_matter, model_folder, write
+from omnilead.engine.model.inference import THRESHOLD, config_of
+from omnilead.engine.model.safe_load import ForeignCheckpointError, as_json, float_tensors, read_checkpoint
 
 
 def from_fairseq(checkpoint: Path, out: Path, scale: str = "auto", fs_hz: float | None = None, classes: str = "") -> list[str]:
@@ -179,8 +179,8 @@ Input: {config.leads} leads at {preprocessing["fs_hz"]:g} Hz, 5 s at a time, {pr
 {CONFIG} holds the settings, including the original ones. Every weight equals the original bit for bit; the optimiser's state is
 not included. The licence is that of the original.
 
-    import engine
-    model = engine.load("THIS_FOLDER")
+    import omnilead
+    model = omnilead.load("THIS_FOLDER")
     vectors = model.embed(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")    # [L, T] -> [{config.width}]
 {predict * bool(classes)}
     omnilead convert to-fairseq THIS_FOLDER OUT.pt      # convert back

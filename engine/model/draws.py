@@ -28,9 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.common import ConfigError
-from engine.data.counter import Counter, bits
-from engine.model.config import ModelConfig
+from omnilead.engine.common import ConfigError
+from omnilead.engine.data.counter import Counter, bits
+from omnilead.engine.model.config import ModelConfig
 
 
 class ModelStream(IntEnum):

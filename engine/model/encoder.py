@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.model.config import ModelConfig
-from engine.model.kernels import pick
+from omnilead.engine.model.config import ModelConfig
+from omnilead.engine.model.kernels import pick
 
 
 @runtime_checkable

@@ -28,12 +28,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine.common import ConfigError, blaming, plugin
-from engine.data.augmenter import HALF
-from engine.model.config import ENCODERS, ModelConfig, flops_per_crop, kept_per_crop, local_flops
-from engine.model.draws import max_masked
-from engine.model.encoder import Dropout, Encoder, MaskedEncoder
-from engine.model.init_weights import initialise
+from omnilead.engine.common import ConfigError, blaming, plugin
+from omnilead.engine.data.augmenter import HALF
+from omnilead.engine.model.config import ENCODERS, ModelConfig, flops_per_crop, kept_per_crop, local_flops
+from omnilead.engine.model.draws import max_masked
+from omnilead.engine.model.encoder import Dropout, Encoder, MaskedEncoder
+from omnilead.engine.model.init_weights import initialise
 
 CODE = "code"  # folder in a run
 ROWS = 4  # segments in the batch that examines an encoder

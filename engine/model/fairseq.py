@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from engine.common import ConfigError
-from engine.model.config import ModelConfig, ObjectiveConfig, validated
-from engine.model.folder import misfits
-from engine.model.pretrainer import Pretrainer
+from omnilead.engine.common import ConfigError
+from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, validated
+from omnilead.engine.model.folder import misfits
+from omnilead.engine.model.pretrainer import Pretrainer
 
 NORM_KEYS = {
     "parametrizations": ("parametrizations.weight.original0", "parametrizations.weight.original1"),

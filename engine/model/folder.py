@@ -24,8 +24,8 @@ import yaml  # type: ignore[import-untyped]
 from safetensors.torch import save_file
 from torch import Tensor
 
-from data_tools.cli import tell
-from engine.common import ConfigError, missing_package, parse_yaml
+from omnilead.data_tools.cli import tell
+from omnilead.engine.common import ConfigError, missing_package, parse_yaml
 
 WEIGHTS, CONFIG, PREPROCESSING, CARD = "model.safetensors", "config.json", "preprocessing.json", "README.md"
 SHA256 = "sha256"  # key in config.json
@@ -141,7 +141,7 @@ def model_folder(path: str | os.PathLike[str]) -> Iterator[tuple[Path, str]]:
     """A verified folder with weights, and its digest. A remote folder is downloaded first."""
     text = os.fspath(path)
     if text.startswith("hf://"):
-        from engine.model.hub import fetched
+        from omnilead.engine.model.hub import fetched
 
         folder = fetched(text.removeprefix("hf://"))
         yield folder, check(folder)

@@ -1,4 +1,4 @@
-"""Models on the Hugging Face Hub: `omnilead hub push|pull`, engine.load("hf://org/name@revision")."""
+"""Models on the Hugging Face Hub: `omnilead hub push|pull`, omnilead.load("hf://org/name@revision")."""
 
 import hashlib
 import re
@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine.common import ConfigError
-from engine.model.folder import (
+from omnilead.engine.common import ConfigError
+from omnilead.engine.model.folder import (
     CARD,
     CONFIG,
     PREPROCESSING,

@@ -1,6 +1,6 @@
 """Load a trained model; compute embeddings and predictions of ECGs.
 
-    model = engine.load("RUN")                                      # or RUN/model, a copy of that folder, s3://bucket/model
+    model = omnilead.load("RUN")                                      # or RUN/model, a copy of that folder, s3://bucket/model
     model.embed(signal, fs_hz=250, leads=["II", "V1"], unit="mV")   # [L, T] -> [D], [B, L, T] -> [B, D]
     model.predict(signal, fs_hz=250, leads=["II", "V1"])            # after fine-tuning: {"AF": 0.93, ...} or {"age": 61.2}
     model.classes, model.thresholds, model.unit                     # the meaning of predictions: model.head_info
@@ -27,18 +27,28 @@ from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from data_tools.errors import ReadError
-from data_tools.prepare import crop_count, fill, samples_at_500
-from data_tools.record import MV_PER_UNIT, RATE_RANGE_HZ, EcgRecord, unit_name
-from engine.common import LEADS, ConfigError, blaming, describe_leads, leads_in_order, plugin
-from engine.data.augmenter import CROP, FS_HZ, HALF
-from engine.data.preprocess import Input, SignalError
-from engine.model.config import ModelConfig, validated
-from engine.model.encoder import Encoder, pool
-from engine.model.encoders import build_encoder, build_head
-from engine.model.folder import CONFIG, FORMAT, PREPROCESSING, WEIGHTS, LoadError, code_in, document_of, misfits, model_folder
-from engine.tasks import kinds
-from engine.tasks.config import TaskKind
+from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.prepare import crop_count, fill, samples_at_500
+from omnilead.data_tools.record import MV_PER_UNIT, RATE_RANGE_HZ, EcgRecord, unit_name
+from omnilead.engine.common import LEADS, ConfigError, blaming, describe_leads, leads_in_order, plugin
+from omnilead.engine.data.augmenter import CROP, FS_HZ, HALF
+from omnilead.engine.data.preprocess import Input, SignalError
+from omnilead.engine.model.config import ModelConfig, validated
+from omnilead.engine.model.encoder import Encoder, pool
+from omnilead.engine.model.encoders import build_encoder, build_head
+from omnilead.engine.model.folder import (
+    CONFIG,
+    FORMAT,
+    PREPROCESSING,
+    WEIGHTS,
+    LoadError,
+    code_in,
+    document_of,
+    misfits,
+    model_folder,
+)
+from omnilead.engine.tasks import kinds
+from omnilead.engine.tasks.config import TaskKind
 
 LARGE_MV, HUGE_MV, TINY_MV = 20.0, 100.0, 0.01  # limits for a typical lead's median, peak, peak; hearts peak at 0.1 to 10 mV
 NOT_MEASURED = -32_768  # in int16
@@ -221,11 +231,11 @@ def own_class(folder: Path, spec: str, code: bool, part: str) -> Any:
     file, _, name = spec.rpartition(":")
     if not file:
         return None
-    give = f"engine.load(..., {part}={name})"
+    give = f"omnilead.load(..., {part}={name})"
     if file not in code_in(folder):
         raise LoadError(f"{folder / file}: the file with the {part} is not in {CONFIG}: copy the folder again, or {give}")
     if not code:
-        ask = f"read it, then use --code, engine.load(..., code=True), or {give}"
+        ask = f"read it, then use --code, omnilead.load(..., code=True), or {give}"
         raise LoadError(f"{folder}: its {part} is code in that folder, {file}, which runs only if asked: {ask}")
     with blaming(f"{folder / file}"):
         return plugin(f"{folder / file}:{name}")

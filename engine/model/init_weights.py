@@ -21,8 +21,8 @@ import math
 import torch
 from torch import nn
 
-from engine.model.encoder import ConvBlock, Encoder, Layer, PositionalConvolution
-from engine.model.quantizer import Quantizer
+from omnilead.engine.model.encoder import ConvBlock, Encoder, Layer, PositionalConvolution
+from omnilead.engine.model.quantizer import Quantizer
 
 
 @torch.no_grad()

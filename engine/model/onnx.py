@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engine.common import ConfigError
-from engine.model.inference import TrainedModel
+from omnilead.engine.common import ConfigError
+from omnilead.engine.model.inference import TrainedModel
 
 NEEDED = ("onnx", "onnxscript", "onnxruntime")
 SIZES = ((1, 2500), (3, 2500), (2, 5000), (5, 1237))  # (segments, samples)

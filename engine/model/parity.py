@@ -20,13 +20,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from data_tools.cli import tell
-from engine.common import ConfigError
-from engine.data.npz import load_npz
-from engine.model.config import ModelConfig, ObjectiveConfig
-from engine.model.draws import Draws, count_negatives, slots
-from engine.model.fairseq import from_theirs, settings, spelling, to_theirs
-from engine.model.pretrainer import Pretrainer
+from omnilead.data_tools.cli import tell
+from omnilead.engine.common import ConfigError
+from omnilead.engine.data.npz import load_npz
+from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
+from omnilead.engine.model.draws import Draws, count_negatives, slots
+from omnilead.engine.model.fairseq import from_theirs, settings, spelling, to_theirs
+from omnilead.engine.model.pretrainer import Pretrainer
 
 INPUTS = {"source", "mask_indices", "neg_idxs", "patient_id", "segment", "gumbel_noise", "temp"}
 NOT_COMPARED = {"rlm_survivors", "num_vars", "count"}  # how the source was made; values of settings

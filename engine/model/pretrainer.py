@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.common import ConfigError
-from engine.model.config import ModelConfig, ObjectiveConfig
-from engine.model.draws import Draws, draw
-from engine.model.encoder import Dropout, MaskedEncoder, pool
-from engine.model.encoders import build_encoder
-from engine.model.init_weights import initialise
-from engine.model.quantizer import Quantized, Quantizer
-from engine.objectives.contrastive import authors_cmsc_loss, nt_xent, threekg_loss
-from engine.objectives.local import diversity, local_loss
+from omnilead.engine.common import ConfigError
+from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
+from omnilead.engine.model.draws import Draws, draw
+from omnilead.engine.model.encoder import Dropout, MaskedEncoder, pool
+from omnilead.engine.model.encoders import build_encoder
+from omnilead.engine.model.init_weights import initialise
+from omnilead.engine.model.quantizer import Quantized, Quantizer
+from omnilead.engine.objectives.contrastive import authors_cmsc_loss, nt_xent, threekg_loss
+from omnilead.engine.objectives.local import diversity, local_loss
 
 
 class LocalOutput(NamedTuple):

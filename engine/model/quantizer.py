@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.model.config import ModelConfig
+from omnilead.engine.model.config import ModelConfig
 
 
 def temperature(config: ModelConfig, updates: int) -> float:

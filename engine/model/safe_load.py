@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from engine.common import ConfigError
+from omnilead.engine.common import ConfigError
 
 MAX_PICKLE = 256 * 2**20  # bytes, without the tensors, which are stored separately
 MAX_SETTINGS, MAX_JSON = 100_000, 64 * 2**20  # JSON tokens and characters; shared objects count each time they occur

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.objectives.contrastive import sum_over_ranks
+from omnilead.engine.objectives.contrastive import sum_over_ranks
 
 
 def local_loss(

@@ -10,14 +10,14 @@ import time
 import numpy as np
 import torch
 
-from engine.common import ConfigError
-from engine.config import Config
-from engine.data.augmenter import HALF
-from engine.model.config import flops_per_crop
-from engine.model.draws import row_keys
-from engine.model.pretrainer import Pretrainer
-from engine.reproduction.plan import PROGRAMS, JobPlan
-from engine.reproduction.workdir import WorkDir
+from omnilead.engine.common import ConfigError
+from omnilead.engine.config import Config
+from omnilead.engine.data.augmenter import HALF
+from omnilead.engine.model.config import flops_per_crop
+from omnilead.engine.model.draws import row_keys
+from omnilead.engine.model.pretrainer import Pretrainer
+from omnilead.engine.reproduction.plan import PROGRAMS, JobPlan
+from omnilead.engine.reproduction.workdir import WorkDir
 
 STARTUP_S = 10.0  # start-up of a process: imports, the dataset, the first step
 MEASURE_S = 3.0

@@ -25,9 +25,9 @@ from pathlib import Path
 
 import torch
 
-from data_tools.cli import say
-from engine.reproduction.plan import Job, JobPlan
-from engine.reproduction.workdir import WorkDir, write_json
+from omnilead.data_tools.cli import say
+from omnilead.engine.reproduction.plan import Job, JobPlan
+from omnilead.engine.reproduction.workdir import WorkDir, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.2

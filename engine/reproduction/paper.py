@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from engine.common import CONFIGS, ConfigError, find_config, flatten, read_yaml
+from omnilead.engine.common import CONFIGS, ConfigError, find_config, flatten, read_yaml
 
 HERE = CONFIGS / "reproduce"
 TASKS = {"Dx": "diagnosis", "Id": "identification"}  # as the paper calls them: configs/finetune/TASK.yaml

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from engine.common import ConfigError, flatten, read_yaml
-from engine.config import CONFIGS, Config, FinetuneConfig, check, load
-from engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop
-from engine.model.pretrainer import Pretrainer
-from engine.reproduction.paper import LEADS, TASKS, ReproductionScale, Row, Table, as_arguments
+from omnilead.engine.common import ConfigError, flatten, read_yaml
+from omnilead.engine.config import CONFIGS, Config, FinetuneConfig, check, load
+from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop
+from omnilead.engine.model.pretrainer import Pretrainer
+from omnilead.engine.reproduction.paper import LEADS, TASKS, ReproductionScale, Row, Table, as_arguments
 
 PROGRAMS = {kind: ("-m", f"engine.{kind}") for kind in ("pretrain", "finetune", "evaluate")}
 GROUPS = {"Dx": "dx", "Id": "id"}  # of roles, in dataset.json

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from data_tools.dataset import as_csv
-from engine.common import flatten, read_yaml, write_whole
-from engine.config import CONFIGS, Config, load
-from engine.evaluation.metrics import over_seeds
-from engine.reproduction.paper import LEADS, TASKS, ReproductionScale, Row, Table, as_arguments
-from engine.reproduction.plan import DatasetInfo, Job, JobPlan, parameters
-from engine.reproduction.workdir import WorkDir, write_json
+from omnilead.data_tools.dataset import as_csv
+from omnilead.engine.common import flatten, read_yaml, write_whole
+from omnilead.engine.config import CONFIGS, Config, load
+from omnilead.engine.evaluation.metrics import over_seeds
+from omnilead.engine.reproduction.paper import LEADS, TASKS, ReproductionScale, Row, Table, as_arguments
+from omnilead.engine.reproduction.plan import DatasetInfo, Job, JobPlan, parameters
+from omnilead.engine.reproduction.workdir import WorkDir, write_json
 
 LEGEND = {
     "not yet": "...: not run yet.",

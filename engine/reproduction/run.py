@@ -10,16 +10,16 @@ from concurrent.futures import Executor
 from contextlib import contextmanager
 from pathlib import Path
 
-from data_tools.cli import echo, say, tell
-from data_tools.cluster import connected
-from data_tools.dataset import META, Dataset
-from engine.common import ConfigError
-from engine.reproduction.cost import expected_seconds, flops_per_s
-from engine.reproduction.jobs import duration, on_this_machine, run_jobs
-from engine.reproduction.paper import ReproductionScale, Table, tables
-from engine.reproduction.plan import PROGRAMS, DatasetInfo, Job, JobPlan, make_plan
-from engine.reproduction.results import write_table
-from engine.reproduction.workdir import WorkDir, read_json
+from omnilead.data_tools.cli import echo, say, tell
+from omnilead.data_tools.cluster import connected
+from omnilead.data_tools.dataset import META, Dataset
+from omnilead.engine.common import ConfigError
+from omnilead.engine.reproduction.cost import expected_seconds, flops_per_s
+from omnilead.engine.reproduction.jobs import duration, on_this_machine, run_jobs
+from omnilead.engine.reproduction.paper import ReproductionScale, Table, tables
+from omnilead.engine.reproduction.plan import PROGRAMS, DatasetInfo, Job, JobPlan, make_plan
+from omnilead.engine.reproduction.results import write_table
+from omnilead.engine.reproduction.workdir import WorkDir, read_json
 
 NEEDED_ROLES = [("pretrain", ""), *(("dx", role) for role in ("train", "valid", "test"))]
 NEEDED_ROLES += [("id", role) for role in ("train", "valid", "gallery", "probe")]

@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from engine.common import ConfigError, write_whole
-from engine.reproduction.plan import Job, JobPlan
+from omnilead.engine.common import ConfigError, write_whole
+from omnilead.engine.reproduction.plan import Job, JobPlan
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from engine.common import OWN, ConfigError
+from omnilead.engine.common import OWN, ConfigError
 
 TaskKind = Literal["binary", "multilabel", "multiclass", "regression", "identity"]
 Name = Annotated[str, Field(min_length=1, max_length=200)]

@@ -8,7 +8,7 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.tasks.config import TaskKind
+from omnilead.engine.tasks.config import TaskKind
 
 WITH_THRESHOLDS = ("binary", "multilabel")
 

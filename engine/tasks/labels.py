@@ -25,10 +25,10 @@ import pyarrow.compute as pc
 from pyarrow import csv as pa_csv
 from pyarrow import parquet
 
-from data_tools.dataset import CLASSES, QUOTED, Dataset, unquoted
-from engine.common import ConfigError, missing_package
-from engine.data.leakage import OWNER, find_leak, owners, patient_ids, uniforms
-from engine.tasks.config import TaskConfig, TaskKind
+from omnilead.data_tools.dataset import CLASSES, QUOTED, Dataset, unquoted
+from omnilead.engine.common import ConfigError, missing_package
+from omnilead.engine.data.leakage import OWNER, find_leak, owners, patient_ids, uniforms
+from omnilead.engine.tasks.config import TaskConfig, TaskKind
 
 SPLITS = ("", "train", "valid", "test")  # by their numbers in TaskLabels.split
 SPLIT_OF = {"": 0, "train": 1, "valid": 2, "val": 2, "validation": 2, "dev": 2, "test": 3, "gallery": 3, "probe": 3}

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.common import describe_leads
-from engine.config import RunConfig
-from engine.data.preprocess import DEFAULT_INPUT, SCALES
-from engine.evaluation.run_files import VALIDATION, StepLog
-from engine.model.encoders import file_of, portable
-from engine.model.folder import front_matter
-from engine.training.task import METRIC_NAMES, TrainingTask
+from omnilead.engine.common import describe_leads
+from omnilead.engine.config import RunConfig
+from omnilead.engine.data.preprocess import DEFAULT_INPUT, SCALES
+from omnilead.engine.evaluation.run_files import VALIDATION, StepLog
+from omnilead.engine.model.encoders import file_of, portable
+from omnilead.engine.model.folder import front_matter
+from omnilead.engine.training.task import METRIC_NAMES, TrainingTask
 
 CARD = """# {title}
 
@@ -28,8 +28,8 @@ CARD = """# {title}
 {table}This is not a medical device: whatever is built on it must be validated for its use and its population. config.json
 holds the settings; weights are float32 in safetensors. Usage:
 
-    import engine
-    model = engine.load("THIS_FOLDER"{code})    # or "hf://organisation/name"
+    import omnilead
+    model = omnilead.load("THIS_FOLDER"{code})    # or "hf://organisation/name"
     vector = model.embed(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")    # [L, T] -> [D]
 """
 PREDICT = """    answers = model.predict(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")

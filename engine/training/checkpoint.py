@@ -29,9 +29,9 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from data_tools.cli import UserError, is_memory
-from engine.common import locked_by_another, sync, write_whole
-from engine.training.distributed import Ranks, lost_a_rank, on_first_rank, quiet_deepspeed
+from omnilead.data_tools.cli import UserError, is_memory
+from omnilead.engine.common import locked_by_another, sync, write_whole
+from omnilead.engine.training.distributed import Ranks, lost_a_rank, on_first_rank, quiet_deepspeed
 
 LATEST, BEST, MANIFEST, STATE, UNIVERSAL, LOCK = "latest", "best", "manifest.json", "state.json", "universal", ".lock"
 LATEST_UNIVERSAL = "latest_universal"  # written by DeepSpeed's conversion, which a kill may interrupt

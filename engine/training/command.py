@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from data_tools.cli import say, show, tell
-from engine.common import Parser, positive
+from omnilead.data_tools.cli import say, show, tell
+from omnilead.engine.common import Parser, positive
 
 Shortcut = tuple[str, dict[str, Any]]  # the setting that an option sets, and its arguments for argparse
 SHORTCUTS: dict[str, Shortcut] = {
@@ -32,7 +32,7 @@ class TrainingParser(Parser):
     shortcuts: Mapping[str, Shortcut]
 
     def suggest(self, option: str, value: str) -> str:
-        from engine.config import nearest_settings, settings_named
+        from omnilead.engine.config import nearest_settings, settings_named
 
         name, kind = option.lstrip("-").replace("-", "_"), self.kind()
         near = settings_named(name, kind)
@@ -69,9 +69,9 @@ def command(
     settings = ((setting, getattr(args, option.removeprefix("--"))) for option, (setting, _) in shortcuts.items())
     overrides = [f"{setting}={json.dumps(value)}" for setting, value in settings if value is not None]
 
-    from engine.config import schema
-    from engine.training.rates import train_rates
-    from engine.training.train import explain, export_run
+    from omnilead.engine.config import schema
+    from omnilead.engine.training.rates import train_rates
+    from omnilead.engine.training.train import explain, export_run
 
     kind, task, read = classes()
     try:

@@ -16,14 +16,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from engine.common import ConfigError, describe_leads, flatten, overridden, read_mapping
-from engine.config import Config, build, load
-from engine.data.augmenter import FS_HZ
-from engine.data.preprocess import Input
-from engine.model.config import ModelConfig
-from engine.model.encoders import portable
-from engine.model.folder import CONFIG, PREPROCESSING, WEIGHTS, document_of, misfits, model_folder
-from engine.model.inference import config_of
+from omnilead.engine.common import ConfigError, describe_leads, flatten, overridden, read_mapping
+from omnilead.engine.config import Config, build, load
+from omnilead.engine.data.augmenter import FS_HZ
+from omnilead.engine.data.preprocess import Input
+from omnilead.engine.model.config import ModelConfig
+from omnilead.engine.model.encoders import portable
+from omnilead.engine.model.folder import CONFIG, PREPROCESSING, WEIGHTS, document_of, misfits, model_folder
+from omnilead.engine.model.inference import config_of
 
 QUICKSTART = "quickstart"  # the config if none is given
 SHARED = ("encoder", "options", "leads")  # settings that the weights of every encoder depend on

@@ -24,9 +24,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch._C._distributed_c10d import HashStore
 
-from engine.common import ConfigError, cores_per_rank
-from engine.common import environment as environment
-from engine.model.kernels import disable_tf32
+from omnilead.engine.common import ConfigError, cores_per_rank
+from omnilead.engine.common import environment as environment
+from omnilead.engine.model.kernels import disable_tf32
 
 T = TypeVar("T")
 

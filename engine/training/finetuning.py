@@ -23,24 +23,24 @@ import torch.nn.functional as F
 from pyarrow import parquet
 from torch import Tensor, nn
 
-from data_tools.dataset import CLASSES, Dataset
-from engine.common import ConfigError, describe_leads
-from engine.config import Config, FinetuneConfig, load
-from engine.data.augmenter import FS_HZ
-from engine.data.loader import Batch
-from engine.data.preprocess import DEFAULT_INPUT, Input
-from engine.evaluation import metrics
-from engine.evaluation.run_files import LABELS, VALID
-from engine.model import encoders, inference
-from engine.model.classifier import Classifier
-from engine.model.config import ModelConfig, validated
-from engine.model.encoder import Encoder, pool
-from engine.tasks import kinds
-from engine.tasks.labels import SPLITS, TaskLabels, read_task
-from engine.training.checkpoint import newest
-from engine.training.distributed import Ranks
-from engine.training.task import TrainingTask, best_metric, best_step_text, start_text
-from engine.training.validation import dtype_of, eval_mode, pairs, predict_on_ranks, to_device
+from omnilead.data_tools.dataset import CLASSES, Dataset
+from omnilead.engine.common import ConfigError, describe_leads
+from omnilead.engine.config import Config, FinetuneConfig, load
+from omnilead.engine.data.augmenter import FS_HZ
+from omnilead.engine.data.loader import Batch
+from omnilead.engine.data.preprocess import DEFAULT_INPUT, Input
+from omnilead.engine.evaluation import metrics
+from omnilead.engine.evaluation.run_files import LABELS, VALID
+from omnilead.engine.model import encoders, inference
+from omnilead.engine.model.classifier import Classifier
+from omnilead.engine.model.config import ModelConfig, validated
+from omnilead.engine.model.encoder import Encoder, pool
+from omnilead.engine.tasks import kinds
+from omnilead.engine.tasks.labels import SPLITS, TaskLabels, read_task
+from omnilead.engine.training.checkpoint import newest
+from omnilead.engine.training.distributed import Ranks
+from omnilead.engine.training.task import TrainingTask, best_metric, best_step_text, start_text
+from omnilead.engine.training.validation import dtype_of, eval_mode, pairs, predict_on_ranks, to_device
 
 DIAGNOSED = 64  # crops
 

@@ -32,10 +32,10 @@ import torch
 import yaml  # type: ignore[import-untyped]
 from tqdm.auto import tqdm
 
-from data_tools.cli import in_notebook, say
-from engine.common import ConfigError, flatten, write_whole
-from engine.config import RunConfig, TrainConfig
-from engine.evaluation.run_files import METRICS, VALID, VALIDATION
+from omnilead.data_tools.cli import in_notebook, say
+from omnilead.engine.common import ConfigError, flatten, write_whole
+from omnilead.engine.config import RunConfig, TrainConfig
+from omnilead.engine.evaluation.run_files import METRICS, VALID, VALIDATION
 
 SERVICE_IDS = "boards.json"
 MATMULS = 60  # the fastest one counts, as the machine may be busy for a moment

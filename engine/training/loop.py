@@ -20,20 +20,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_tools.cli import UserError, say
-from data_tools.dataset import DataError, Dataset
-from engine.config import RunConfig, micro_batch, zero_stage
-from engine.data.counter import bits
-from engine.data.leakage import split_of
-from engine.data.loader import Batch, Loader, State
-from engine.data.order import Places
-from engine.evaluation.run_files import DIAGNOSTICS, write_diagnostics
-from engine.objectives.contrastive import sum_over_ranks
-from engine.training import checkpoint
-from engine.training.distributed import AnyRank, Ranks
-from engine.training.loggers import RunLogger, memory_gb, peak_tflops
-from engine.training.optimizer import GuardedAdamW, lr_at
-from engine.training.task import TrainingTask
+from omnilead.data_tools.cli import UserError, say
+from omnilead.data_tools.dataset import DataError, Dataset
+from omnilead.engine.config import RunConfig, micro_batch, zero_stage
+from omnilead.engine.data.counter import bits
+from omnilead.engine.data.leakage import split_of
+from omnilead.engine.data.loader import Batch, Loader, State
+from omnilead.engine.data.order import Places
+from omnilead.engine.evaluation.run_files import DIAGNOSTICS, write_diagnostics
+from omnilead.engine.objectives.contrastive import sum_over_ranks
+from omnilead.engine.training import checkpoint
+from omnilead.engine.training.distributed import AnyRank, Ranks
+from omnilead.engine.training.loggers import RunLogger, memory_gb, peak_tflops
+from omnilead.engine.training.optimizer import GuardedAdamW, lr_at
+from omnilead.engine.training.task import TrainingTask
 
 DROPOUT_STREAM = 200
 

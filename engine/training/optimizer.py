@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.config import TrainConfig
+from omnilead.engine.config import TrainConfig
 
 
 class GuardedAdamW(torch.optim.AdamW):

@@ -9,20 +9,28 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from data_tools.dataset import Dataset
-from engine.common import ConfigError
-from engine.config import Config, candidates, micro_batch
-from engine.data.leakage import patient_ids
-from engine.data.loader import Batch
-from engine.evaluation.run_files import VALID
-from engine.model.config import masked_share
-from engine.model.encoders import code_of, cost_per_crop, describe_encoder, drops_out, portable, prepared
-from engine.model.pretrainer import Pretrainer
-from engine.model.quantizer import temperature
-from engine.training.continuing import read_weights
-from engine.training.distributed import Ranks
-from engine.training.task import TrainingTask, best_metric, best_step_text, start_text
-from engine.training.validation import Capture, PatientProbe, ValidationLoss, dtype_of, eval_mode, model_inputs, training_roles
+from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.common import ConfigError
+from omnilead.engine.config import Config, candidates, micro_batch
+from omnilead.engine.data.leakage import patient_ids
+from omnilead.engine.data.loader import Batch
+from omnilead.engine.evaluation.run_files import VALID
+from omnilead.engine.model.config import masked_share
+from omnilead.engine.model.encoders import code_of, cost_per_crop, describe_encoder, drops_out, portable, prepared
+from omnilead.engine.model.pretrainer import Pretrainer
+from omnilead.engine.model.quantizer import temperature
+from omnilead.engine.training.continuing import read_weights
+from omnilead.engine.training.distributed import Ranks
+from omnilead.engine.training.task import TrainingTask, best_metric, best_step_text, start_text
+from omnilead.engine.training.validation import (
+    Capture,
+    PatientProbe,
+    ValidationLoss,
+    dtype_of,
+    eval_mode,
+    model_inputs,
+    training_roles,
+)
 
 DIAGNOSED = 16  # crops of a rank
 COLLAPSED_SHARE, COLLAPSED_LOGS = 0.02, 3  # of all codes; log lines in a row

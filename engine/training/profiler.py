@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from data_tools.cli import say
+from omnilead.data_tools.cli import say
 
 WARM_UP = 5  # untraced steps first, in which kernels are compiled and buffers allocated
 TERMINAL_ROWS, FILE_ROWS = 12, 200

@@ -10,12 +10,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from data_tools.cli import say
-from engine.common import ConfigError, environment, write_whole
-from engine.config import FinetuneConfig, RunConfig
-from engine.evaluation.run_report import RESULT, write_report
-from engine.training.task import TrainingTask
-from engine.training.train import train
+from omnilead.data_tools.cli import say
+from omnilead.engine.common import ConfigError, environment, write_whole
+from omnilead.engine.config import FinetuneConfig, RunConfig
+from omnilead.engine.evaluation.run_report import RESULT, write_report
+from omnilead.engine.training.task import TrainingTask
+from omnilead.engine.training.train import train
 
 RATES = "rates.json"
 NOT_COPIED = shutil.ignore_patterns("model", "checkpoints", ".*", "tensorboard")

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_tools.cli import say
-from engine.common import ConfigError, find_config, merge, overridden, read_mapping, read_yaml
-from engine.config import FinetuneConfig, build, check, load
-from engine.tasks.labels import guess, read_task
-from engine.training.distributed import environment
-from engine.training.finetuning import read_start
-from engine.training.train import open_datasets
+from omnilead.data_tools.cli import say
+from omnilead.engine.common import ConfigError, find_config, merge, overridden, read_mapping, read_yaml
+from omnilead.engine.config import FinetuneConfig, build, check, load
+from omnilead.engine.tasks.labels import guess, read_task
+from omnilead.engine.training.distributed import environment
+from omnilead.engine.training.finetuning import read_start
+from omnilead.engine.training.train import open_datasets
 
 BATCH, EPOCHS, STEPS, VALIDATE = 64, 40, 20_000, 500  # at most
 PATIENCE = 10  # validations

@@ -11,23 +11,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_tools.dataset import Dataset
-from engine.common import ConfigError
-from engine.config import RunConfig
-from engine.evaluation.run_files import METRICS, VALIDATION, StepLog
-from engine.evaluation.run_report import REPORT
-from engine.model import inference
-from engine.training.loop import TrainError
-from engine.training.rates import train_rates
-from engine.training.task import TrainingTask
-from engine.training.train import explain
+from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.common import ConfigError
+from omnilead.engine.config import RunConfig
+from omnilead.engine.evaluation.run_files import METRICS, VALIDATION, StepLog
+from omnilead.engine.evaluation.run_report import REPORT
+from omnilead.engine.model import inference
+from omnilead.engine.training.loop import TrainError
+from omnilead.engine.training.rates import train_rates
+from omnilead.engine.training.task import TrainingTask
+from omnilead.engine.training.train import explain
 
 Data = str | os.PathLike[str] | Dataset
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A finished run. Pass it wherever a path to a run is expected: engine.load(run), engine.finetune(run, ...)."""
+    """A finished run. Pass it wherever a path to a run is expected: omnilead.load(run), omnilead.finetune(run, ...)."""
 
     path: Path
 
@@ -35,7 +35,7 @@ class TrainingRun:
         return str(self.path)
 
     def model(self, **options: Any) -> inference.TrainedModel:
-        """Same as engine.load(RUN, **options)."""
+        """Same as omnilead.load(RUN, **options)."""
         return inference.load(self.path, **options)
 
     @property

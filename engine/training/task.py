@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from data_tools.dataset import Dataset
-from engine.common import ConfigError
-from engine.data.loader import Batch
-from engine.evaluation.run_files import LOWER_IS_BETTER
-from engine.training.distributed import Ranks
+from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.common import ConfigError
+from omnilead.engine.data.loader import Batch
+from omnilead.engine.evaluation.run_files import LOWER_IS_BETTER
+from omnilead.engine.training.distributed import Ranks
 
 SAMPLES = 4  # crops shown in the report
 METRIC_NAMES = {

@@ -18,25 +18,25 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from data_tools.cli import is_memory, say, tell
-from data_tools.dataset import META, DataError, Dataset
-from engine.common import ConfigError, OutputError, describe_leads, flatten, write_whole
-from engine.config import FinetuneConfig, RunConfig, build, check, deepspeed_json, micro_batch, zero_stage
-from engine.data.loader import Loader
-from engine.data.preprocess import DEFAULT_INPUT, SCALES
-from engine.evaluation.run_report import write_report
-from engine.model import folder
-from engine.model.encoder import Encoder
-from engine.model.encoders import CODE
-from engine.training import checkpoint, distributed
-from engine.training.card import model_card
-from engine.training.checkpoint import CheckpointError, WriteError
-from engine.training.distributed import Ranks
-from engine.training.loggers import RunLogger, require_installed
-from engine.training.loop import Loop, Progress, TrainError, run_facts
-from engine.training.optimizer import GuardedAdamW
-from engine.training.profiler import WARM_UP, profiled
-from engine.training.task import TrainingTask
+from omnilead.data_tools.cli import is_memory, say, tell
+from omnilead.data_tools.dataset import META, DataError, Dataset
+from omnilead.engine.common import ConfigError, OutputError, describe_leads, flatten, write_whole
+from omnilead.engine.config import FinetuneConfig, RunConfig, build, check, deepspeed_json, micro_batch, zero_stage
+from omnilead.engine.data.loader import Loader
+from omnilead.engine.data.preprocess import DEFAULT_INPUT, SCALES
+from omnilead.engine.evaluation.run_report import write_report
+from omnilead.engine.model import folder
+from omnilead.engine.model.encoder import Encoder
+from omnilead.engine.model.encoders import CODE
+from omnilead.engine.training import checkpoint, distributed
+from omnilead.engine.training.card import model_card
+from omnilead.engine.training.checkpoint import CheckpointError, WriteError
+from omnilead.engine.training.distributed import Ranks
+from omnilead.engine.training.loggers import RunLogger, require_installed
+from omnilead.engine.training.loop import Loop, Progress, TrainError, run_facts
+from omnilead.engine.training.optimizer import GuardedAdamW
+from omnilead.engine.training.profiler import WARM_UP, profiled
+from omnilead.engine.training.task import TrainingTask
 
 # May change when a run is resumed; train.steps and train.epochs too if the learning rate does not depend on them
 CHANGEABLE = re.compile(

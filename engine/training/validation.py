@@ -21,20 +21,20 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from data_tools.dataset import Dataset
-from engine.config import Config, RunConfig, candidates
-from engine.data.augmenter import crop_key
-from engine.data.leakage import patient_ids
-from engine.data.loader import Batch, Loader
-from engine.data.order import DatasetRows, OrderError
-from engine.data.preprocess import Input
-from engine.evaluation.metrics import identification
-from engine.evaluation.predict import CropBatch, predict
-from engine.model.draws import Draws, row_keys
-from engine.model.encoder import pool
-from engine.model.pretrainer import LocalOutput
-from engine.objectives.contrastive import all_gather_no_grad, single_process, sum_over_ranks, world_size
-from engine.training.distributed import Ranks
+from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.config import Config, RunConfig, candidates
+from omnilead.engine.data.augmenter import crop_key
+from omnilead.engine.data.leakage import patient_ids
+from omnilead.engine.data.loader import Batch, Loader
+from omnilead.engine.data.order import DatasetRows, OrderError
+from omnilead.engine.data.preprocess import Input
+from omnilead.engine.evaluation.metrics import identification
+from omnilead.engine.evaluation.predict import CropBatch, predict
+from omnilead.engine.model.draws import Draws, row_keys
+from omnilead.engine.model.encoder import pool
+from omnilead.engine.model.pretrainer import LocalOutput
+from omnilead.engine.objectives.contrastive import all_gather_no_grad, single_process, sum_over_ranks, world_size
+from omnilead.engine.training.distributed import Ranks
 
 BATCH = 16  # crops encoded at a time
 MAX_PAIRS = 20_000  # of each kind that are kept

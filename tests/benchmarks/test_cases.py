@@ -15,8 +15,8 @@ import pytest
 
 from benchmarks import e2e, embed, ingest, loader, measure, run, scaling, start
 from benchmarks.measure import CaseError, call_fresh
-from data_tools.dataset import Dataset
-from engine.data.order import DatasetRows, Order
+from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.data.order import DatasetRows, Order
 
 
 def loop_run(dataset: Dataset, tiny: str, tmp_path: Path, **changes: Any) -> e2e.LoopRun:

@@ -12,13 +12,13 @@ import pytest
 import yaml
 
 from benchmarks import evidence, real, report
-from data_tools import synth
-from data_tools.dataset import Dataset
-from engine.common import CONFIGS, ConfigError, read_yaml
-from engine.config import FinetuneConfig, check, load
-from engine.evaluation import bench, bench_report
-from engine.evaluation.embedders import Vectors
-from engine.evaluation.probe import fit_scaled
+from omnilead.data_tools import synth
+from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.common import CONFIGS, ConfigError, read_yaml
+from omnilead.engine.config import FinetuneConfig, check, load
+from omnilead.engine.evaluation import bench, bench_report
+from omnilead.engine.evaluation.embedders import Vectors
+from omnilead.engine.evaluation.probe import fit_scaled
 from tests.conftest import save_model
 from tests.parsers import parse
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarks import explain, step
-from engine.model.config import ObjectiveConfig, flops_per_crop
-from engine.model.pretrainer import Pretrainer
+from omnilead.engine.model.config import ObjectiveConfig, flops_per_crop
+from omnilead.engine.model.pretrainer import Pretrainer
 
 MACHINE = {"name": "a machine", "tflops": 0.01, "gb_per_s": 1.0, "source": "made up"}
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import engine
+import omnilead
 from benchmarks import finetuned
-from data_tools.dataset import CLASSES, Dataset
-from engine.evaluation.results import EvalOptions, identify, score_task
+from omnilead.data_tools.dataset import CLASSES, Dataset
+from omnilead.engine.evaluation.results import EvalOptions, identify, score_task
 from tests.conftest import save_model
 
 DIAGNOSIS = {"task": "diagnosis", "kind": "multilabel", "classes": list(CLASSES), "thresholds": [0.5] * 25 + [0.9]}
@@ -36,7 +36,7 @@ def test_means_over_seeds_and_their_differences(dataset: Dataset, tmp_path: Path
     tuned, random = found["rows"]
     assert list(found["models"]) == ["w2v-x", "random"] == [tuned["model"], random["model"]]
 
-    model = engine.load(str(tmp_path / "diagnosis-12-random-1"))
+    model = omnilead.load(str(tmp_path / "diagnosis-12-random-1"))
     task = finetuned.chosen_task(model)
     whole = score_task(model, dataset, task, EvalOptions(leads="12")).record
     assert tuned["n"] == random["n"] == whole["n"] and random["patients"] == whole["patients"]
@@ -61,7 +61,7 @@ def test_means_over_seeds_and_their_differences(dataset: Dataset, tmp_path: Path
 
     assert finetuned.main([*runs, *words, "identification"]) == 0
     (row,) = json.loads((tmp_path / "out/bench.json").read_text())["rows"]
-    probes = identify(engine.load(str(tmp_path / "identification-12-random-1")), dataset, EvalOptions(leads="12")).scores
+    probes = identify(omnilead.load(str(tmp_path / "identification-12-random-1")), dataset, EvalOptions(leads="12")).scores
     assert row["metrics"]["accuracy"] == pytest.approx(np.mean(probes["hits"])) and row["n"] == probes["n_probes"]
 
 

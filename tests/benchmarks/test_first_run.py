@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-import engine
+import omnilead
 from benchmarks import first_run
 from benchmarks.measure import CaseError
-from engine import embed
-from engine.training.loop import Loop
+from omnilead.engine import embed
+from omnilead.engine.training.loop import Loop
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def test_every_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = found["train"]
     assert train["last"]["step"] >= train["first"]["step"] == 1
     assert len(set(probed)) == 2 and probed[1] == f"{probed[0]}-random"
-    trained, random = (engine.load(model).encoder.state_dict() for model in probed)
+    trained, random = (omnilead.load(model).encoder.state_dict() for model in probed)
     assert any(not weights.equal(random[name]) for name, weights in trained.items())
     assert train["trained"]["records"] == train["random"]["records"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from data_tools.record import LEADS
+from omnilead.data_tools.record import LEADS
 
 CODES = dict(zip(LEADS, (1, 2, 61, 62, 63, 64, 3, 4, 5, 6, 7, 8), strict=True))
 # The standard's default table: prefix -> number; the last two announce 8 and 16 bits

@@ -5,8 +5,8 @@ import signal
 import time
 from pathlib import Path
 
-from data_tools.record import EcgRecord
-from data_tools.sources.physionet2021 import PhysioNet2021
+from omnilead.data_tools.record import EcgRecord
+from omnilead.data_tools.sources.physionet2021 import PhysioNet2021
 
 
 class Fatal(PhysioNet2021):

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from data_tools.build import ShardOptions, shard
-from data_tools.dataset import Dataset
-from data_tools.record import LEADS
-from data_tools.sources import open_sources
+from omnilead.data_tools.build import ShardOptions, shard
+from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.record import LEADS
+from omnilead.data_tools.sources import open_sources
 
 GEORGIA = "# Age: 78|# Sex: Female|# Dx: 426783006|# Rx: Unknown|# Hx: Unknown|# Sx: Unknown".split("|")  # noqa: SIM905
 

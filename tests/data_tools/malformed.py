@@ -16,7 +16,7 @@ import numpy as np
 import scipy.io
 from handmade import dat, ecg, header, mat
 
-from data_tools.record import LEADS
+from omnilead.data_tools.record import LEADS
 
 SECRET = "Dr. Dolores Quijote saw this on 3 May"
 

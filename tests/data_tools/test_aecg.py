@@ -8,14 +8,14 @@ import pytest
 from hospital_cases import BORN, DAMAGE, SECRET, SHARED, Damage, check_damage, check_private, check_real, decoded, leads_uv
 from hypothesis import given, settings
 
-from data_tools.errors import ReadError
-from data_tools.record import LEADS
-from data_tools.sources import open_sources, prepared
-from data_tools.sources.aecg import MISSING
-from data_tools.sources.base import Decoded
-from data_tools.sources.hospital import HospitalFiles
-from data_tools.storage import folder
-from data_tools.verify import FLAGS
+from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.record import LEADS
+from omnilead.data_tools.sources import open_sources, prepared
+from omnilead.data_tools.sources.aecg import MISSING
+from omnilead.data_tools.sources.base import Decoded
+from omnilead.data_tools.sources.hospital import HospitalFiles
+from omnilead.data_tools.storage import folder
+from omnilead.data_tools.verify import FLAGS
 
 KIND = "hl7-aecg"
 TRUTH = leads_uv(step=2.5)

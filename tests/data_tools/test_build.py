@@ -16,15 +16,15 @@ import pytest
 import webdataset
 from handmade import build, ecg, files, write_challenge
 
-from data_tools.__main__ import main
-from data_tools.build import ShardOptions, shard
-from data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, Dataset
-from data_tools.errors import DataError, DatasetError, StorageError
-from data_tools.plan import make_plan, permutation
-from data_tools.record import class_row
-from data_tools.sources import open_sources
-from data_tools.synth import synthesise
-from data_tools.tar import member_header
+from omnilead.data_tools.__main__ import main
+from omnilead.data_tools.build import ShardOptions, shard
+from omnilead.data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, Dataset
+from omnilead.data_tools.errors import DataError, DatasetError, StorageError
+from omnilead.data_tools.plan import make_plan, permutation
+from omnilead.data_tools.record import class_row
+from omnilead.data_tools.sources import open_sources
+from omnilead.data_tools.synth import synthesise
+from omnilead.data_tools.tar import member_header
 
 
 @pytest.mark.parametrize("count", [1, 2, 97, 10_007])
@@ -232,7 +232,7 @@ def test_leftovers_of_a_killed_run_are_removed_and_nothing_else(small: Path, tmp
 THREADS_LEFT = """
 import os, sys, threading
 from handmade import build
-from data_tools.errors import StorageError
+from omnilead.data_tools.errors import StorageError
 def threads():
     return len(os.listdir("/proc/self/task")) - threading.active_count()
 before = threads()

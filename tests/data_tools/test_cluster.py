@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from handmade import build, files
 
-from data_tools import cluster, plan
-from data_tools.__main__ import main
-from data_tools.build import ShardOptions, shard
-from data_tools.errors import StorageError
-from data_tools.sources import open_sources
-from data_tools.verify import verify
+from omnilead.data_tools import cluster, plan
+from omnilead.data_tools.__main__ import main
+from omnilead.data_tools.build import ShardOptions, shard
+from omnilead.data_tools.errors import StorageError
+from omnilead.data_tools.sources import open_sources
+from omnilead.data_tools.verify import verify
 from tests.forks import CONTEXT, started
 from tests.waiting import until
 

@@ -9,14 +9,14 @@ import pytest
 from handmade import build, crops_of, rejected
 from twins import EXAMS, crop, said, write_code15
 
-from data_tools.__main__ import main
-from data_tools.build import ShardOptions, shard
-from data_tools.errors import ReadError
-from data_tools.record import LEADS, EcgRecord
-from data_tools.sources import open_sources
-from data_tools.sources.code15 import Code15
-from data_tools.storage import folder
-from data_tools.verify import verify
+from omnilead.data_tools.__main__ import main
+from omnilead.data_tools.build import ShardOptions, shard
+from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.record import LEADS, EcgRecord
+from omnilead.data_tools.sources import open_sources
+from omnilead.data_tools.sources.code15 import Code15
+from omnilead.data_tools.storage import folder
+from omnilead.data_tools.verify import verify
 
 
 @pytest.mark.parametrize(("unit", "per_mv"), [("mV", 1.0), ("0.1 mV", 10.0), ("uV", 1000.0), ("V", 0.001)])

@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from data_tools import plots
-from data_tools.dataset import CLASSES, Dataset, as_csv, unquoted, without_formulas
+from omnilead.data_tools import plots
+from omnilead.data_tools.dataset import CLASSES, Dataset, as_csv, unquoted, without_formulas
 
 FORMULAS = ["=1+1", "+1+1|x", "-2+3+cmd", "@SUM(A1)", "\t=1", "-", "+-5", "'=1", "''-5", "\r=1"]
 KEPT = ["-5", "-0.25", "+1e-3", "-0.2 0.3", "-inf", "a=1", "", "'", "georgia"]

@@ -11,10 +11,10 @@ from hospital_cases import BORN, DAMAGE, SECRET, SHARED, Damage, check_damage, c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_tools.build import FLAGS
-from data_tools.errors import ReadError
-from data_tools.sources import dicom
-from data_tools.sources.base import Decoded
+from omnilead.data_tools.build import FLAGS
+from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.sources import dicom
+from omnilead.data_tools.sources.base import Decoded
 
 pydicom = pytest.importorskip("pydicom")
 IMPLICIT, EXPLICIT = "1.2.840.10008.1.2", "1.2.840.10008.1.2.1"

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from handmade import files
 
-from data_tools import plan
-from data_tools.__main__ import main
-from data_tools.dataset import META, REJECTS, SAMPLES
-from data_tools.storage import LocalFolder
+from omnilead.data_tools import plan
+from omnilead.data_tools.__main__ import main
+from omnilead.data_tools.dataset import META, REJECTS, SAMPLES
+from omnilead.data_tools.storage import LocalFolder
 
 Mount = Callable[[str], Path]
 

@@ -11,13 +11,13 @@ from hospital_cases import BORN, DAMAGE, SECRET, SHARED, Damage, check_damage, c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_tools.errors import ReadError
-from data_tools.record import LEADS
-from data_tools.sources import open_sources
-from data_tools.sources.edf import MAX_BYTES, decode
-from data_tools.sources.hospital import HospitalFiles
-from data_tools.storage import folder
-from data_tools.verify import verify
+from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.record import LEADS
+from omnilead.data_tools.sources import open_sources
+from omnilead.data_tools.sources.edf import MAX_BYTES, decode
+from omnilead.data_tools.sources.hospital import HospitalFiles
+from omnilead.data_tools.storage import folder
+from omnilead.data_tools.verify import verify
 
 X = dict(zip(LEADS, ecg(), strict=True))
 I = {"I": X["I"]}  # noqa: E741

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from handmade import write_challenge
 
-from data_tools.build import ShardOptions, assign_roles, shard
-from data_tools.dataset import Dataset
-from data_tools.prepare import SPEC_HASH
-from data_tools.sources import open_sources
-from data_tools.splits import RoleSources, keyed_uniform
+from omnilead.data_tools.build import ShardOptions, assign_roles, shard
+from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.prepare import SPEC_HASH
+from omnilead.data_tools.sources import open_sources
+from omnilead.data_tools.splits import RoleSources, keyed_uniform
 
 RATES = ("500", "257", "1000", "400")
 

@@ -22,18 +22,18 @@ from test_dicom import file as dicom_file
 from test_muse_xml import lead_xml, muse, steps
 from twins import write_wfdb
 
-from data_tools import storage
-from data_tools.__main__ import main
-from data_tools.dataset import Dataset
-from data_tools.errors import ReadError, StorageError
-from data_tools.record import LEADS, VENDORS
-from data_tools.sources import open_sources
-from data_tools.sources.base import Decoded, read_safely
-from data_tools.sources.hospital import FORMATS, HospitalFiles
-from data_tools.splits import RoleSources
-from data_tools.storage import folder
-from data_tools.verify import verify
-from engine.data.leakage import patient_ids
+from omnilead.data_tools import storage
+from omnilead.data_tools.__main__ import main
+from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.errors import ReadError, StorageError
+from omnilead.data_tools.record import LEADS, VENDORS
+from omnilead.data_tools.sources import open_sources
+from omnilead.data_tools.sources.base import Decoded, read_safely
+from omnilead.data_tools.sources.hospital import FORMATS, HospitalFiles
+from omnilead.data_tools.splits import RoleSources
+from omnilead.data_tools.storage import folder
+from omnilead.data_tools.verify import verify
+from omnilead.engine.data.leakage import patient_ids
 
 UID = "1.2.840.113619.2.5.1762583153.215519.978957063.78"
 

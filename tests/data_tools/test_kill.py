@@ -25,12 +25,12 @@ from typing import Any
 import pytest
 from handmade import build, files
 
-from data_tools import plan, zarr_writer
-from data_tools.__main__ import main
-from data_tools.dataset import META, Dataset
-from data_tools.errors import DatasetError
-from data_tools.storage import LocalFolder
-from data_tools.verify import verify
+from omnilead.data_tools import plan, zarr_writer
+from omnilead.data_tools.__main__ import main
+from omnilead.data_tools.dataset import META, Dataset
+from omnilead.data_tools.errors import DatasetError
+from omnilead.data_tools.storage import LocalFolder
+from omnilead.data_tools.verify import verify
 from tests.waiting import until
 
 KILLS, SEED = 100, 20240229

@@ -16,13 +16,13 @@ import pytest
 from handmade import build, ecg, header, write_challenge
 from twins import CODE15_COLUMNS, PTBXL_COLUMNS, write_code15, write_mimic, write_table
 
-from data_tools.__main__ import main
-from data_tools.dataset import CLASSES, Dataset
-from data_tools.labels.archives import CODE15
-from data_tools.labels.mimic_iv_ecg import CODES, NUMBERS, REPORTS, statement_codes
-from data_tools.synth import synthesise
-from engine.evaluation.results import load_task
-from engine.tasks.labels import read_task
+from omnilead.data_tools.__main__ import main
+from omnilead.data_tools.dataset import CLASSES, Dataset
+from omnilead.data_tools.labels.archives import CODE15
+from omnilead.data_tools.labels.mimic_iv_ecg import CODES, NUMBERS, REPORTS, statement_codes
+from omnilead.data_tools.synth import synthesise
+from omnilead.engine.evaluation.results import load_task
+from omnilead.engine.tasks.labels import read_task
 
 SHARED = Path(__file__).parents[3] / "shared"
 MIMIC_COLUMNS = " ".join(["subject_id study_id cart_id ecg_time", *REPORTS, "bandwidth filtering", *NUMBERS])
@@ -333,8 +333,8 @@ def test_statements_are_read_from_the_first_column_whatever_its_name(
 def test_the_temporary_files_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     synthesise(tmp_path / "src", 5, layout="ptbxl", progress=False)
     command = ["labels", "ptbxl", str(tmp_path / "src"), "--out", str(tmp_path / "out")]
-    kill = "from data_tools import storage; import os, sys; storage.publish = lambda *paths: os.kill(os.getpid(), 9)"
-    run = subprocess.run([sys.executable, "-c", f"{kill}; from data_tools.__main__ import main; main({command})"], check=False)
+    kill = "from omnilead.data_tools import storage; import os, sys; storage.publish = lambda *paths: os.kill(os.getpid(), 9)"
+    run = subprocess.run([sys.executable, "-c", f"{kill}; from omnilead.data_tools.__main__ import main; main({command})"], check=False)
     assert run.returncode == -9
     (left,) = (tmp_path / "out").iterdir()
     running = left.with_name(f".other.parquet.{socket.gethostname()}.{os.getpid()}")

@@ -7,10 +7,10 @@ import pytest
 from handmade import dat, ecg, header, write_challenge
 from twins import write_code15, write_mimic, write_ptbxl
 
-from data_tools.__main__ import main
-from data_tools.sources import open_sources
-from data_tools.storage import LocalFolder
-from engine import embed, predict
+from omnilead.data_tools.__main__ import main
+from omnilead.data_tools.sources import open_sources
+from omnilead.data_tools.storage import LocalFolder
+from omnilead.engine import embed, predict
 from tests.conftest import save_model
 
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from handmade import ecg, write_challenge
 
-from data_tools import cli
-from data_tools.__main__ import main
-from data_tools.dataset import Dataset
-from data_tools.errors import DataError, DatasetError
-from data_tools.summary import PAPER_SETS
-from data_tools.verify import verify
+from omnilead.data_tools import cli
+from omnilead.data_tools.__main__ import main
+from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.errors import DataError, DatasetError
+from omnilead.data_tools.summary import PAPER_SETS
+from omnilead.data_tools.verify import verify
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -65,7 +65,7 @@ SAME = ("--workers", "1", "--pretrain-sources", "all", "--id-share", "1")  # as 
         (("shard", "SRC", "--out", "x", "--id-share", "1.5"), "'1.5' is not a number from 0 to 1"),
         (("shard", "SRC", "--out", "x", "--plan", "all", "--pretrain-sources", "ptb"), "so --pretrain-sources has no effect"),
         (("shard", "SRC", "--out", "x", "--plan", "all", "--id-share", "0.5"), "so --id-share has no effect"),
-        (("shard", "SRC", "--out", "x", "--source", "data_tools.sources:Source"), "abstract method"),
+        (("shard", "SRC", "--out", "x", "--source", "omnilead.data_tools.sources:Source"), "abstract method"),
         (("shard", "SRC", "--out", "x", "--pseudonymize", "nokey"), "nokey"),
         (("shard", "SRC", "--out", "x", "--pseudonymize", "SHORT"), "at least 16"),
         (("shard", "SRC", "--out", "x", "--pseudonymize", "OPEN"), "other users can read it (-rw-r-----): chmod 600 OPEN"),
@@ -214,7 +214,7 @@ def test_an_interrupted_synth_must_be_started_again(
     def stopped(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("data_tools.synth.synthesise", stopped)
+    monkeypatch.setattr("omnilead.data_tools.synth.synthesise", stopped)
     error = f"interrupted: delete {tmp_path} and run it again\n"
     assert run(capsys, "synth", tmp_path) == (130, "", error)
 

@@ -16,17 +16,17 @@ import wfdb  # noqa: F401  (imported here, so that the first read through it is 
 from handmade import crops_of, ecg, everything_in, header, mat, rejected
 from malformed import NAMES, ORPHANS, READ, REFUSED, SECRET, Made
 
-from data_tools.__main__ import main
-from data_tools.build import ShardOptions, shard
-from data_tools.dataset import CROP_SHAPE, Dataset
-from data_tools.errors import ReadError
-from data_tools.prepare import crop_count, prepare_crop
-from data_tools.record import LEADS, EcgRecord
-from data_tools.sources.base import Source
-from data_tools.sources.physionet2021 import PhysioNet2021
-from data_tools.sources.wfdb_folder import WfdbFolder
-from data_tools.storage import folder
-from data_tools.verify import verify
+from omnilead.data_tools.__main__ import main
+from omnilead.data_tools.build import ShardOptions, shard
+from omnilead.data_tools.dataset import CROP_SHAPE, Dataset
+from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.prepare import crop_count, prepare_crop
+from omnilead.data_tools.record import LEADS, EcgRecord
+from omnilead.data_tools.sources.base import Source
+from omnilead.data_tools.sources.physionet2021 import PhysioNet2021
+from omnilead.data_tools.sources.wfdb_folder import WfdbFolder
+from omnilead.data_tools.storage import folder
+from omnilead.data_tools.verify import verify
 
 SLOWEST_S, LARGEST_BYTES = 1.0, 200e6
 PLACE = "training/georgia/g1"

@@ -12,12 +12,12 @@ from handmade import build, rejected
 from hospital_cases import BORN, BORN_ISO, DAMAGE, SECRET, SHARED, Damage, check_damage, check_private
 from hypothesis import given, settings
 
-from data_tools.errors import ReadError
-from data_tools.record import LEADS
-from data_tools.sources.base import Prepared, prepared, read_safely
-from data_tools.sources.hospital import HospitalFiles
-from data_tools.sources.muse_xml import _COUNTS
-from data_tools.storage import folder
+from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.record import LEADS
+from omnilead.data_tools.sources.base import Prepared, prepared, read_safely
+from omnilead.data_tools.sources.hospital import HospitalFiles
+from omnilead.data_tools.sources.muse_xml import _COUNTS
+from omnilead.data_tools.storage import folder
 
 STORED = ("I", "II", "V1", "V2", "V3", "V4", "V5", "V6")
 

@@ -10,11 +10,11 @@ from hospital_cases import BORN_ISO, DAMAGE, SECRET, SHARED, Damage, check_damag
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_tools.errors import ReadError
-from data_tools.record import LEADS
-from data_tools.sources.base import Decoded
-from data_tools.sources.philips_xml import ECG_S, PULSE_S
-from data_tools.verify import FLAGS
+from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.record import LEADS
+from omnilead.data_tools.sources.base import Decoded
+from omnilead.data_tools.sources.philips_xml import ECG_S, PULSE_S
+from omnilead.data_tools.verify import FLAGS
 
 KIND, RATE = "philips-xml", 250
 TRUTH = leads_uv(ECG_S * RATE)

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from data_tools.plots import ROWS_Y_MM, TRACE_X_MM, ecg_figure, save, summary_figure
-from data_tools.record import ABBREVIATIONS, LEADS
+from omnilead.data_tools.plots import ROWS_Y_MM, TRACE_X_MM, ecg_figure, save, summary_figure
+from omnilead.data_tools.record import ABBREVIATIONS, LEADS
 
 FS_HZ = 500.0
 DPI = 254  # ten pixels to the millimetre

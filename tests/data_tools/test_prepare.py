@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from handmade import ecg
 
-from data_tools.dataset import CROP_SHAPE
-from data_tools.errors import ReadError
-from data_tools.prepare import CROP, FS_HZ, HALF, crop_count, dropped_s, prepare_crop, samples_at_500
-from data_tools.record import LEADS, EcgRecord
+from omnilead.data_tools.dataset import CROP_SHAPE
+from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.prepare import CROP, FS_HZ, HALF, crop_count, dropped_s, prepare_crop, samples_at_500
+from omnilead.data_tools.record import LEADS, EcgRecord
 
 
 def record(signal: np.ndarray, **changes: object) -> EcgRecord:
@@ -163,7 +163,7 @@ def test_a_crop_of_a_resampled_record_does_not_depend_on_the_cut(fs_hz: float) -
     x = rng.normal(0, 1, (12, round(30 * fs_hz)))
     _, first = prepared(record(x, fs_hz=fs_hz, gain=1.0), 0)
     _, middle = prepared(record(x, fs_hz=fs_hz, gain=1.0), 1)
-    from data_tools.prepare import rate_ratio, resample
+    from omnilead.data_tools.prepare import rate_ratio, resample
 
     whole = np.rint(resample(x, *rate_ratio(fs_hz)) * 1000)
     np.testing.assert_array_equal(first, whole[:, :CROP])

@@ -21,17 +21,17 @@ import pytest
 from broken_server import STALL_S, Fault, Server
 from handmade import build, files
 
-from data_tools import plan, storage, zarr_writer
-from data_tools.__main__ import main
-from data_tools.build import ShardOptions, shard
-from data_tools.dataset import CROP_SHAPE, META, Dataset
-from data_tools.errors import DataError, DatasetError, StorageError
-from data_tools.sources import open_sources, physionet2021, ptbxl
-from data_tools.storage import folder
-from data_tools.verify import verify
-from engine.data.order import Places
-from engine.data.reader import CropReader
-from engine.data.staging import Staging
+from omnilead.data_tools import plan, storage, zarr_writer
+from omnilead.data_tools.__main__ import main
+from omnilead.data_tools.build import ShardOptions, shard
+from omnilead.data_tools.dataset import CROP_SHAPE, META, Dataset
+from omnilead.data_tools.errors import DataError, DatasetError, StorageError
+from omnilead.data_tools.sources import open_sources, physionet2021, ptbxl
+from omnilead.data_tools.storage import folder
+from omnilead.data_tools.verify import verify
+from omnilead.engine.data.order import Places
+from omnilead.engine.data.reader import CropReader
+from omnilead.engine.data.staging import Staging
 from tests.forks import started
 
 s3fs = pytest.importorskip("s3fs")

@@ -12,10 +12,10 @@ from hospital_cases import BORN, DAMAGE, SECRET, SHARED, Damage, check_damage, c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_tools.errors import ReadError
-from data_tools.record import LEADS
-from data_tools.sources.hospital import changes
-from data_tools.sources.scp import decode
+from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.record import LEADS
+from omnilead.data_tools.sources.hospital import changes
+from omnilead.data_tools.sources.scp import decode
 
 X = dict(zip(LEADS, ecg(500), strict=True))
 X_5S = dict(zip(LEADS, ecg(2500), strict=True))

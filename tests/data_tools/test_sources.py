@@ -22,18 +22,18 @@ from twins import (
     write_wfdb,
 )
 
-from data_tools.__main__ import main
-from data_tools.build import ShardOptions, shard
-from data_tools.dataset import REJECTS, Dataset
-from data_tools.errors import ReadError
-from data_tools.record import LEADS, EcgRecord
-from data_tools.sources import Prepared, Source, open_sources, prepared
-from data_tools.sources.code15 import Code15
-from data_tools.sources.mimic_iv_ecg import MimicIvEcg
-from data_tools.sources.physionet2021 import TABLE_PLACES, PhysioNet2021
-from data_tools.sources.ptbxl import PtbXl
-from data_tools.storage import folder
-from data_tools.verify import verify
+from omnilead.data_tools.__main__ import main
+from omnilead.data_tools.build import ShardOptions, shard
+from omnilead.data_tools.dataset import REJECTS, Dataset
+from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.record import LEADS, EcgRecord
+from omnilead.data_tools.sources import Prepared, Source, open_sources, prepared
+from omnilead.data_tools.sources.code15 import Code15
+from omnilead.data_tools.sources.mimic_iv_ecg import MimicIvEcg
+from omnilead.data_tools.sources.physionet2021 import TABLE_PLACES, PhysioNet2021
+from omnilead.data_tools.sources.ptbxl import PtbXl
+from omnilead.data_tools.storage import folder
+from omnilead.data_tools.verify import verify
 
 # The Challenge's archive
 

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from data_tools.splits import GALLERY, PROBE, TEST, TRAIN, VALID, Records, RoleSources, assign, leaks
+from omnilead.data_tools.splits import GALLERY, PROBE, TEST, TRAIN, VALID, Records, RoleSources, assign, leaks
 
 SOURCES = ("cpsc_2018", "georgia", "ningbo", "ptb-xl")
 EVERYBODY = RoleSources(id_share=1.0)  # all patients with two sessions are tested

@@ -11,11 +11,11 @@ import scipy.io
 import wfdb
 from handmade import files
 
-from data_tools import synth
-from data_tools.errors import DataError
-from data_tools.record import ABBREVIATIONS, CLASS_OF, HEART_AXIS_CODES, LEADS, SCP_CODES
-from data_tools.synth_ecg import BLOCK, RHYTHM, draw_patients, simulate, twelve_leads
-from engine.evaluation.mean_beat import BEAT, mean_beats, r_peaks
+from omnilead.data_tools import synth
+from omnilead.data_tools.errors import DataError
+from omnilead.data_tools.record import ABBREVIATIONS, CLASS_OF, HEART_AXIS_CODES, LEADS, SCP_CODES
+from omnilead.data_tools.synth_ecg import BLOCK, RHYTHM, draw_patients, simulate, twelve_leads
+from omnilead.engine.evaluation.mean_beat import BEAT, mean_beats, r_peaks
 
 PATIENTS, TWICE = 150, 13  # two sessions: 11 % are expected
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from handmade import build, files, flip
 
-from data_tools import plan, zarr_writer
-from data_tools.dataset import META
-from data_tools.errors import DatasetError, StorageError
-from data_tools.storage import LocalFolder
+from omnilead.data_tools import plan, zarr_writer
+from omnilead.data_tools.dataset import META
+from omnilead.data_tools.errors import DatasetError, StorageError
+from omnilead.data_tools.storage import LocalFolder
 
 FLIPS, AT_ONCE = 200, 5
 

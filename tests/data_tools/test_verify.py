@@ -16,14 +16,14 @@ import pytest
 from handmade import build as make
 from handmade import ecg, flip, write_challenge
 
-from data_tools import build, plan, zarr_writer
-from data_tools.__main__ import main
-from data_tools.build import FLAGS, row_of
-from data_tools.dataset import CROP_BYTES, Dataset, fingerprint
-from data_tools.errors import DatasetError
-from data_tools.sources import open_sources
-from data_tools.splits import RoleSources
-from data_tools.verify import MAX_FINDINGS, verify
+from omnilead.data_tools import build, plan, zarr_writer
+from omnilead.data_tools.__main__ import main
+from omnilead.data_tools.build import FLAGS, row_of
+from omnilead.data_tools.dataset import CROP_BYTES, Dataset, fingerprint
+from omnilead.data_tools.errors import DatasetError
+from omnilead.data_tools.sources import open_sources
+from omnilead.data_tools.splits import RoleSources
+from omnilead.data_tools.verify import MAX_FINDINGS, verify
 
 ROOT = Path(__file__).parents[2]
 Damage = Callable[[Path], object]

@@ -8,12 +8,12 @@ import wfdb
 from handmade import dat, ecg
 from twins import FORMATS, read, write_wfdb
 
-from data_tools.dataset import CROP_SHAPE
-from data_tools.errors import ReadError
-from data_tools.prepare import prepare_crop
-from data_tools.record import LEADS
-from data_tools.sources.wfdb_folder import WfdbFolder
-from data_tools.storage import folder
+from omnilead.data_tools.dataset import CROP_SHAPE
+from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.prepare import prepare_crop
+from omnilead.data_tools.record import LEADS
+from omnilead.data_tools.sources.wfdb_folder import WfdbFolder
+from omnilead.data_tools.storage import folder
 
 
 @pytest.mark.parametrize("leads", [LEADS, ("resp", "I", "II", "V1", "V2", "V3", "V4", "V5", "V6")], ids=["12 leads", "8 leads"])

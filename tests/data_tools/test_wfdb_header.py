@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from data_tools.errors import ReadError
-from data_tools.record import LEADS, only_codes, parse_dx
-from data_tools.sources.wfdb_header import MAX_SAMPLES, WfdbHeader, parse_header, peek
+from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.record import LEADS, only_codes, parse_dx
+from omnilead.data_tools.sources.wfdb_header import MAX_SAMPLES, WfdbHeader, parse_header, peek
 
 SLOWEST_S = 1.0
 MV = {"V": 1e3, "mV": 1.0, "mv": 1.0, "MV": 1.0, "uV": 1e-3, "UV": 1e-3, "µV": 1e-3, "nV": 1e-6, "": 1.0}

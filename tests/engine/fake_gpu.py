@@ -18,15 +18,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import backend_registration
 
-from engine.config import CONFIGS, load
-from engine.data.augmenter import Augmenter, parameters
-from engine.data.order import Places
-from engine.model.classifier import Classifier
-from engine.model.config import ModelConfig
-from engine.model.encoder import Encoder
-from engine.model.pretrainer import Pretrainer
-from engine.tasks.config import TaskConfig, TaskKind
-from engine.training.optimizer import GuardedAdamW
+from omnilead.engine.config import CONFIGS, load
+from omnilead.engine.data.augmenter import Augmenter, parameters
+from omnilead.engine.data.order import Places
+from omnilead.engine.model.classifier import Classifier
+from omnilead.engine.model.config import ModelConfig
+from omnilead.engine.model.encoder import Encoder
+from omnilead.engine.model.pretrainer import Pretrainer
+from omnilead.engine.tasks.config import TaskConfig, TaskKind
+from omnilead.engine.training.optimizer import GuardedAdamW
 
 CROPS, CLASSES = 4, 26
 module = backend_registration._DummyBackendModule()

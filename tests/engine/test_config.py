@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.common import ConfigError
-from engine.config import (
+from omnilead.engine.common import ConfigError
+from omnilead.engine.config import (
     CONFIGS,
     FinetuneConfig,
     build,
@@ -19,7 +19,7 @@ from engine.config import (
     schema,
     zero_stage,
 )
-from engine.model.pretrainer import Pretrainer
+from omnilead.engine.model.pretrainer import Pretrainer
 
 PRETRAIN, FINETUNE = (sorted((CONFIGS / kind).glob("*.yaml")) for kind in ("pretrain", "finetune"))
 PAPER = CONFIGS / "pretrain" / "w2v_cmsc_rlm.yaml"
@@ -99,7 +99,7 @@ def test_precision_auto_follows_the_hardware(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cuda: bool, emulated: bool, flags: str, resolved: str
 ) -> None:
     (tmp_path / "cpuinfo").write_text(f"flags\t\t: fpu {flags} sse\n")
-    monkeypatch.setattr("engine.config.CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr("omnilead.engine.config.CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation or not emulated)
     assert build({"train": {"precision": "auto"}}).tree()["train"]["precision"] == resolved

@@ -1,4 +1,4 @@
-"""engine.convert: exact both ways, strict about names, and never runs what is pickled in a checkpoint."""
+"""omnilead.engine.convert: exact both ways, strict about names, and never runs what is pickled in a checkpoint."""
 
 import argparse
 import collections
@@ -19,12 +19,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine import convert
-from engine.model import conversion
-from engine.model.config import ModelConfig, ObjectiveConfig
-from engine.model.fairseq import their_settings, to_theirs
-from engine.model.folder import seal
-from engine.model.pretrainer import Pretrainer
+from omnilead.engine import convert
+from omnilead.engine.model import conversion
+from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
+from omnilead.engine.model.fairseq import their_settings, to_theirs
+from omnilead.engine.model.folder import seal
+from omnilead.engine.model.pretrainer import Pretrainer
 
 ROOT = Path(__file__).parents[2]
 REAL = ROOT.parent / "shared" / "parity" / "small_checkpoint.pt"

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from data_tools.cli import guard_streams
-from engine import convert, embed, evaluate, parity, pretrain
-from engine.data import picture
-from engine.evaluation import run_report
+from omnilead.data_tools.cli import guard_streams
+from omnilead.engine import convert, embed, evaluate, parity, pretrain
+from omnilead.engine.data import picture
+from omnilead.engine.evaluation import run_report
 from tests.forks import started
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,7 @@ def test_wrong_arguments_are_one_line(
     assert (ended.value.code, out, err.count("\n")) == (2, "", 1) and err.endswith("(--help shows all)\n")
 
 
-UNBUFFERED = '-u -c "from data_tools.cli import Parser; Parser(); [print(n) for n in range(10**5)]"'
+UNBUFFERED = '-u -c "from omnilead.data_tools.cli import Parser; Parser(); [print(n) for n in range(10**5)]"'
 
 
 @pytest.mark.parametrize(
@@ -61,11 +61,11 @@ UNBUFFERED = '-u -c "from data_tools.cli import Parser; Parser(); [print(n) for 
     [
         (UNBUFFERED, "| true", 1, 0),
         (UNBUFFERED, "> /dev/full", 1, 1),
-        ("-m data_tools --help", "> /dev/full", 1, 1),
-        ("-m data_tools --help", ">&-", 0, 0),
-        ("-m data_tools --help", "| true", 0, 0),
-        ("-m data_tools --help", "2>&- | cat", 0, 0),
-        ("-m data_tools show $'no\\xff'", "", 2, 1),
+        ("-m omnilead --help", "> /dev/full", 1, 1),
+        ("-m omnilead --help", ">&-", 0, 0),
+        ("-m omnilead --help", "| true", 0, 0),
+        ("-m omnilead --help", "2>&- | cat", 0, 0),
+        ("-m omnilead show $'no\\xff'", "", 2, 1),
         ("engine/pretrain.py --schema", "> /dev/full", 1, 1),
     ],
 )

@@ -1,4 +1,4 @@
-"""engine.embed: tables of embeddings from datasets, files and arrays, also after interruptions; the probes."""
+"""omnilead.engine.embed: tables of embeddings from datasets, files and arrays, also after interruptions; the probes."""
 
 import errno
 import json
@@ -17,11 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-import engine
-from data_tools.dataset import Dataset
-from engine import embed
-from engine.common import LEADS
-from engine.evaluation import embedding, outputs
+import omnilead
+from omnilead.data_tools.dataset import Dataset
+from omnilead.engine import embed
+from omnilead.engine.common import LEADS
+from omnilead.engine.evaluation import embedding, outputs
 from tests.conftest import save_model
 from tests.forks import started
 from tests.waiting import until
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Any:
-    return engine.load(folder)
+    return omnilead.load(folder)
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +287,7 @@ def test_crops_without_any_of_the_models_leads(
     starts = pq.read_table(tmp_path / "2").select(["record", "start_s"]).to_pylist()
     assert starts == [{"record": "y", "start_s": start} for start in (0.0, 20.0)]
     assert record in embedded(dataset.root.url, leads=f"I,{lead}")["record"].to_pylist()
-    monkeypatch.setattr("engine.evaluation.inputs.none_measured", lambda dataset, leads: np.ones(len(dataset), bool))
+    monkeypatch.setattr("omnilead.engine.evaluation.inputs.none_measured", lambda dataset, leads: np.ones(len(dataset), bool))
     probed = ["--model", str(folder), "--data", dataset.root.url, "--probe", "--on-corrupt", "skip"]
     assert embed.main(probed) == 2 and "no valid lead" in capsys.readouterr().err
 

@@ -17,28 +17,28 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parent / "training"))  # the helpers lie there
 from ranks import TINY, curve, finetune, pretrain, rows
 
-import engine
-from data_tools.build import ShardOptions, shard
-from data_tools.dataset import CLASSES, Dataset
-from data_tools.sources import open_sources
-from data_tools.splits import RoleSources
-from engine import evaluate
-from engine.common import ConfigError
-from engine.config import CONFIGS, FinetuneConfig, build, load
-from engine.data.leakage import find_leak, split_of
-from engine.evaluation.run_files import DIAGNOSTICS, LABELS, read_diagnostics
-from engine.finetune import main
-from engine.model.classifier import Classifier
-from engine.model.encoder import Encoder, pool
-from engine.model.init_weights import initialise
-from engine.tasks.config import TaskConfig, TaskKind
-from engine.tasks.labels import TaskLabels, read_table, read_task
-from engine.training import checkpoint
-from engine.training.distributed import Ranks
-from engine.training.finetuning import FinetuneTask, identity_classes, read_start, select_leads, split_remark
-from engine.training.loop import Loop
-from engine.training.recipe import finetuning
-from engine.training.task import best_metric
+import omnilead
+from omnilead.data_tools.build import ShardOptions, shard
+from omnilead.data_tools.dataset import CLASSES, Dataset
+from omnilead.data_tools.sources import open_sources
+from omnilead.data_tools.splits import RoleSources
+from omnilead.engine import evaluate
+from omnilead.engine.common import ConfigError
+from omnilead.engine.config import CONFIGS, FinetuneConfig, build, load
+from omnilead.engine.data.leakage import find_leak, split_of
+from omnilead.engine.evaluation.run_files import DIAGNOSTICS, LABELS, read_diagnostics
+from omnilead.engine.finetune import main
+from omnilead.engine.model.classifier import Classifier
+from omnilead.engine.model.encoder import Encoder, pool
+from omnilead.engine.model.init_weights import initialise
+from omnilead.engine.tasks.config import TaskConfig, TaskKind
+from omnilead.engine.tasks.labels import TaskLabels, read_table, read_task
+from omnilead.engine.training import checkpoint
+from omnilead.engine.training.distributed import Ranks
+from omnilead.engine.training.finetuning import FinetuneTask, identity_classes, read_start, select_leads, split_remark
+from omnilead.engine.training.loop import Loop
+from omnilead.engine.training.recipe import finetuning
+from omnilead.engine.training.task import best_metric
 
 KINDS: dict[str, TaskKind] = {"diagnosis": "multilabel", "identification": "identity"}
 GOLDEN = {"diagnosis": [0.705998, 0.695719, 0.687947, 0.676827], "identification": [249.5363, 242.2784, 236.9995, 240.1337]}
@@ -75,7 +75,7 @@ def test_evaluate_agrees_with_the_runs_validation(
     assert ("AUROC, AUPRC, F-measure" in html) == (task == "diagnosis") != ("Patients recognised" in html)
     assert arrays.keys() == {"samples_mv"} | ({"same_similarity", "other_similarity"} if task == "identification" else set())
     assert len(arrays.get("same_similarity", range(99))) >= len(dataset.select(identity="valid")) / 2
-    model, before = engine.load(run), engine.load(base)
+    model, before = omnilead.load(run), omnilead.load(base)
     assert model.config["head"]["task"] == task and (model.head is not None) == (task == "diagnosis")
     frozen, moved = (
         [(name, w) for name, w in model.encoder.state_dict().items() if name.startswith("conv.") == conv]
@@ -149,7 +149,7 @@ def test_random_weights_of_a_pretraining_file(dataset: Dataset, tmp_path: Path) 
     (tmp_path / "tiny.yaml").write_text(TINY)
     changes = {"augment__leads": "2", "augment__padded": False, "augment__rlm": 0.5, "augment__noise": "physio3"}
     assert finetune(tmp_path, dataset.root.url, tmp_path / "tiny.yaml", "diagnosis", train__steps=1, **changes).ok
-    model = engine.load(tmp_path / "run")
+    model = omnilead.load(tmp_path / "run")
     assert model.config["model"]["leads"] == 2 and model.preprocessing["leads"] == ["I", "II"]
     assert finetune(tmp_path, dataset.root.url, tmp_path / "tiny.yaml", "diagnosis", train__steps=2, **changes).ok  # goes on
     (tmp_path / "tiny.yaml").write_text(TINY.replace("ffn: 32", "ffn: 64"))
@@ -195,7 +195,7 @@ def test_arcface_with_learnt_scale_and_growing_margin(base: Path, dataset: Datas
     assert ended.ok and margins == [0.0, 0.5, 1.0, 1.0], ended.output
     whole = tmp_path / "whole"
     first, last = (checkpoint.full_weights(whole / "checkpoints" / f"step-{step}") for step in (2, 4))
-    assert first["log_scale"] != last["log_scale"] and "log_scale" not in engine.load(whole).encoder.state_dict()
+    assert first["log_scale"] != last["log_scale"] and "log_scale" not in omnilead.load(whole).encoder.state_dict()
     ended = finetune(tmp_path, dataset.root.url, base, "identification", "whole", **learned, train__steps=5)
     assert "train.steps changed from 4 to 5" in ended.one_line()
     shutil.copytree(whole, tmp_path / "part")
@@ -288,7 +288,7 @@ def test_datasets_with_contradictory_roles_are_refused(dataset: Dataset, other: 
 def test_a_model_knows_the_splits_of_all_its_stages(dataset: Dataset, other: Dataset, base: Path, tmp_path: Path) -> None:
     ended = finetune(tmp_path, other.root.url, base, "diagnosis", train__steps=1)
     assert ended.ok, ended.output
-    model = engine.load(tmp_path / "run")
+    model = omnilead.load(tmp_path / "run")
     assert model.history["splits"] == [split_of(other), split_of(dataset)]
     assert model.history["datasets"] == [other.fingerprint] and model.history["precision"] in ("fp32", "bf16")
     assert finetune(tmp_path, other.root.url, base, "diagnosis", train__steps=2).ok  # goes on
@@ -342,7 +342,7 @@ def test_a_users_own_label_table(
     ended = finetune(tmp_path, dataset.root.url, base, "diagnosis", train__steps=2, **how)
     assert ended.ok, ended.output
     run = tmp_path / "run"
-    head, state = engine.load(run).config["head"], checkpoint.read_state(run / "checkpoints" / "step-2")
+    head, state = omnilead.load(run).config["head"], checkpoint.read_state(run / "checkpoints" / "step-2")
     assert head["kind"] == kind and head["classes"] == outputs and head["definition"]["labels"] == "mine.csv"
     assert figure in rows(run, "validation.jsonl")[1] and "loss" in rows(run)[0]
     known = read_task(TaskConfig(kind=kind, labels=str(table), columns=tuple(columns)), [dataset])  # type: ignore[arg-type]
@@ -376,7 +376,7 @@ def test_early_stopping(base: Path, dataset: Dataset, tmp_path: Path, monkeypatc
     assert "converged: best auroc 0.5000 at step 2, and 3 validations since without improvement\n" in ended.output
     result = json.loads((run / "result.json").read_text())
     assert result["converged"] and result["curve"] == [[0, 0.9], [2, 0.5], [4, 0.4], [5, 0.3]]
-    assert (run / "checkpoints" / "best").read_text() == "step-2" and engine.load(run).history["step"] == 2
+    assert (run / "checkpoints" / "best").read_text() == "step-2" and omnilead.load(run).history["step"] == 2
 
 
 def test_the_best_of_several_learning_rates(
@@ -401,7 +401,7 @@ def test_the_best_of_several_learning_rates(
     assert copied <= set(os.listdir(run)) and not (run / ".model").exists()
     tried = json.loads((run / "rates.json").read_text())
     assert [(row["lr"], row["step"], row["best"]) for row in tried] == [(1e-4, 4, 0.7), (3e-4, 2, 0.8), (1e-3, 2, 0.6)]
-    model, chosen = engine.load(run), engine.load(run / "lr-0.0003")
+    model, chosen = omnilead.load(run), omnilead.load(run / "lr-0.0003")
     assert all(w.equal(chosen.encoder.state_dict()[name]) for name, w in model.encoder.state_dict().items())
     assert rows(run, "validation.jsonl") == rows(run / "lr-0.0003", "validation.jsonl")
     html = (run / "report.html").read_text()

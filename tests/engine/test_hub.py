@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-import engine
-from engine.hub import main
-from engine.model import folder
+import omnilead
+from omnilead.engine.hub import main
+from omnilead.engine.model import folder
 from tests.engine.fake_hub import TOKEN, Hub, hub
 
 
@@ -76,8 +76,8 @@ def test_a_pushed_model_can_be_pulled(
         assert {path.name: path.read_bytes() for path in Path(place).iterdir()} == files
         for path in (tmp_path / "empty").iterdir():
             path.unlink()
-    mine, theirs = engine.load(run), engine.load("hf://ward/ecg")
-    assert theirs.digest == engine.load(out).digest and theirs.encoder.width == mine.encoder.width
+    mine, theirs = omnilead.load(run), omnilead.load("hf://ward/ecg")
+    assert theirs.digest == omnilead.load(out).digest and theirs.encoder.width == mine.encoder.width
     assert all(theirs.state_dict()[name].equal(weights) for name, weights in mine.state_dict().items())
     assert main(["push", str(run), "ward/ecg"]) == 0  # again: another commit
 

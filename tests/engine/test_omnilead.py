@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-import engine
-from data_tools.dataset import Dataset
-from engine.__main__ import COMMANDS, main
+import omnilead
+from omnilead.__main__ import COMMANDS, main
+from omnilead.data_tools.dataset import Dataset
 from tests.parsers import parser_of
 
 ROOT = Path(__file__).parents[2]
 # Every command's help in one process; fails with the heavy modules that were imported
 HELP = """
 import sys
-from engine.__main__ import COMMANDS, main
+from omnilead.__main__ import COMMANDS, main
 for words in (["--help"], *([name, "--help"] for name in COMMANDS), *(word.split() for word in sys.argv[1:])):
     try:
         main(words)
@@ -102,7 +102,7 @@ def test_version_and_a_command_that_does_not_exist(capsys: pytest.CaptureFixture
             main(arguments)
         assert ended.value.code == code
     out, err = capsys.readouterr()
-    assert out == f"omnilead {engine.__version__}\n" and err.count("\n") == 2
+    assert out == f"omnilead {omnilead.__version__}\n" and err.count("\n") == 2
     assert "'pretrian': did you mean pretrain? (--help shows all)" in err
 
 

@@ -1,4 +1,4 @@
-"""engine.parity: our numbers are the authors', and a difference is noticed."""
+"""omnilead.engine.parity: our numbers are the authors', and a difference is noticed."""
 
 import json
 import re
@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine import parity
-from engine.model.config import ModelConfig, ObjectiveConfig
-from engine.model.fairseq import from_theirs, names, settings, spelling, their_settings, to_theirs
-from engine.model.parity import INPUTS
-from engine.model.pretrainer import Pretrainer
+from omnilead.engine import parity
+from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
+from omnilead.engine.model.fairseq import from_theirs, names, settings, spelling, their_settings, to_theirs
+from omnilead.engine.model.parity import INPUTS
+from omnilead.engine.model.pretrainer import Pretrainer
 
 torch.set_num_threads(1)  # small tensors: threads would only wait for each other
 REFERENCE = Path(__file__).parents[2].parent / "shared" / "parity"

@@ -1,4 +1,4 @@
-"""engine.predict: columns of each kind of task, their numbers, what is refused. Reading and resuming: test_embed."""
+"""omnilead.engine.predict: columns of each kind of task, their numbers, what is refused. Reading and resuming: test_embed."""
 
 import json
 import re
@@ -16,15 +16,15 @@ import torch
 from pyarrow import csv
 from test_muse_xml import muse
 
-import engine
-from data_tools.build import ShardOptions, shard
-from data_tools.dataset import Dataset
-from data_tools.pseudonyms import read_key
-from data_tools.sources import open_sources
-from engine import embed, predict
-from engine.common import LEADS
-from engine.model import folder
-from engine.tasks.labels import read_table
+import omnilead
+from omnilead.data_tools.build import ShardOptions, shard
+from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.pseudonyms import read_key
+from omnilead.data_tools.sources import open_sources
+from omnilead.engine import embed, predict
+from omnilead.engine.common import LEADS
+from omnilead.engine.model import folder
+from omnilead.engine.tasks.labels import read_table
 from tests.conftest import save_model
 
 torch.set_num_threads(1)
@@ -48,7 +48,7 @@ def predicted(dataset: Dataset, tmp_path_factory: Any) -> Callable[..., tuple[Pa
         model, out = folder / head, folder / f"{head}-{name}"
         model = model if model.exists() else save_model(model, head=HEADS[head])
         assert predict.main(["--model", str(model), "--data", dataset.root.url, "--out", str(out), *options]) == 0
-        return out, engine.load(model)
+        return out, omnilead.load(model)
 
     return made
 
@@ -127,9 +127,9 @@ def test_missing_leads_are_named(rlm: float | None, doubt: str, tmp_path: Path, 
         assert doubt in err and err.count("1 of 2 rows lack leads (column missing_leads)") == err.count("\n") == bool(doubt)
     assert missing("crops.csv", "--per", "crop") == ["V1", "II,V1", None, None]
     with warnings.catch_warnings(record=True, action="always") as caught:
-        engine.load(model).predict(mv_LT, 500, LEADS)
+        omnilead.load(model).predict(mv_LT, 500, LEADS)
         assert not caught
-        engine.load(model).predict(mv_LT[:2], 500, ["I", "V1"])
+        omnilead.load(model).predict(mv_LT[:2], 500, ["I", "V1"])
     assert all(one.filename == __file__ for one in caught)
     assert [f"without leads II,III,aVR,aVL,aVF,V2,V3,V4,V5,V6: {doubt}" in str(one.message) for one in caught] == [True] * bool(
         doubt

@@ -20,8 +20,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.common import ConfigError, environment
-from engine.model.kernels import cpu, cuda
+from omnilead.engine.common import ConfigError, environment
+from omnilead.engine.model.kernels import cpu, cuda
 
 Operation = Callable[..., Tensor]
 REPLACEMENTS = {

@@ -125,7 +125,7 @@ def attention(qkv: Tensor, heads: int, dropout_p: float) -> Tensor:
     """Our kernel for up to 256 tokens in 16 bits, else torch's."""
     rows, tokens, width = qkv.shape
     if qkv.is_cuda and qkv.dtype != torch.float32 and tokens <= 256 and width // 3 // heads in (16, 32, 64):
-        from engine.model.kernels import short  # needs triton, which CUDA builds of torch install
+        from omnilead.engine.model.kernels import short  # needs triton, which CUDA builds of torch install
 
         return short.attention(qkv, heads, dropout_p)
     q, k, v = qkv.view(rows, tokens, 3, heads, -1).permute(2, 0, 3, 1, 4)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.data.augment import AugmentConfig, Ops, ThreeKG, augment, axis, numpy_ops, torch_ops
-from engine.data.augment_draws import FROM_DIPOLE, draws, white
+from omnilead.engine.data.augment import AugmentConfig, Ops, ThreeKG, augment, axis, numpy_ops, torch_ops
+from omnilead.engine.data.augment_draws import FROM_DIPOLE, draws, white
 
 FS_HZ, SAMPLES = 500.0, 2500
 REFERENCE = Path(__file__).parents[3].parent / "shared" / "parity" / "masks_and_augs.npz"

@@ -8,11 +8,11 @@ import pytest
 from shards_made import make_dataset
 from staged import CROPS
 
-from data_tools import storage, zarr_writer
-from data_tools.dataset import Dataset
-from engine.data import staging
-from engine.data.augment_draws import white_bank
-from engine.data.staging import Staging
+from omnilead.data_tools import storage, zarr_writer
+from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.data import staging
+from omnilead.engine.data.augment_draws import white_bank
+from omnilead.engine.data.staging import Staging
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from data_tools.dataset import Dataset
-from engine.data.augment import AugmentConfig
-from engine.data.loader import Batch, Loader, LoaderConfig, State
+from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.data.augment import AugmentConfig
+from omnilead.engine.data.loader import Batch, Loader, LoaderConfig, State
 
 CPU = torch.device("cpu")
 BACKENDS = ("torch", "dali", "resident")

@@ -13,11 +13,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_tools import zarr_writer
-from data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, Dataset, fingerprint
-from data_tools.storage import folder
-from data_tools.tar import TarWriter
-from engine.data.reader import CropReader, Report
+from omnilead.data_tools import zarr_writer
+from omnilead.data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, Dataset, fingerprint
+from omnilead.data_tools.storage import folder
+from omnilead.data_tools.tar import TarWriter
+from omnilead.engine.data.reader import CropReader, Report
 
 
 def make_dataset(

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_tools.dataset import Dataset
-from data_tools.storage import Folder
-from engine.data.staging import Staging
+from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.storage import Folder
+from omnilead.engine.data.staging import Staging
 
 CROPS = 2
 

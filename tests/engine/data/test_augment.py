@@ -26,11 +26,11 @@ from augmenting import (
 )
 from scipy.spatial.transform import Rotation
 
-from data_tools.dataset import Dataset
-from engine.common import ConfigError
-from engine.config import build
-from engine.data import picture
-from engine.data.augment import (
+from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.common import ConfigError
+from omnilead.engine.config import build
+from omnilead.engine.data import picture
+from omnilead.engine.data.augment import (
     AugmentConfig,
     Ops,
     ThreeKG,
@@ -39,7 +39,7 @@ from engine.data.augment import (
     dali_ops,
     refit_limb_leads,
 )
-from engine.data.augment_draws import (
+from omnilead.engine.data.augment_draws import (
     DOWER,
     FROM_DIPOLE,
     INVERSE_DOWER,
@@ -296,4 +296,4 @@ def test_the_picture(small: Dataset, tmp_path: Path, capsys: pytest.CaptureFixtu
     for wrong in ([str(tmp_path)], [small.root.url, "--crop", "20"]):
         assert picture.main([str(tmp_path / "none.png"), "--data", *wrong]) == 2
         err = capsys.readouterr().err
-        assert err.count("\n") == 1 and err.startswith("engine.data.picture: ")
+        assert err.count("\n") == 1 and err.startswith("omnilead.engine.data.picture: ")

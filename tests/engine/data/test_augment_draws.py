@@ -7,13 +7,13 @@ import pytest
 import torch
 from augmenting import EVERYTHING, NUMPY, SAMPLES, TORCH, apply, assert_uniform, many, parameters, signal
 
-from engine.common import LEADS
-from engine.data.augment import (
+from omnilead.engine.common import LEADS
+from omnilead.engine.data.augment import (
     AmplitudeMv,
     AugmentConfig,
     ThreeKG,
 )
-from engine.data.augment_draws import (
+from omnilead.engine.data.augment_draws import (
     WHITE_BANK,
     draws,
     white,

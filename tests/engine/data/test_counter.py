@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from engine.data.counter import MAX_SIZE, TINY, RandomStream, bits, mix, normal, permute, uniform
+from omnilead.engine.data.counter import MAX_SIZE, TINY, RandomStream, bits, mix, normal, permute, uniform
 
 EPOCH, CROP, VIEW, SLOT = np.arange(4), np.arange(64), np.arange(2), np.arange(48)
 GRID = (EPOCH[:, None, None, None], CROP[:, None, None], VIEW[:, None], SLOT)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from loading import BACKENDS, CPU, NOISY, loader, same, some
 
-from data_tools.dataset import Dataset, DatasetError
-from engine.data.augment import AugmentConfig, ThreeKG
-from engine.data.augmenter import Augmenter, Views, parameters
-from engine.data.loader import Batch
+from omnilead.data_tools.dataset import Dataset, DatasetError
+from omnilead.engine.data.augment import AugmentConfig, ThreeKG
+from omnilead.engine.data.augmenter import Augmenter, Views, parameters
+from omnilead.engine.data.loader import Batch
 
 
 def at_once(dataset: Dataset, batch: Batch, augment: AugmentConfig, views: Views = "halves") -> torch.Tensor:

@@ -4,10 +4,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from engine.data.augment import AugmentConfig, ThreeKG
-from engine.data.augmenter import parameters
-from engine.data.leakage import uniforms
-from engine.data.order import Places
+from omnilead.engine.data.augment import AugmentConfig, ThreeKG
+from omnilead.engine.data.augmenter import parameters
+from omnilead.engine.data.leakage import uniforms
+from omnilead.engine.data.order import Places
 
 PLACES = Places(np.array([0, 0, 1]), np.array([5, 10**6, 7]), np.array([0, 3, 40]))
 SUMS: dict[str, tuple[AugmentConfig, dict[str, float]]] = {

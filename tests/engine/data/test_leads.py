@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_tools.record import LEADS as RECORD_LEADS
-from engine.common import ALL, LEADS, SUBSETS, ConfigError, describe_leads, parse_leads
+from omnilead.data_tools.record import LEADS as RECORD_LEADS
+from omnilead.engine.common import ALL, LEADS, SUBSETS, ConfigError, describe_leads, parse_leads
 
 
 def test_engine_and_data_tools_use_the_same_leads() -> None:

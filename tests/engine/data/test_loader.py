@@ -16,15 +16,15 @@ import pytest
 import torch
 from loading import BACKENDS, CPU, NOISY, loader, same, some
 
-from data_tools.dataset import Dataset
-from engine.common import ConfigError
-from engine.data import dali
-from engine.data import loader as module
-from engine.data.augment import AugmentConfig, ThreeKG
-from engine.data.augment_draws import Params
-from engine.data.augmenter import parameters, single_threaded
-from engine.data.device import Resident
-from engine.data.loader import Loader, LoaderConfig
+from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.common import ConfigError
+from omnilead.engine.data import dali
+from omnilead.engine.data import loader as module
+from omnilead.engine.data.augment import AugmentConfig, ThreeKG
+from omnilead.engine.data.augment_draws import Params
+from omnilead.engine.data.augmenter import parameters, single_threaded
+from omnilead.engine.data.device import Resident
+from omnilead.engine.data.loader import Loader, LoaderConfig
 from tests.forks import started
 from tests.waiting import until
 
@@ -365,8 +365,8 @@ def test_waiting_for_the_gpu_does_not_count_as_data_wait(dataset: Dataset, monke
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr("engine.data.dali.Pipeline", Pipeline)
-    monkeypatch.setattr("engine.data.loader.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr("omnilead.engine.data.dali.Pipeline", Pipeline)
+    monkeypatch.setattr("omnilead.engine.data.loader.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     source = loader(dataset, "dali")
     some(source, 3)
     clock[0] += 9  # steps of the training

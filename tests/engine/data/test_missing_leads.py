@@ -7,10 +7,10 @@ import pytest
 import torch
 from loading import BACKENDS, CPU, loader, some
 
-from data_tools.dataset import LEADS, Dataset
-from engine.data import augmenter
-from engine.data.augment import AugmentConfig, ThreeKG
-from engine.data.loader import Loader, LoaderConfig
+from omnilead.data_tools.dataset import LEADS, Dataset
+from omnilead.engine.data import augmenter
+from omnilead.engine.data.augment import AugmentConfig, ThreeKG
+from omnilead.engine.data.loader import Loader, LoaderConfig
 
 ADDING = {
     "paper": AugmentConfig(rlm=0, noise="physio4"),

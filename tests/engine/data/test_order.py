@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_tools.dataset import Dataset
-from engine.data import order as order_module
-from engine.data.order import DatasetRows, Order, OrderError, Places, deal, shards_needed
+from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.data import order as order_module
+from omnilead.engine.data.order import DatasetRows, Order, OrderError, Places, deal, shards_needed
 
 fewer = settings(max_examples=40)
 

@@ -20,10 +20,10 @@ import pytest
 import zarr
 from shards_made import Batch, batches, flip, make_dataset, read, take_all, tar_path
 
-from data_tools import zarr_writer
-from data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset, DatasetError
-from engine.data import reader as module
-from engine.data.reader import CropReader, read_ahead
+from omnilead.data_tools import zarr_writer
+from omnilead.data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset, DatasetError
+from omnilead.engine.data import reader as module
+from omnilead.engine.data.reader import CropReader, read_ahead
 from tests.waiting import until
 
 
@@ -401,8 +401,8 @@ PROGRAM = """
 import os, sys, threading
 from contextlib import contextmanager
 import numpy as np
-from data_tools.dataset import Dataset
-from engine.data.reader import CropReader, read_ahead
+from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.data.reader import CropReader, read_ahead
 class Request: dataset, row = np.zeros(2, int), np.array([1, 2])
 class Stuck:
     datasets = {0: None}

@@ -17,10 +17,10 @@ import pytest
 from shards_made import make_dataset, read
 from staged import Root, cached, held, named, path_of, right, room, stage, through
 
-from data_tools.dataset import Dataset, DatasetError
-from engine.data import staging as module
-from engine.data.reader import CropReader
-from engine.data.staging import Staging, StagingError
+from omnilead.data_tools.dataset import Dataset, DatasetError
+from omnilead.engine.data import staging as module
+from omnilead.engine.data.reader import CropReader
+from omnilead.engine.data.staging import Staging, StagingError
 from tests.forks import started
 from tests.waiting import until
 

@@ -12,11 +12,11 @@ import pytest
 from shards_made import make_dataset, read, take_all
 from staged import cached, named, path_of, room, stage, through
 
-from data_tools import storage
-from data_tools.dataset import CROP_SHAPE, Dataset, DatasetError
-from engine.data.order import DatasetRows, Order, shards_needed
-from engine.data.reader import CropReader, read_ahead
-from engine.data.staging import Staging
+from omnilead.data_tools import storage
+from omnilead.data_tools.dataset import CROP_SHAPE, Dataset, DatasetError
+from omnilead.engine.data.order import DatasetRows, Order, shards_needed
+from omnilead.engine.data.reader import CropReader, read_ahead
+from omnilead.engine.data.staging import Staging
 from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("small_and_quick")

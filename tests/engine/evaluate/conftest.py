@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from data_tools.build import ShardOptions, shard
-from data_tools.dataset import CLASSES, Dataset, fingerprint
-from data_tools.sources import open_sources
-from data_tools.splits import RoleSources
-from data_tools.synth import synthesise
-from engine.evaluate import main
-from engine.evaluation import inputs, metrics, results
+from omnilead.data_tools.build import ShardOptions, shard
+from omnilead.data_tools.dataset import CLASSES, Dataset, fingerprint
+from omnilead.data_tools.sources import open_sources
+from omnilead.data_tools.splits import RoleSources
+from omnilead.data_tools.synth import synthesise
+from omnilead.engine.evaluate import main
+from omnilead.engine.evaluation import inputs, metrics, results
 from tests.conftest import save_model
 
 Saved, Evaluated, Refused = Callable[..., Path], Callable[..., dict[str, Any]], Callable[..., None]

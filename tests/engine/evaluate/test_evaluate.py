@@ -1,4 +1,4 @@
-"""engine.evaluate: its numbers against plain loops over the same crops, and its warnings."""
+"""omnilead.engine.evaluate: its numbers against plain loops over the same crops, and its warnings."""
 
 import json
 import shutil
@@ -12,16 +12,16 @@ import torch
 from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 
-import engine
-from data_tools.dataset import CLASSES, Dataset
-from engine.common import LEADS
-from engine.data.leakage import patient_ids, split_of
-from engine.evaluate import labels_of_run, lines, main
-from engine.evaluation import metrics, results
-from engine.evaluation.metrics import challenge_score
-from engine.model.folder import seal
-from engine.tasks.config import TaskConfig
-from engine.tasks.labels import read_table, read_task
+import omnilead
+from omnilead.data_tools.dataset import CLASSES, Dataset
+from omnilead.engine.common import LEADS
+from omnilead.engine.data.leakage import patient_ids, split_of
+from omnilead.engine.evaluate import labels_of_run, lines, main
+from omnilead.engine.evaluation import metrics, results
+from omnilead.engine.evaluation.metrics import challenge_score
+from omnilead.engine.model.folder import seal
+from omnilead.engine.tasks.config import TaskConfig
+from omnilead.engine.tasks.labels import read_table, read_task
 from tests.engine.evaluate.conftest import DIAGNOSIS, IDENTIFICATION, Evaluated, Patch, Refused, Saved
 
 
@@ -52,7 +52,7 @@ def test_diagnosis_scores_equal_a_loop_over_halves(
     document = evaluated(diagnostic, "--role", "valid", "--batch", 3, *(("--leads", leads) if leads else ()))
     seen = (1, 7) if leads else tuple(range(12))
     x, crops = halves_of(data, data.select(dx="valid"), seen)
-    probability = engine.load(diagnostic).logits(x).sigmoid().detach().numpy()[:, ::-1]
+    probability = omnilead.load(diagnostic).logits(x).sigmoid().detach().numpy()[:, ::-1]
     labels = data.labels[crops]
     assert document["score"] == pytest.approx(challenge_score(labels, probability > 0.5), abs=1e-9)
     assert (document["n"], document["unit"], document["role"]) == (len(crops), "half", "valid")
@@ -69,7 +69,7 @@ def test_diagnosis_scores_equal_a_loop_over_halves(
 
 def test_identification_equals_a_loop_over_gallery_crops(data: Dataset, pretrained: Path, evaluated: Evaluated) -> None:
     """A model without a head, on the first 5 s of each crop."""
-    document, model, patient = evaluated(pretrained), engine.load(pretrained), data.column("patient")
+    document, model, patient = evaluated(pretrained), omnilead.load(pretrained), data.column("patient")
     gallery, probe = data.select(identity="gallery"), data.select(identity="probe")
     first = [model.pooled(halves_of(data, rows)[0][::2]) for rows in (gallery, probe)]
     assert document["score"] == pytest.approx(accuracy(*first, patient[gallery], patient[probe]))
@@ -101,7 +101,7 @@ def test_identification_in_validation_compares_the_halves_of_a_crop(
     document = evaluated(folder, "--role", "valid")
     rows = data.select(identity="valid")
     rows = rows[data.column("halves")[rows] == 2]
-    c = engine.load(folder).pooled(halves_of(data, rows)[0])
+    c = omnilead.load(folder).pooled(halves_of(data, rows)[0])
     name = np.array([p or r for p, r in zip(data.column("patient")[rows], data.column("record")[rows], strict=True)])
     assert document["score"] == pytest.approx(accuracy(c[::2], c[1::2], name, name))
     assert document["n"] == document["gallery"] == len(rows)
@@ -111,7 +111,7 @@ def test_a_model_of_three_leads(data: Dataset, saved_model: Saved, evaluated: Ev
     folder = saved_model(leads=3, preprocessing={"leads": ["I", "II", "V2"]}, head=DIAGNOSIS)
     document = evaluated(folder, "--role", "valid")
     x, crops = halves_of(data, data.select(dx="valid"))
-    probability = engine.load(folder).logits(x[:, [0, 1, 7]]).sigmoid().detach().numpy()
+    probability = omnilead.load(folder).logits(x[:, [0, 1, 7]]).sigmoid().detach().numpy()
     assert document["score"] == pytest.approx(challenge_score(data.labels[crops], probability > 0.5), abs=1e-9)
     assert document["leads"] == "I,II,V2" and evaluated(folder, "--role", "valid", "--leads", 3) == document
     for leads, named in (("12", "I,II,V2"), ("2", "I,II,V2"), ("V9", "V9")):
@@ -121,7 +121,7 @@ def test_a_model_of_three_leads(data: Dataset, saved_model: Saved, evaluated: Ev
 def test_normalisation_uses_only_what_was_recorded(data: Dataset, saved_model: Saved, evaluated: Evaluated) -> None:
     """A model of normalised signals: statistics are over the whole record, without the zeros after its end."""
     folder = saved_model(head=DIAGNOSIS, preprocessing={"scale": "zscore"})
-    model = engine.load(folder)
+    model = omnilead.load(folder)
 
     def scaled(rows: np.ndarray) -> list[torch.Tensor]:
         parts = []
@@ -179,7 +179,7 @@ def test_exclusive_classes_equal_a_loop(data: Dataset, tables: Path, saved_model
     document = evaluated(folder, "--labels", tables / "rhythm.csv")
     labels = read_task(TaskConfig("rhythm", "multiclass", labels=str(tables / "rhythm.csv")), [data])
     x, crops = halves_of(data, labels.rows(0, "test"))
-    p, y = engine.load(folder).logits(x).softmax(1).detach().numpy(), labels.y[0][crops]
+    p, y = omnilead.load(folder).logits(x).softmax(1).detach().numpy(), labels.y[0][crops]
     assert document["metrics"]["accuracy"] == pytest.approx((p.argmax(1) == y.argmax(1)).mean())
     assert document["score"] == pytest.approx(metrics.measure("multiclass", y, p)["auroc"])
     assert (document["task"], document["kind"], document["n"]) == ("rhythm", "multiclass", len(crops))
@@ -197,7 +197,7 @@ def test_unknown_labels_thresholds_and_a_class_without_positives(
     document = evaluated(folder, "--labels", table, "--role", "valid")
     labels = read_task(TaskConfig("beats", labels=str(table)), [data])
     x, crops = halves_of(data, labels.rows(0, "valid"))
-    p, y = engine.load(folder).scores(x).detach().numpy(), labels.y[0][crops]
+    p, y = omnilead.load(folder).scores(x).detach().numpy(), labels.y[0][crops]
     known = ~np.isnan(y[:, 0])
     assert document["classes"]["SB"]["predicted"] == (p[known, 0] > 0.7).sum()
     assert document["classes"]["SB"]["n"] == known.sum() < len(crops) == document["n"]
@@ -214,7 +214,7 @@ def test_ages_of_the_dataset(data: Dataset, saved_model: Saved, evaluated: Evalu
     document = evaluated(folder, "--task", "age")
     rows = read_task(TaskConfig("age", "regression", columns=("age",), split="8:1:1"), [data]).rows(0, "test")
     x, crops = halves_of(data, rows)
-    error = engine.load(folder).logits(x).detach().numpy()[:, 0] * 15 + 60 - data.column("age")[crops]
+    error = omnilead.load(folder).logits(x).detach().numpy()[:, 0] * 15 + 60 - data.column("age")[crops]
     assert document["score"] == document["metrics"]["mae"] == pytest.approx(np.abs(error).mean(), rel=1e-4)
     assert document["value_unit"] == "years"
     assert document["classes"]["age"]["mean_error"] == pytest.approx(error.mean(), rel=1e-3)
@@ -229,7 +229,7 @@ def test_a_diagnosis_has_the_challenge_score_at_0_5_and_at_chosen_thresholds(
     after = evaluated(model, "--role", "valid")
     assert after["score"] == before["score"] and "as in the Challenge" in " ".join(after["remarks"])
     options, task = results.EvalOptions("valid"), results.load_task("diagnosis")
-    result = results.score_task(engine.load(model), data, task, options)
+    result = results.score_task(omnilead.load(model), data, task, options)
     score = after["metrics"].pop("challenge_chosen")
     assert score == pytest.approx(challenge_score(result.labels_NK, result.scores_NK > np.array(chosen)), abs=1e-6)
     assert score != after["score"] and after["metrics"] == before["metrics"]

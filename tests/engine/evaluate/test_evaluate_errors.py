@@ -1,4 +1,4 @@
-"""engine.evaluate: what it refuses, faults, and several ranks."""
+"""omnilead.engine.evaluate: what it refuses, faults, and several ranks."""
 
 import errno
 import json
@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from data_tools.dataset import Dataset
-from engine.evaluate import main
-from engine.evaluation.outputs import tables
-from engine.model.folder import seal
-from engine.tasks.labels import TaskLabels
+from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.evaluate import main
+from omnilead.engine.evaluation.outputs import tables
+from omnilead.engine.model.folder import seal
+from omnilead.engine.tasks.labels import TaskLabels
 from tests.engine.evaluate.conftest import DIAGNOSIS, IDENTIFICATION, Evaluated, Patch, Refused, Saved, quick_main
 from tests.engine.training.ranks import free_port
 from tests.forks import started
@@ -60,7 +60,7 @@ def test_a_full_disk_names_the_output(data: Dataset, pretrained: Path, tmp_path:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("engine.common.os.fsync", full)
+    monkeypatch.setattr("omnilead.engine.common.os.fsync", full)
     assert main(["--model", str(pretrained), "--data", data.root.url, "--json", str(tmp_path / "f")]) == 1
     err = capsys.readouterr().err
     assert err.startswith(f"omnilead evaluate: --json {tmp_path / 'f'}: No space left on device: ")
@@ -80,7 +80,7 @@ def test_interrupted_is_one_line(monkeypatch: Patch, capsys: pytest.CaptureFixtu
     def stopped(_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("engine.evaluate.evaluate", stopped)
+    monkeypatch.setattr("omnilead.engine.evaluate.evaluate", stopped)
     assert main(["--model", "m", "--data", "d"]) == 130
     assert capsys.readouterr().err == "omnilead evaluate: interrupted\n"
 
@@ -141,7 +141,7 @@ def test_ranks_share_the_parts_and_a_killed_evaluation_resumes(
     kept = tmp_path / "shared.json.halves.parquet.parts"
     there = {int(path.stem) for path in kept.glob("0*.parquet")}
     computed: list[int] = []
-    monkeypatch.setattr("engine.evaluation.outputs.tables", lambda *given: computed.extend(given[3]) or tables(*given))
+    monkeypatch.setattr("omnilead.engine.evaluation.outputs.tables", lambda *given: computed.extend(given[3]) or tables(*given))
     assert main([*arguments, str(shared)]) == 0
     assert 1 in there and computed == [number for number in range(3) if number not in there]
     assert shared.read_bytes() == alone.read_bytes()
@@ -156,14 +156,14 @@ def test_outputs_kept_from_an_interrupted_evaluation(
 
     arguments = "--json", tmp_path / "f.json"
     with monkeypatch.context() as patch:
-        patch.setattr("engine.evaluation.outputs.ParquetParts.write", lambda *_: None)
+        patch.setattr("omnilead.engine.evaluation.outputs.ParquetParts.write", lambda *_: None)
         refused("f.json.halves.parquet: cannot be read back: run the same command again", diagnostic, *arguments, code=1)
     with monkeypatch.context() as patch:
-        patch.setattr("engine.evaluation.results.matrix", interrupt)
+        patch.setattr("omnilead.engine.evaluation.results.matrix", interrupt)
         refused("interrupted: run the same command again", diagnostic, *arguments, code=130)
         refused("interrupted: run the same command again", diagnostic, "--report", tmp_path / "f.html", code=130)
     refused("f.json.halves.parquet: of another job: .*choose another", diagnostic, *arguments, "--leads", "II")
-    monkeypatch.setattr("engine.evaluation.outputs.tables", lambda *_: pytest.fail("computed again"))
+    monkeypatch.setattr("omnilead.engine.evaluation.outputs.tables", lambda *_: pytest.fail("computed again"))
     evaluated(diagnostic)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f.html.halves.parquet", "f.json"]
     assert main(["--model", str(diagnostic), "--data", data.root.url, "--report", str(tmp_path / "f.html")]) == 0

@@ -13,15 +13,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_tools.dataset import Dataset, as_csv
-from engine.__main__ import main
-from engine.evaluation import bench, bench_report, embedders
-from engine.evaluation.bench import ProbedRecords, ProbedTask, drawn, probe_scores, resampled, unlike, weighted, whitening
-from engine.evaluation.embedders import Vectors
-from engine.evaluation.metrics import Classification, measure, weighted_areas
-from engine.evaluation.probe import ProbeData, linear
-from engine.tasks.config import TaskConfig
-from engine.tasks.labels import TaskLabels
+from omnilead.__main__ import main
+from omnilead.data_tools.dataset import Dataset, as_csv
+from omnilead.engine.evaluation import bench, bench_report, embedders
+from omnilead.engine.evaluation.bench import (
+    ProbedRecords,
+    ProbedTask,
+    drawn,
+    probe_scores,
+    resampled,
+    unlike,
+    weighted,
+    whitening,
+)
+from omnilead.engine.evaluation.embedders import Vectors
+from omnilead.engine.evaluation.metrics import Classification, measure, weighted_areas
+from omnilead.engine.evaluation.probe import ProbeData, linear
+from omnilead.engine.tasks.config import TaskConfig
+from omnilead.engine.tasks.labels import TaskLabels
 from tests.conftest import save_model
 from tests.parsers import parse, parser_of
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from pages import check
 
-from data_tools.dataset import CLASSES, Dataset
-from engine.evaluate import lines
-from engine.evaluation import evaluation_report, score_plots
-from engine.evaluation.metrics import calibration, challenge_score, measure, predicted
-from engine.evaluation.results import IdentificationResult, TaskResult, by_record
-from engine.model.inference import HeadInfo
+from omnilead.data_tools.dataset import CLASSES, Dataset
+from omnilead.engine.evaluate import lines
+from omnilead.engine.evaluation import evaluation_report, score_plots
+from omnilead.engine.evaluation.metrics import calibration, challenge_score, measure, predicted
+from omnilead.engine.evaluation.results import IdentificationResult, TaskResult, by_record
+from omnilead.engine.model.inference import HeadInfo
 
 FACTS = {"model": "runs/<b>w2v</b>", "data": "0f3a", "role": "test", "leads": "I,II,V2"}
 Result = TaskResult | IdentificationResult

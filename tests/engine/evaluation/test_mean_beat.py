@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.evaluation.mean_beat import BEAT, BEFORE, mean_beats, r_peaks
+from omnilead.engine.evaluation.mean_beat import BEAT, BEFORE, mean_beats, r_peaks
 
 T_S = np.arange(5000) / 500
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_tools.record import ABBREVIATIONS, CLASSES
-from engine.evaluation import metrics
-from engine.evaluation.metrics import (
+from omnilead.data_tools.record import ABBREVIATIONS, CLASSES
+from omnilead.engine.evaluation import metrics
+from omnilead.engine.evaluation.metrics import (
     MEASURES,
     METRICS,
     Classification,

@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from engine.evaluation.metrics import measure
-from engine.evaluation.probe import (
+from omnilead.engine.evaluation.metrics import measure
+from omnilead.engine.evaluation.probe import (
     PROBES,
     ProbeData,
     fit_scaled,

@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from scipy.signal import resample_poly
 from torch import Tensor
 
-import engine
-from data_tools.dataset import CLASSES, Dataset
-from engine import convert, evaluate, finetune, predict
-from engine.common import LEADS, ConfigError
-from engine.config import build
-from engine.data.augmenter import MV_PER_UV
-from engine.data.preprocess import Input
-from engine.training.continuing import read_weights
+import omnilead
+from omnilead.data_tools.dataset import CLASSES, Dataset
+from omnilead.engine import convert, evaluate, finetune, predict
+from omnilead.engine.common import LEADS, ConfigError
+from omnilead.engine.config import build
+from omnilead.engine.data.augmenter import MV_PER_UV
+from omnilead.engine.data.preprocess import Input
+from omnilead.engine.training.continuing import read_weights
 
 SMALL = {"width": 24, "layers": 1, "heads": 2, "ffn": 32, "conv": 16}
 LARGE = {"width": 48, "layers": 3, "heads": 4, "ffn": 64, "conv": 32}
@@ -161,7 +161,7 @@ def test_predictions_and_embeddings_are_the_authors(case: str, tmp_path: Path, c
     size, task, options, prepared = CASES[case]
     state = saved(tmp_path / "a.pt", size, task)
     (tmp_path / "names.csv").write_text("\ufeffname,pos\n" + "".join(f'"{name}",5\n' for name in NAMES))
-    model = engine.load(folder := converted(tmp_path, *options, "--classes", str(tmp_path / "names.csv")))
+    model = omnilead.load(folder := converted(tmp_path, *options, "--classes", str(tmp_path / "names.csv")))
     assert (capsys.readouterr().err == "") is (case != "as ECG-FM")
     uv = signal_uv()
     x = torch.from_numpy(prepared((uv / 1e3).reshape(12, 2, 2500).swapaxes(0, 1)).copy()).float()
@@ -180,7 +180,7 @@ def test_predictions_and_embeddings_are_the_authors(case: str, tmp_path: Path, c
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])
 def test_pretrained_at_250_hz(size: dict[str, int], tmp_path: Path, capsys: Any) -> None:
     state = saved(tmp_path / "a.pt", size, {"sample_rate": 250}, classes=0)
-    model, uv = engine.load(folder := converted(tmp_path)), signal_uv()
+    model, uv = omnilead.load(folder := converted(tmp_path)), signal_uv()
     x = torch.from_numpy(half_rate((uv / 1e3).reshape(12, 2, 2500).swapaxes(0, 1))).float()
     assert torch.allclose(model.embed(uv, 500, LEADS, "uV"), authors_forward(state, size["heads"], x).mean(0), atol=2e-4)
     both = [model.embed(half_rate(uv), 250, LEADS, "uV"), model.embed(uv, 500, LEADS, "uV")]
@@ -241,7 +241,7 @@ def test_fine_tuning_and_prediction_keep_the_models_rate_and_scale(dataset: Data
     sets = [word for setting in settings for word in ("--set", setting)]
     how = ["--start", str(start), "--data", dataset.root.url, "--config", "diagnosis", "--out", str(run), *sets]
     assert finetune.main(how) == 0
-    model = engine.load(run)
+    model = omnilead.load(run)
     assert (model.input.fs_hz, model.input.scale) == (250.0, "zscore") and "at 250 Hz" in (run / "model/README.md").read_text()
     best = max(json.loads(line)["auroc"] for line in (run / "validation.jsonl").read_text().splitlines()[1:])
     assert evaluate.main(["--model", str(run), "--data", dataset.root.url, "--role", "valid", "--json", str(found)]) == 0
@@ -251,14 +251,14 @@ def test_fine_tuning_and_prediction_keep_the_models_rate_and_scale(dataset: Data
 
 def test_leads_and_kind_are_inferred_or_refused(tmp_path: Path, capsys: Any) -> None:
     saved(tmp_path / "a.pt", SMALL, {"leads_to_load": "[0, 'v2']"}, 26, in_d=2)
-    model = engine.load(converted(tmp_path, "--classes", ",".join(reversed(CLASSES))))
+    model = omnilead.load(converted(tmp_path, "--classes", ",".join(reversed(CLASSES))))
     assert model.input.leads == (0, 7) and model.head_info and model.head_info.task == "diagnosis"
     assert "assumed 500 Hz" in capsys.readouterr().err
     other = tmp_path / "other"
     other.mkdir()
     nested = {"model": json.loads(json.dumps(model.config["fairseq"]["cfg"]["model"])) | {"in_d": 12}}
     saved(other / "a.pt", SMALL, {"leads_to_load": "['I']", "enable_padding_leads": True}, 1, args=nested)
-    model = engine.load(converted(other))
+    model = omnilead.load(converted(other))
     assert model.input.seen == (0,) and model.classes == ("class_0",) and model.head_info
     assert model.head_info.kind == "binary" and "set names with --classes LIST|FILE" in capsys.readouterr().err
     saved(tmp_path / "b.pt", SMALL, {"sample_rate": 400}, 1, in_d=3)

@@ -11,10 +11,10 @@ import torch
 from tiny import SMALL
 from torch import Tensor
 
-from engine.common import ConfigError
-from engine.data.counter import RandomStream, mix
-from engine.model.config import ModelConfig, masked_share
-from engine.model.draws import ModelStream, _mix, draw, draw_gumbel, draw_mask, draw_negatives, hashed, row_keys, slots
+from omnilead.engine.common import ConfigError
+from omnilead.engine.data.counter import RandomStream, mix
+from omnilead.engine.model.config import ModelConfig, masked_share
+from omnilead.engine.model.draws import ModelStream, _mix, draw, draw_gumbel, draw_mask, draw_negatives, hashed, row_keys, slots
 
 CONFIG = ModelConfig()
 

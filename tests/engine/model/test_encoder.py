@@ -9,8 +9,8 @@ from pydantic import ValidationError
 from tiny import SMALL
 from torch import nn
 
-from engine.common import ConfigError
-from engine.model.config import (
+from omnilead.engine.common import ConfigError
+from omnilead.engine.model.config import (
     ModelConfig,
     ObjectiveConfig,
     flops_per_crop,
@@ -18,11 +18,11 @@ from engine.model.config import (
     masked_share,
     validated,
 )
-from engine.model.encoder import ConvStack, Encoder, PositionalConvolution
-from engine.model.init_weights import initialise
-from engine.model.pretrainer import Pretrainer
-from engine.model.quantizer import Quantizer, temperature
-from engine.objectives.local import perplexity
+from omnilead.engine.model.encoder import ConvStack, Encoder, PositionalConvolution
+from omnilead.engine.model.init_weights import initialise
+from omnilead.engine.model.pretrainer import Pretrainer
+from omnilead.engine.model.quantizer import Quantizer, temperature
+from omnilead.engine.objectives.local import perplexity
 
 
 def test_the_paper_s_model_has_as_many_parameters_as_the_authors() -> None:

@@ -9,13 +9,13 @@ import torch
 from tiny import SMALL
 from torch import nn
 
-from engine.common import ConfigError
-from engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop, kept_per_crop
-from engine.model.encoder import Encoder
-from engine.model.encoders import build_encoder, cost_per_crop, describe_encoder, drops_out, examine
-from engine.model.init_weights import initialise
-from engine.model.pretrainer import Pretrainer
-from engine.model.resnet import ResNet
+from omnilead.engine.common import ConfigError
+from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop, kept_per_crop
+from omnilead.engine.model.encoder import Encoder
+from omnilead.engine.model.encoders import build_encoder, cost_per_crop, describe_encoder, drops_out, examine
+from omnilead.engine.model.init_weights import initialise
+from omnilead.engine.model.pretrainer import Pretrainer
+from omnilead.engine.model.resnet import ResNet
 
 OWN = """
 import torch

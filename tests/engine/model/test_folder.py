@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import engine
-from engine import convert, embed, evaluate
-from engine.common import LEADS, ConfigError
-from engine.model.folder import CONFIG, PREPROCESSING, SHA256, WEIGHTS, LoadError, file_sha256, seal
-from engine.training.finetuning import read_start
+import omnilead
+from omnilead.engine import convert, embed, evaluate
+from omnilead.engine.common import LEADS, ConfigError
+from omnilead.engine.model.folder import CONFIG, PREPROCESSING, SHA256, WEIGHTS, LoadError, file_sha256, seal
+from omnilead.engine.training.finetuning import read_start
 
 Saved = Callable[..., Path]
 
@@ -40,7 +40,7 @@ def test_changed_files_are_refused_and_named(saved_model: Saved) -> None:
     ):
         whole = (folder / name).read_bytes()
         edited(folder, name, **changes)
-        for load in (engine.load, read_start):
+        for load in (omnilead.load, read_start):
             with pytest.raises(LoadError, match=name) as caught:
                 load(str(folder))
             assert str(folder / name) in str(caught.value) and "\n" not in str(caught.value)
@@ -55,7 +55,7 @@ def test_every_flipped_bit_of_a_folder_is_detected(saved_model: Saved, capsys: p
         for bit in rng.choice(8 * len(whole), 40, replace=False).tolist():
             flip(folder / name, bit)
             try:
-                engine.load(folder)
+                omnilead.load(folder)
                 noticed = "warning" in capsys.readouterr().err  # of the name sha256 itself
             except LoadError as error:
                 noticed = name in str(error)
@@ -89,11 +89,11 @@ def test_hashes_are_those_of_sha256sum_and_only_the_card_may_be_edited(
     assert all(sums[name] == file_sha256(folder / name) for name in (PREPROCESSING, WEIGHTS, "README.md"))
     (folder / "README.md").write_text("mine")
     (folder / CONFIG).write_text(json.dumps(document))  # other spaces
-    engine.load(folder)
+    omnilead.load(folder)
     assert capsys.readouterr().err == ""
     del document[SHA256]  # as older versions wrote
     (folder / CONFIG).write_text(json.dumps(document))
-    engine.load(folder)
+    omnilead.load(folder)
     err = capsys.readouterr().err
     assert err.startswith("warning: ") and err.count("\n") == 1 and str(folder) in err
 
@@ -105,4 +105,4 @@ def test_embeddings_that_are_not_finite_are_refused(saved_model: Saved) -> None:
     save_file(weights, folder / WEIGHTS)
     seal(folder, json.loads((folder / CONFIG).read_text()))
     with pytest.raises(ConfigError, match="not finite"):
-        engine.load(folder).embed(np.random.default_rng(0).normal(0, 0.3, (12, 5000)), 500, LEADS)
+        omnilead.load(folder).embed(np.random.default_rng(0).normal(0, 0.3, (12, 5000)), 500, LEADS)

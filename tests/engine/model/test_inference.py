@@ -13,18 +13,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import engine
-from data_tools.dataset import Dataset
-from data_tools.prepare import crop_count, prepare_crop
-from data_tools.record import EcgRecord
-from engine.common import ALL, LEADS, ConfigError
-from engine.data.preprocess import Input, SignalError
-from engine.model.config import ObjectiveConfig
-from engine.model.encoder import pool
-from engine.model.folder import LoadError, seal
-from engine.model.inference import TrainedModel, config_of, crops
-from engine.model.pretrainer import Pretrainer
-from engine.training.finetuning import read_start
+import omnilead
+from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.prepare import crop_count, prepare_crop
+from omnilead.data_tools.record import EcgRecord
+from omnilead.engine.common import ALL, LEADS, ConfigError
+from omnilead.engine.data.preprocess import Input, SignalError
+from omnilead.engine.model.config import ObjectiveConfig
+from omnilead.engine.model.encoder import pool
+from omnilead.engine.model.folder import LoadError, seal
+from omnilead.engine.model.inference import TrainedModel, config_of, crops
+from omnilead.engine.model.pretrainer import Pretrainer
+from omnilead.engine.training.finetuning import read_start
 
 Saved = Callable[..., Path]
 DIAGNOSIS = {"task": "diagnosis", "kind": "multilabel", "classes": ["AF", "NSR", "SB"], "thresholds": [0.5] * 3}
@@ -43,14 +43,14 @@ def ecg(seconds: float = 10, fs_hz: float = 500, leads: int = 12, seed: int = 0)
 
 @pytest.fixture
 def model(saved_model: Saved) -> TrainedModel:
-    return engine.load(saved_model().parent)
+    return omnilead.load(saved_model().parent)
 
 
 def test_unreadable_weights_are_refused(saved_model: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, denied = saved_model(), mock.Mock(side_effect=PermissionError)  # root, as which tests may run, may read all files
-    monkeypatch.setattr("engine.model.folder.file_sha256", denied)
+    monkeypatch.setattr("omnilead.engine.model.folder.file_sha256", denied)
     with pytest.raises(LoadError, match="permission denied"):
-        engine.load(folder)
+        omnilead.load(folder)
 
 
 def test_weights_equal_those_in_the_file(saved_model: Saved) -> None:
@@ -62,7 +62,7 @@ def test_weights_equal_those_in_the_file(saved_model: Saved) -> None:
     whole.load_state_dict(state)
     x = torch.randn(3, 12, 2500)
     for place in (folder, folder.parent, str(folder)):
-        model = engine.load(place)
+        model = omnilead.load(place)
         assert not model.training and torch.equal(model(x), pool(whole.encoder(x))) and model(x).dtype == torch.float32
     assert torch.allclose(model.logits(x), pool(whole.encoder(x)) @ head[0].T + head[1], atol=1e-6)
     assert model.classes == ("AF", "NSR", "SB")
@@ -74,18 +74,18 @@ def test_a_model_from_a_bucket_and_one_in_half_precision(saved_model: Saved) -> 
     bucket = fsspec.filesystem("memory")
     bucket.put(str(folder), "/bucket/run/model", recursive=True)
     x = torch.randn(1, 12, 2500)
-    assert torch.equal(engine.load("memory://bucket/run")(x), engine.load(folder)(x))
+    assert torch.equal(omnilead.load("memory://bucket/run")(x), omnilead.load(folder)(x))
     with pytest.raises(LoadError, match="no model there"):
-        engine.load("memory://bucket/other")
+        omnilead.load("memory://bucket/other")
     with pytest.raises(LoadError, match="no such folder"):
-        engine.load("nowhere/at/all")
+        omnilead.load("nowhere/at/all")
 
 
 def test_an_encoder_that_was_never_masked_and_a_head_without_classes(saved_model: Saved) -> None:
     folder = saved_model(head={"task": "identification", "kind": "identity"})
     names = load_file(folder / "model.safetensors")
     weights(folder, **dict.fromkeys(name for name in names if "mask" in name or name.startswith("local.")))
-    model = engine.load(folder)
+    model = omnilead.load(folder)
     assert model.head is None and model(torch.randn(1, 12, 2500)).isfinite().all()
     with pytest.raises(ConfigError, match="no head"):
         model.logits(torch.randn(1, 12, 2500))
@@ -154,7 +154,7 @@ def test_an_invalid_model_is_a_one_line_error(kind: str, saved_model: Saved) -> 
     harm, text = HARMS[kind]
     harm(folder)
     with pytest.raises(LoadError, match=text) as caught:
-        engine.load(folder.parent)
+        omnilead.load(folder.parent)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
 
 
@@ -163,7 +163,7 @@ def test_incomplete_documents_are_read(saved_model: Saved) -> None:
     document = json.loads((folder / "config.json").read_text())
     del document["model"]["leads"]
     seal(folder, document | {"trained": None})
-    assert engine.load(folder).history == {} and read_start(str(folder)).splits == []
+    assert omnilead.load(folder).history == {} and read_start(str(folder)).splits == []
 
 
 @pytest.mark.parametrize("fs_hz, unit", [(500, "mV"), (257, "uV"), (1000, "mV"), (400, "uV"), (333.5, "mV")])
@@ -242,7 +242,7 @@ def test_predictions_are_the_mean_over_segments(saved_model: Saved) -> None:
     signals, rhythm = np.stack([ecg(13, seed=seed) for seed in range(2)]), {"task": "rhythm", "kind": "multiclass"}
     kinds = {"a": DIAGNOSIS, "b": rhythm | {"classes": ["AF", "NSR"]}, "c": AGE}
     for place, head in kinds.items():
-        model = engine.load(saved_model(place, head=head))
+        model = omnilead.load(saved_model(place, head=head))
         x_RLT = model.segments(signals[1], 500, LEADS)
         logits, scores = model.logits(x_RLT), model.scores(x_RLT)
         kind = {"a": logits.sigmoid(), "b": logits.softmax(1), "c": 15 * logits + 60}[place]
@@ -257,7 +257,7 @@ def test_predictions_are_the_mean_over_segments(saved_model: Saved) -> None:
     with pytest.raises(ConfigError, match="outputs are not finite"):
         model.predict(signals[0], 500, LEADS)
     with pytest.raises(ConfigError, match="no head"):
-        engine.load(saved_model("d")).predict(signals[0], 500, LEADS)
+        omnilead.load(saved_model("d")).predict(signals[0], 500, LEADS)
 
 
 def test_ten_seconds_in_which_nothing_was_measured_are_left_out(model: TrainedModel) -> None:
@@ -271,7 +271,7 @@ def test_ten_seconds_in_which_nothing_was_measured_are_left_out(model: TrainedMo
 
 def test_scores_of_each_lead(saved_model: Saved) -> None:
     """For a model trained on z-scores, the gain and offset of a lead do not matter, and a missing lead is zero."""
-    model, signal = engine.load(saved_model(preprocessing={"scale": "zscore"})), ecg()[:8]
+    model, signal = omnilead.load(saved_model(preprocessing={"scale": "zscore"})), ecg()[:8]
     expected = model.embed(signal, 500, LEADS[:8])
     gains = np.linspace(0.5, 3, 8)[:, None]
     assert torch.allclose(model.embed(signal * gains + gains, 500, LEADS[:8]), expected, atol=0.02)  # of whole microvolts
@@ -284,11 +284,11 @@ def test_scores_of_each_lead(saved_model: Saved) -> None:
 
 def test_models_of_fewer_leads(saved_model: Saved) -> None:
     signal = ecg()
-    padded = engine.load(saved_model("a", preprocessing={"seen": ["I", "V2"]}))
+    padded = omnilead.load(saved_model("a", preprocessing={"seen": ["I", "V2"]}))
     assert torch.equal(padded.embed(signal, 500, LEADS), padded.embed(signal[[0, 7]], 500, "I,V2"))
     with pytest.raises(SignalError, match="I,V2"):
         padded.embed(signal[[1]], 500, "II")
-    small = engine.load(saved_model("b", leads=2))
+    small = omnilead.load(saved_model("b", leads=2))
     assert torch.equal(small.embed(signal, 500, LEADS), small.embed(signal[[1, 0]], 500, "II,I"))
     with pytest.raises(SignalError, match="needs II too"):
         small.embed(signal[[0]], 500, "I")

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model import encoder as plain
-from engine.model import kernels
-from engine.model.kernels import cpu, cuda
+from omnilead.engine.model import encoder as plain
+from omnilead.engine.model import kernels
+from omnilead.engine.model.kernels import cpu, cuda
 
 torch.set_num_threads(1)
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-import engine
-from engine import convert
-from engine.model import onnx as onnx_export
+import omnilead
+from omnilead.engine import convert
+from omnilead.engine.model import onnx as onnx_export
 
 Saved = Callable[..., Path]
 
@@ -34,7 +34,7 @@ def test_onnx_gives_the_same_numbers(saved_model: Saved, tmp_path: Path, capsys:
         "chosen": [],
         "sha256": "",
     }
-    model, session = engine.load(folder), onnxruntime.InferenceSession(out)
+    model, session = omnilead.load(folder), onnxruntime.InferenceSession(out)
     signal = np.random.default_rng(0).normal(0, 0.3, (3, 12_000))
     for x_RLT in (model.segments(signal, 500, "I,II,III"), torch.randn(7, 3, 999), torch.randn(1, 3, 64)):
         embedding, logits, scores = session.run(["embedding", "logits", "scores"], {"x": x_RLT.numpy()})
@@ -49,7 +49,7 @@ def test_onnx_gives_the_same_numbers(saved_model: Saved, tmp_path: Path, capsys:
         assert convert.main(["to-onnx", str(of_kind), str(tmp_path / f"{kind}.onnx")]) == 0
         x_RLT = torch.randn(5, 12, 2500)
         (scores,) = onnxruntime.InferenceSession(tmp_path / f"{kind}.onnx").run(["scores"], {"x": x_RLT.numpy()})
-        np.testing.assert_allclose(scores, link(engine.load(of_kind).logits(x_RLT).detach()), atol=1e-5)
+        np.testing.assert_allclose(scores, link(omnilead.load(of_kind).logits(x_RLT).detach()), atol=1e-5)
 
 
 def test_wrong_numbers_leave_no_file(saved_model: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from tiny import SMALL, STILL, by_numpy, keys, seeded, waves
 from torch import Tensor, nn
 
-from engine.common import ConfigError
-from engine.model.config import ObjectiveConfig
-from engine.model.draws import Draws, draw
-from engine.model.pretrainer import Pretrainer
-from engine.training.train import compile_model
+from omnilead.engine.common import ConfigError
+from omnilead.engine.model.config import ObjectiveConfig
+from omnilead.engine.model.draws import Draws, draw
+from omnilead.engine.model.pretrainer import Pretrainer
+from omnilead.engine.training.train import compile_model
 
 GOLDEN = {
     "loss": 6.714488,

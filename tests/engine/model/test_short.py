@@ -20,7 +20,7 @@ triton = pytest.importorskip("triton")
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from engine.model.kernels import short  # noqa: E402
+from omnilead.engine.model.kernels import short  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOW = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bf16
@@ -139,9 +139,9 @@ def test_compiled_for_an_h200_two_programs_fit_a_processor(tmp_path: Path) -> No
 @pytest.mark.parametrize("how", ["eager", "layers"])
 def test_an_encoder_with_it(how: str) -> None:
     """In bf16, as close to float32 as with torch's kernel."""
-    from engine.model.encoder import Encoder
-    from engine.model.init_weights import initialise
-    from engine.training.train import compile_model
+    from omnilead.engine.model.encoder import Encoder
+    from omnilead.engine.model.init_weights import initialise
+    from omnilead.engine.training.train import compile_model
     from tests.engine.model.tiny import SMALL
 
     x = torch.randn(4, 12, 2500, generator=torch.Generator().manual_seed(0)).cuda()

@@ -5,9 +5,9 @@ import zlib
 import numpy as np
 import torch
 
-from engine.model.config import ModelConfig, ObjectiveConfig
-from engine.model.draws import row_keys
-from engine.model.pretrainer import Pretrainer
+from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
+from omnilead.engine.model.draws import row_keys
+from omnilead.engine.model.pretrainer import Pretrainer
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 

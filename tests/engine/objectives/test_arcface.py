@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.objectives.arcface import arcface_logits
+from omnilead.engine.objectives.arcface import arcface_logits
 
 
 def test_arcface_equals_its_formula() -> None:

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model.draws import count_negatives
-from engine.objectives.contrastive import authors_cmsc_loss, nt_xent, threekg_loss
-from engine.objectives.local import diversity, local_loss, mean_over_rows
+from omnilead.engine.model.draws import count_negatives
+from omnilead.engine.objectives.contrastive import authors_cmsc_loss, nt_xent, threekg_loss
+from omnilead.engine.objectives.local import diversity, local_loss, mean_over_rows
 
 
 def gathered_loss(x: Tensor, y: Tensor, other: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -8,9 +8,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from engine.model.config import ModelConfig, ObjectiveConfig
-from engine.model.draws import row_keys
-from engine.model.pretrainer import Pretrainer
+from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
+from omnilead.engine.model.draws import row_keys
+from omnilead.engine.model.pretrainer import Pretrainer
 
 CROPS, WORLD = 6, 2
 CONFIG = ModelConfig(

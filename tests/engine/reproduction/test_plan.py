@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.common import ConfigError
-from engine.config import CONFIGS, FinetuneConfig, check, load
-from engine.reproduction import cost
-from engine.reproduction.paper import LEADS, TASKS, ReproductionScale, as_arguments, tables
-from engine.reproduction.plan import DatasetInfo, JobPlan, make_plan
-from engine.reproduction.workdir import WorkDir, write_json
+from omnilead.engine.common import ConfigError
+from omnilead.engine.config import CONFIGS, FinetuneConfig, check, load
+from omnilead.engine.reproduction import cost
+from omnilead.engine.reproduction.paper import LEADS, TASKS, ReproductionScale, as_arguments, tables
+from omnilead.engine.reproduction.plan import DatasetInfo, JobPlan, make_plan
+from omnilead.engine.reproduction.workdir import WorkDir, write_json
 
 ROLES = {
     "pretrain": 85_000,

@@ -1,4 +1,4 @@
-"""engine.reproduce: plans carried out by several workers, over kills, failures and restarts."""
+"""omnilead.engine.reproduce: plans carried out by several workers, over kills, failures and restarts."""
 
 import fcntl
 import json
@@ -13,12 +13,12 @@ from typing import Any
 import psutil
 import pytest
 
-from data_tools import cluster
-from data_tools.dataset import Dataset
-from engine import evaluate, finetune, pretrain, reproduce
-from engine.reproduction import jobs, plan, run
-from engine.reproduction.plan import Job
-from engine.reproduction.workdir import WorkDir
+from omnilead.data_tools import cluster
+from omnilead.data_tools.dataset import Dataset
+from omnilead.engine import evaluate, finetune, pretrain, reproduce
+from omnilead.engine.reproduction import jobs, plan, run
+from omnilead.engine.reproduction.plan import Job
+from omnilead.engine.reproduction.workdir import WorkDir
 from tests.data_tools.test_cluster import Dask, dask  # noqa: F401
 from tests.forks import started
 from tests.waiting import until
@@ -239,7 +239,7 @@ def test_a_cell_of_real_jobs(dataset: Dataset, tmp_path: Path, monkeypatch: pyte
         """A job's process, forked from one that has imported torch."""
 
         def __init__(self, command: list[str], **_: Any) -> None:
-            program = {"engine.pretrain": pretrain, "engine.finetune": finetune, "engine.evaluate": evaluate}[command[4]]
+            program = {"pretrain": pretrain, "finetune": finetune, "evaluate": evaluate}[command[4].split(".")[-1]]
             self.process = started(program.main, command[5:], out=tmp_path / "log")
             self.terminate = self.process.terminate
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.tasks.config import TaskKind
-from engine.tasks.kinds import balanced, loss, right, thresholds, weights
+from omnilead.engine.tasks.config import TaskKind
+from omnilead.engine.tasks.kinds import balanced, loss, right, thresholds, weights
 
 NAN = float("nan")
 

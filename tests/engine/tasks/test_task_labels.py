@@ -12,12 +12,12 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-import engine
-from data_tools.dataset import CLASSES, Dataset
-from engine import finetune
-from engine.common import ConfigError
-from engine.tasks.config import TaskConfig
-from engine.tasks.labels import guess, read_table, read_task
+import omnilead
+from omnilead.data_tools.dataset import CLASSES, Dataset
+from omnilead.engine import finetune
+from omnilead.engine.common import ConfigError
+from omnilead.engine.tasks.config import TaskConfig
+from omnilead.engine.tasks.labels import guess, read_table, read_task
 
 Write = Callable[..., str]
 
@@ -218,7 +218,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"s3://b/l.csv needs the extra s3: pip install 'omnilead\[s3\]'"):
         read_table("s3://b/l.csv")
     with pytest.raises(ConfigError, match=r"s3://b/run needs the extra s3"):
-        engine.load("s3://b/run")
+        omnilead.load("s3://b/run")
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(ConfigError, match=r"gs://b/l.csv: Please install gcsfs"):
         read_table("gs://b/l.csv")

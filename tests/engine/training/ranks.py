@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from engine.config import CONFIGS
+from omnilead.engine.config import CONFIGS
 from tests.forks import started
 from tests.waiting import HANG_S
 
@@ -54,7 +54,7 @@ def train(arguments: Sequence[str], before: Callable[[], None] | None = None) ->
     if before:
         before()
     tunes = "start=" in " ".join(arguments) and not arguments[1].endswith("tiny.yaml")
-    script = importlib.import_module("engine.finetune" if tunes else "engine.pretrain")
+    script = importlib.import_module("omnilead.engine.finetune" if tunes else "omnilead.engine.pretrain")
     code: int = script.main(arguments)
     return code
 

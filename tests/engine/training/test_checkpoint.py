@@ -17,14 +17,14 @@ import pytest
 import torch
 from ranks import curve, pretrain, rows, run, settings, start
 
-from data_tools.dataset import Dataset
-from engine import convert
-from engine.model.folder import LoadError
-from engine.pretrain import main
-from engine.training import checkpoint
-from engine.training.checkpoint import FORBID, FORCE, MANIFEST, CheckpointError, WriteError
-from engine.training.distributed import Ranks
-from engine.training.finetuning import read_start
+from omnilead.data_tools.dataset import Dataset
+from omnilead.engine import convert
+from omnilead.engine.model.folder import LoadError
+from omnilead.engine.pretrain import main
+from omnilead.engine.training import checkpoint
+from omnilead.engine.training.checkpoint import FORBID, FORCE, MANIFEST, CheckpointError, WriteError
+from omnilead.engine.training.distributed import Ranks
+from omnilead.engine.training.finetuning import read_start
 from tests.forks import started
 
 ALONE = Ranks(0, 1, torch.device("cpu"), None)

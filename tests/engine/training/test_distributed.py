@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from ranks import free_port, pretrain, rows, run, settings
 
-from data_tools.dataset import Dataset
+from omnilead.data_tools.dataset import Dataset
 from tests.forks import started
 from tests.waiting import until
 
@@ -78,7 +78,7 @@ def test_validation_of_fewer_batches_than_ranks(dataset: Dataset, tmp_path: Path
 
 def count_graphs() -> None:
     """Counts the compiler's graphs on rank 0 and runs them as they are. Rank 1 is not compiled: it makes the same calls."""
-    from engine.training import train
+    from omnilead.engine.training import train
 
     def counted(graph: Any, inputs: Any) -> Any:
         print(f"a graph of {len(graph.graph.nodes)} operations", flush=True)
@@ -97,7 +97,7 @@ def test_a_step_of_two_ranks_compiles_in_few_graphs(dataset: Dataset, tmp_path: 
 
 def at_step_four(how: Callable[[], None]) -> None:
     """Makes it happen to rank 1."""
-    from engine.training.loop import Loop
+    from omnilead.engine.training.loop import Loop
 
     step = Loop._step
 

@@ -10,17 +10,17 @@ import pytest
 import torch
 from ranks import pretrain, rows
 
-from data_tools.build import ShardOptions, shard
-from data_tools.dataset import Dataset
-from data_tools.sources import open_sources
-from engine.common import ConfigError
-from engine.config import build
-from engine.data.leakage import patient_ids, validation_split
-from engine.data.loader import Loader
-from engine.data.order import DatasetRows, Order
-from engine.training.distributed import Ranks
-from engine.training.pretraining import PretrainTask
-from engine.training.validation import training_roles
+from omnilead.data_tools.build import ShardOptions, shard
+from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.sources import open_sources
+from omnilead.engine.common import ConfigError
+from omnilead.engine.config import build
+from omnilead.engine.data.leakage import patient_ids, validation_split
+from omnilead.engine.data.loader import Loader
+from omnilead.engine.data.order import DatasetRows, Order
+from omnilead.engine.training.distributed import Ranks
+from omnilead.engine.training.pretraining import PretrainTask
+from omnilead.engine.training.validation import training_roles
 
 
 class Named:

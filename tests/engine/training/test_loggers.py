@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from ranks import pretrain, rows
 
-from data_tools.dataset import Dataset
-from engine.common import ConfigError
-from engine.config import Config, build
-from engine.training import loggers
-from engine.training.loggers import RunLogger, move_repeated_lines
+from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.common import ConfigError
+from omnilead.engine.config import Config, build
+from omnilead.engine.training import loggers
+from omnilead.engine.training.loggers import RunLogger, move_repeated_lines
 
 KEYS = ("step", "loss", "crops_per_s", "data_wait_pct", "mfu", "lr")
 

@@ -13,18 +13,18 @@ import pytest
 import torch
 from ranks import curve, nothing, pretrain, rows, settings, start, tuning, wait
 
-from data_tools.dataset import Dataset
-from engine.config import CONFIGS, Config, build, load
-from engine.data.augmenter import HALF
-from engine.data.order import DatasetRows, Order
-from engine.model.draws import draw, row_keys
-from engine.objectives.contrastive import nt_xent
-from engine.objectives.local import local_loss
-from engine.training import checkpoint
-from engine.training.distributed import Ranks
-from engine.training.loop import Loop
-from engine.training.pretraining import PretrainTask
-from engine.training.validation import training_roles
+from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.config import CONFIGS, Config, build, load
+from omnilead.engine.data.augmenter import HALF
+from omnilead.engine.data.order import DatasetRows, Order
+from omnilead.engine.model.draws import draw, row_keys
+from omnilead.engine.objectives.contrastive import nt_xent
+from omnilead.engine.objectives.local import local_loss
+from omnilead.engine.training import checkpoint
+from omnilead.engine.training.distributed import Ranks
+from omnilead.engine.training.loop import Loop
+from omnilead.engine.training.pretraining import PretrainTask
+from omnilead.engine.training.validation import training_roles
 from tests.waiting import until
 
 STILL = {f"model__{name}dropout": 0 for name in ("", "attention_", "input_", "feature_")}
@@ -132,7 +132,7 @@ def test_a_step_has_one_checkpoint(dataset: Dataset, tmp_path: Path, monkeypatch
 def test_non_finite_steps_are_skipped_and_too_many_end_the_run(
     stage: int, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from engine.model.pretrainer import Pretrainer
+    from omnilead.engine.model.pretrainer import Pretrainer
 
     forward, calls = Pretrainer.forward, iter(range(1, 10_000))
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from engine.config import TrainConfig
-from engine.training.optimizer import GuardedAdamW, lr_at
+from omnilead.engine.config import TrainConfig
+from omnilead.engine.training.optimizer import GuardedAdamW, lr_at
 
 
 def test_schedules() -> None:

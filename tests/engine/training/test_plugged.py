@@ -13,15 +13,15 @@ from ranks import curve, finetune, pretrain, rows
 from safetensors.torch import load_file
 from torch import nn
 
-import engine
-from data_tools.dataset import Dataset
-from engine import embed
-from engine.common import ConfigError, merge, overridden
-from engine.config import TrainConfig
-from engine.data.extra import ExtraAugmentation
-from engine.model.folder import LoadError
-from engine.model.onnx import to_onnx
-from engine.training.continuing import read_config
+import omnilead
+from omnilead.data_tools.dataset import Dataset
+from omnilead.engine import embed
+from omnilead.engine.common import ConfigError, merge, overridden
+from omnilead.engine.config import TrainConfig
+from omnilead.engine.data.extra import ExtraAugmentation
+from omnilead.engine.model.folder import LoadError
+from omnilead.engine.model.onnx import to_onnx
+from omnilead.engine.training.continuing import read_config
 
 OWN = """
 import torch
@@ -97,21 +97,21 @@ def test_code_in_a_model_folder_runs_only_on_request(base: Path, own: Path, data
     config = json.loads((run / "config.json").read_text())
     assert config["model"]["encoder"] == "own.py:Net" and "own.py" in config["sha256"]
     with pytest.raises(LoadError, match=r"code in that folder, own\.py, which runs only if asked: .*--code.*code=True"):
-        engine.load(run)
-    model = engine.load(run, code=True)
+        omnilead.load(run)
+    model = omnilead.load(run, code=True)
     first = model.embed(dataset.read(0), 500, "12", "uV")
     assert first.shape == (8,) and model.encoder.norm.num_batches_tracked.dtype == torch.int64
     own_class: type[nn.Module] = type(model.encoder)
-    assert engine.load(run, encoder=own_class).embed(dataset.read(0), 500, "12", "uV").equal(first)
+    assert omnilead.load(run, encoder=own_class).embed(dataset.read(0), 500, "12", "uV").equal(first)
     how = ["--model", str(run), "--data", dataset.root.url, "--out", str(tmp_path / "e.parquet")]
     assert embed.main(how) == 2 and embed.main([*how, "--code"]) == 0
     (run / "own.py").write_text(OWN + "print('changed')")
     with pytest.raises(LoadError, match=r"own\.py: was changed or damaged"):
-        engine.load(run, code=True)
+        omnilead.load(run, code=True)
     (run / "own.py").unlink()
     with pytest.raises(LoadError, match=r"own\.py: the file with the encoder is not in config\.json"):
-        engine.load(run, code=True)
-    assert engine.load(run, encoder=own_class).code == {}
+        omnilead.load(run, code=True)
+    assert omnilead.load(run, encoder=own_class).code == {}
 
 
 def test_fine_tuning_from_a_plugged_in_encoder(base: Path, own: Path, dataset: Dataset, tmp_path: Path) -> None:
@@ -125,14 +125,14 @@ def test_fine_tuning_from_a_plugged_in_encoder(base: Path, own: Path, dataset: D
     top = f"{own}:Top"
     ended = finetune(tmp_path, url, start, "diagnosis", world=2, code=True, task__head=top, train__precision="bf16")
     assert ended.ok, ended.output
-    tuned = engine.load(tmp_path / "run", code=True)
+    tuned = omnilead.load(tmp_path / "run", code=True)
     assert tuned.config["model"]["options"] == {"kernel": 25} and tuned.config["head"]["definition"]["head"] == "own.py:Top"
     assert len(tuned.predict(dataset.read(0), 500, "12", "uV")) == 26
     with pytest.raises(LoadError, match="its head is code in that folder"):
-        engine.load(tmp_path / "run", encoder=type(tuned.encoder))
+        omnilead.load(tmp_path / "run", encoder=type(tuned.encoder))
     classes: dict[str, Any] = {"encoder": type(tuned.encoder), "head": type(tuned.head)}
-    assert engine.load(tmp_path / "run", **classes).classes == tuned.classes
-    assert 'engine.load("THIS_FOLDER", code=True)' in (tmp_path / "run" / "model" / "README.md").read_text()
+    assert omnilead.load(tmp_path / "run", **classes).classes == tuned.classes
+    assert 'omnilead.load("THIS_FOLDER", code=True)' in (tmp_path / "run" / "model" / "README.md").read_text()
     assert (tmp_path / "run" / "model" / "own.py").read_text() == OWN
 
 
@@ -157,10 +157,10 @@ def test_the_resnet_trains_and_is_tuned_on_fewer_leads(dataset: Dataset, tmp_pat
     ended = pretrain(tmp_path, url, "base", **resnet, **views, objective__local=0)
     assert ended.ok and all(row["mfu"] > 0 for row in rows(tmp_path / "base")), ended.output
     if find_spec("onnxruntime"):
-        assert to_onnx(engine.load(tmp_path / "base"), tmp_path / "base.onnx") < 1e-4
+        assert to_onnx(omnilead.load(tmp_path / "base"), tmp_path / "base.onnx") < 1e-4
     ended = finetune(tmp_path, url, tmp_path / "base", "diagnosis", "two", augment__leads="2", augment__padded=False)
     assert ended.ok, ended.output
-    assert engine.load(tmp_path / "two").to(torch.bfloat16).embed(dataset.read(0)[:2], 500, "I,II", "uV").shape == (16,)
+    assert omnilead.load(tmp_path / "two").to(torch.bfloat16).embed(dataset.read(0)[:2], 500, "I,II", "uV").shape == (16,)
     assert "1-D residual network" in (tmp_path / "two" / "model" / "README.md").read_text()
 
 

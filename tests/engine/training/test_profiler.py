@@ -5,8 +5,8 @@ from pathlib import Path
 
 from ranks import rows, run, settings
 
-from data_tools.dataset import Dataset
-from engine.training.profiler import WARM_UP
+from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.training.profiler import WARM_UP
 
 
 def test_steps_are_traced_and_training_continues(dataset: Dataset, tmp_path: Path) -> None:

@@ -12,16 +12,16 @@ from ranks import TINY, curve, pretrain, rows, run, settings
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-import engine
-from data_tools.dataset import Dataset
-from data_tools.errors import StorageError
-from engine.config import CONFIGS, build
-from engine.model import folder
-from engine.model.pretrainer import Pretrainer
-from engine.pretrain import main
-from engine.training import rates
-from engine.training.checkpoint import crc32c
-from engine.training.pretraining import PretrainTask
+import omnilead
+from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.errors import StorageError
+from omnilead.engine.config import CONFIGS, build
+from omnilead.engine.model import folder
+from omnilead.engine.model.pretrainer import Pretrainer
+from omnilead.engine.pretrain import main
+from omnilead.engine.training import rates
+from omnilead.engine.training.checkpoint import crc32c
+from omnilead.engine.training.pretraining import PretrainTask
 
 # The keys of every line in metrics.jsonl
 PROMISED = """step, crops_seen, epoch, loss, loss_local, loss_global, loss_diversity, loss_features, lr, grad_norm, crops_per_s,
@@ -57,7 +57,7 @@ def test_a_run_writes_all_its_files(dataset: Dataset, tmp_path: Path) -> None:
     model = Pretrainer(build({"model": config["model"]}).model, build({"objective": config["objective"]}).objective)
     model.load_state_dict(weights)
     assert "not normalised" in (out / "model" / "README.md").read_text()
-    assert engine.load(out).embed(dataset.read(0), 500, "12", "uV").shape == (model.encoder.width,)
+    assert omnilead.load(out).embed(dataset.read(0), 500, "12", "uV").shape == (model.encoder.width,)
     progress = [line for line in ended.output.splitlines() if line.startswith("step ")]
     assert len(progress) == 5 and all("crops/s, data wait" in line and "MFU" in line and "left" in line for line in progress)
 
@@ -96,9 +96,9 @@ def test_the_papers_literal_model_trains_resumes_and_is_exported(dataset: Datase
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert curve(whole) == curve(parts) and len(rows(parts)) == 4
     assert all(row["loss"] == pytest.approx(row["loss_local"] + row["loss_global"], rel=1e-6) for row in rows(parts))
-    model = engine.load(parts)
+    model = omnilead.load(parts)
     assert [model.config["model"][name] for name in ("conv_norm", "mask_starts")] == ["layer", "bernoulli"]
-    one, other = (engine.load(path).embed(dataset.read(0), 500, "12", "uV") for path in (whole, parts))
+    one, other = (omnilead.load(path).embed(dataset.read(0), 500, "12", "uV") for path in (whole, parts))
     assert torch.equal(one, other)
 
 

@@ -1,7 +1,6 @@
 """Trainings from Python: several in one process, each as if it were alone, leaving nothing behind."""
 
 import gc
-import inspect
 import os
 import signal
 import sys
@@ -15,14 +14,15 @@ import torch
 import yaml
 from ranks import TINY, curve, pretrain, rows
 
-import engine
-from data_tools.dataset import Dataset
-from engine.common import ConfigError
-from engine.model.pretrainer import Pretrainer
-from engine.training.loop import Loop
-from engine.training.run import TrainingRun
+import omnilead
+from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.common import ConfigError
+from omnilead.engine.model.pretrainer import Pretrainer
+from omnilead.engine.training.loop import Loop
+from omnilead.engine.training.run import TrainingRun
 from tests.forks import started
 
+TRAIN = "omnilead.engine.training.train"
 SMALL = {"train.steps": 3, "train.validate_every": 3, "train.valid_batches": 1}
 
 
@@ -47,12 +47,12 @@ def notebook(tmp: Path, url: str) -> None:
     names = Dataset.open(url).table(["record"])["record"].to_pylist()
 
     def trained(name: str, **settings: Any) -> TrainingRun:
-        return engine.pretrain(tmp / "tiny.yaml", data=Dataset.open(url), out=tmp / name, **SMALL | settings)
+        return omnilead.pretrain(tmp / "tiny.yaml", data=Dataset.open(url), out=tmp / name, **SMALL | settings)
 
     run = trained("first")
     assert os.fspath(run) == str(tmp / "first") and run.report.is_file() and "<iframe" in run._repr_html_()
     assert [row["step"] for row in run.metrics] == [1, 2, 3] and [row["step"] for row in run.validation] == [0, 3]
-    assert run.model().digest == engine.load(run).digest
+    assert run.model().digest == omnilead.load(run).digest
     linear = torch.nn.functional.linear
     trained("zero3", **{"train.zero_stage": 3, "train.steps": 1, "train.validate_every": 0})
     assert torch.nn.functional.linear is linear  # which DeepSpeed replaces by one whose gradients round differently
@@ -60,7 +60,7 @@ def notebook(tmp: Path, url: str) -> None:
     before = left()
     csv = tmp / "labels.csv"
     csv.write_text("record,tall\n" + "".join(f"{name},{i % 2}\n" for i, name in enumerate(sorted(set(names)))))
-    tuned = engine.finetune(run, data=url, labels=csv, out=tmp / "tuned", **{"train.steps": 2, "train.batch_crops": 8})
+    tuned = omnilead.finetune(run, data=url, labels=csv, out=tmp / "tuned", **{"train.steps": 2, "train.batch_crops": 8})
     answer = tuned.model().predict(Dataset.open(url)[0].signal_mv, fs_hz=500, leads="12")
     assert list(answer) == ["tall"] and 0 < answer["tall"] < 1
     with pytest.raises(ConfigError, match=r"^steps: no such setting: did you mean train\.steps"):
@@ -78,7 +78,7 @@ def notebook(tmp: Path, url: str) -> None:
 
     with mock.patch.object(Loop, "_step", interrupted), pytest.raises(KeyboardInterrupt, match="after a checkpoint"):
         trained("resumed")
-    with mock.patch("engine.training.train.make_engine", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with mock.patch(f"{TRAIN}.make_engine", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         trained("resumed")  # before there is a model
     assert [row["step"] for row in trained("resumed").metrics] == [1, 2, 3]
     assert left() == before
@@ -93,17 +93,8 @@ def test_several_in_one_process_equal_those_of_separate_ones(dataset: Dataset, t
     assert curve(tmp_path / "alone") == curve(tmp_path / "first") == curve(tmp_path / "thread") == curve(tmp_path / "resumed")
 
 
-def test_a_command_and_its_function_have_one_name() -> None:
-    from engine import pretrain as module
-
-    assert engine.pretrain is module and callable(module.main) and {"finetune", "pretrain", "load"} <= set(dir(engine))
-    assert list(inspect.signature(engine.pretrain).parameters) == ["config", "data", "out", "settings"]
-    with pytest.raises(AttributeError, match="no attribute 'train'"):
-        engine.train  # noqa: B018
-
-
 def test_a_notebook_shows_a_bar(dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.training.loggers.in_notebook", lambda: True)
+    monkeypatch.setattr("omnilead.engine.training.loggers.in_notebook", lambda: True)
     output = pretrain(tmp_path, dataset.root.url, train__steps=2).output
     assert "\nstep 1/2" not in output and "2/2" in output and "loss" in output
 

@@ -1,0 +1,40 @@
+"""Turn ECG archives into verified datasets, pre-train and fine-tune encoders on them, and use the trained models.
+
+import omnilead
+run = omnilead.pretrain("w2v_cmsc_rlm", data="DATASET", out="RUN", **{"train.steps": 1000})
+tuned = omnilead.finetune("RUN", data="DATASET", labels="my.csv", out="OUT")
+model = omnilead.load("OUT")                   # or OUT/model, a copy of that folder, s3://bucket/model, hf://org/name
+model.embed(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")
+model.predict(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")
+
+In the repository, `engine`, `data_tools` and `configs` in this folder are links to the folders beside it. So modules have the
+same names as in an installed package, and a module of yours called engine or data_tools is never mistaken for one of them.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from omnilead.data_tools.dataset import Dataset as Dataset
+    from omnilead.engine.finetune import finetune as finetune
+    from omnilead.engine.model.inference import load as load
+    from omnilead.engine.pretrain import pretrain as pretrain
+
+__version__ = "0.1.0"
+
+MODULES = {  # where each name comes from. Imported on first use: PyTorch takes seconds
+    "Dataset": "omnilead.data_tools.dataset",
+    "finetune": "omnilead.engine.finetune",
+    "load": "omnilead.engine.model.inference",
+    "pretrain": "omnilead.engine.pretrain",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *MODULES})

@@ -1,0 +1,62 @@
+"""Turn ECG archives into datasets, pre-trained encoders, fine-tuned models and scores.
+
+    omnilead synth archive --patients 1000                      synthetic ECGs to try everything with
+    omnilead shard archive --out dataset                        a dataset for training
+    omnilead pretrain --data dataset --out RUN                  a small model: a minute on a CPU
+    omnilead COMMAND --help                                     the options of a command, with examples
+
+`python -m omnilead COMMAND` is the same.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import omnilead
+from omnilead.engine.common import Parser, interruptible, leave
+
+COMMANDS = {  # name: (module with main(arguments), optionally its first arguments; what it does)
+    "synth": ("omnilead.data_tools.__main__ synth", "make a synthetic archive"),
+    "shard": ("omnilead.data_tools.__main__ shard", "make a dataset from archives"),
+    "verify": ("omnilead.data_tools.__main__ verify", "check every byte of a dataset"),
+    "show": ("omnilead.data_tools.__main__ show", "print or draw a dataset, a crop or a record"),
+    "labels": ("omnilead.data_tools.__main__ labels", "write an archive's published labels as tables"),
+    "pretrain": ("omnilead.engine.pretrain", "pre-train an encoder on a dataset"),
+    "finetune": ("omnilead.engine.finetune", "fine-tune a pre-trained encoder on a task"),
+    "evaluate": ("omnilead.engine.evaluate", "score a model on held-out ECGs"),
+    "embed": ("omnilead.engine.embed", "write embeddings of ECGs as parquet"),
+    "probe": ("omnilead.engine.embed --probe", "score embeddings with a linear probe, k-NN and identification"),
+    "bench": ("omnilead.engine.bench", "compare models by linear probes on frozen embeddings"),
+    "predict": ("omnilead.engine.predict", "write the predictions of a fine-tuned model as CSV or parquet"),
+    "convert": ("omnilead.engine.convert", "convert weights from and to fairseq-signals, and to ONNX"),
+    "hub": ("omnilead.engine.hub", "share a model on the Hugging Face Hub, or fetch one"),
+    "reproduce": ("omnilead.engine.reproduce", "reproduce the tables of the paper"),
+    "parity": ("omnilead.engine.parity", "compare the model with the authors' numbers"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Imports only the module of the chosen command, so that --help does not wait for PyTorch."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    listed = "\n".join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items())
+    about = {"description": __doc__, "epilog": f"commands:\n{listed}"}
+    parser = Parser("omnilead", **about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"omnilead {omnilead.__version__}")
+    parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help="one of the commands listed below")
+    module, *first = COMMANDS[parser.parse_args(given[:1]).command][0].split()
+    code: int = importlib.import_module(module).main([*first, *given[1:]])
+    return code
+
+
+def script() -> NoReturn:
+    interruptible("omnilead")
+    code = main()
+    if "torch" in sys.modules:
+        leave(code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    script()
