@@ -5,7 +5,7 @@
     [100, 2B, M, 256] -> sums of four losses -> gradients divided by the masked tokens -> Adam, one tensor after another
 
 This is not their code, but uses their definitions, layouts and operators, without their data path, logging and checkpoints.
-Weights have the authors' names, so that engine.model.fairseq.to_theirs converts ours; tests/benchmarks/test_step.py shows that
+Weights have the authors' names, so that engine.interop.fairseq.to_theirs converts ours; tests/benchmarks/test_step.py shows that
 the same weights and draws give the same loss and gradients as engine.model.pretrainer.
 
 Source: fairseq-signals modules/ (conv_feature_extraction, conv_positional_encoding, transformer_encoder, multi_head_attention,

@@ -65,7 +65,8 @@ def compare(words: list[str], crops: int, turns: int, threads: int = 2) -> dict[
     import torch
 
     from omnilead.engine import embed
-    from omnilead.engine.evaluation import embedding, outputs
+    from omnilead.engine.inference import commands as embedding
+    from omnilead.engine.inference import outputs
 
     args = embed.parse(words)
     embed.check(args)

@@ -26,10 +26,10 @@ from typing import Any
 from benchmarks import report, tables
 from benchmarks.run import environment
 from omnilead.engine.common import ConfigError, Parser, find_config, positive, read_yaml, write_whole
-from omnilead.engine.reproduction.jobs import duration, on_this_machine, run_jobs
-from omnilead.engine.reproduction.paper import ReproductionScale, as_arguments
-from omnilead.engine.reproduction.plan import DatasetInfo, Job, JobPlan
-from omnilead.engine.reproduction.workdir import WorkDir, read_json, write_json
+from omnilead.engine.reproduce.jobs import duration, on_this_machine, run_jobs
+from omnilead.engine.reproduce.paper import ReproductionScale, as_arguments
+from omnilead.engine.reproduce.plan import DatasetInfo, Job, JobPlan
+from omnilead.engine.reproduce.workdir import WorkDir, read_json, write_json
 
 Tree = dict[str, Any]
 COMMANDS = "commands.json"

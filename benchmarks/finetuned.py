@@ -22,11 +22,11 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.errors import DataError
 from omnilead.engine.common import ConfigError, Parser
 from omnilead.engine.evaluation.bench import Found, Scored, by_class, compared, over_classes, resampled, weighted
-from omnilead.engine.evaluation.bench_report import write
 from omnilead.engine.evaluation.metrics import Array, challenge_statistic
 from omnilead.engine.evaluation.results import CHOSEN, EvalOptions, by_record, chosen_task, identify, nullable, score_task
-from omnilead.engine.model.inference import THRESHOLD
-from omnilead.engine.reproduction.workdir import read_json
+from omnilead.engine.inference.trained_model import THRESHOLD
+from omnilead.engine.report.bench_report import write
+from omnilead.engine.reproduce.workdir import read_json
 
 RANDOM = "random"
 

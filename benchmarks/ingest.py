@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.measure import Benchmark, Case, describe
-from omnilead.data_tools import synth
 from omnilead.data_tools.build import ShardOptions, shard
 from omnilead.data_tools.cli import keep_freed_memory
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.sources import open_sources
+from omnilead.data_tools.synthetic import archive as synth
 from omnilead.data_tools.verify import verify
 
 

@@ -299,9 +299,9 @@ def summary(samples: Samples) -> dict[str, Any]:
 
 def make_dataset(work: Path, records: int, keep_archive: bool = False, **options: Any) -> Any:
     """Make work/dataset with about `records` synthetic crops of 10 s. `options`: of data_tools.build.ShardOptions."""
-    from omnilead.data_tools import synth
     from omnilead.data_tools.build import ShardOptions, shard
     from omnilead.data_tools.sources import open_sources
+    from omnilead.data_tools.synthetic import archive as synth
 
     say(f"a dataset of about {records} crops")
     archive, workers = str(work / "archive"), max(1, min(8, (os.cpu_count() or 1) // 2))
@@ -315,6 +315,6 @@ def make_dataset(work: Path, records: int, keep_archive: bool = False, **options
 
 def describe(dataset: Any, **more: Any) -> dict[str, Any]:
     """The facts about the input data for a record."""
-    from omnilead.data_tools.synth import VERSION
+    from omnilead.data_tools.synthetic.archive import VERSION
 
     return {"archive": f"synthetic-{VERSION}", "crops": len(dataset), "dataset": dataset.fingerprint} | more

@@ -45,11 +45,11 @@ from omnilead.engine.evaluation.bench import (
     weighted,
     whitening,
 )
-from omnilead.engine.evaluation.bench_report import write
 from omnilead.engine.evaluation.embedders import Vectors, embedded, embedders_of
 from omnilead.engine.evaluation.metrics import Array, identification
 from omnilead.engine.evaluation.probe import ProbeData, fit_scaled, linear, unlike
 from omnilead.engine.evaluation.results import nullable
+from omnilead.engine.report.bench_report import write
 
 FOLDS, BOTH = "folds.json", "with real ECGs"
 

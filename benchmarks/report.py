@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from benchmarks import tables
 from benchmarks.tables import Part, Result, clock, device_of, is_peer, machine, markdown, number, per_cpu
 from omnilead.engine.common import Parser
-from omnilead.engine.evaluation import bench_report
+from omnilead.engine.report import bench_report
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -32,10 +32,10 @@ from benchmarks.measure import Benchmark, CaseError, call_fresh, say
 from omnilead.data_tools.cli import keep_freed_memory
 from omnilead.engine.common import ConfigError
 from omnilead.engine.config import CONFIGS, load
-from omnilead.engine.model import fairseq
+from omnilead.engine.interop import fairseq
+from omnilead.engine.interop.parity import Adam, authors_adam, draws_of
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop
 from omnilead.engine.model.draws import Draws, row_keys
-from omnilead.engine.model.parity import Adam, authors_adam, draws_of
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.model.quantizer import temperature
 from omnilead.engine.training.train import COMPILED, compile_model

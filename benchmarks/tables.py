@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from benchmarks.measure import INTERVAL_FROM
-from omnilead.engine.evaluation import bench_report
+from omnilead.engine.report import bench_report
 
 Part = dict[str, Any]
 Result = dict[str, Any]

@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _synth(options: argparse.Namespace) -> int:
-    from omnilead.data_tools.synth import synthesise
+    from omnilead.data_tools.synthetic.archive import synthesise
 
     arguments = (options.patients, options.two_sessions, options.seed, options.layout, options.workers)
     counts = synthesise(options.out, *arguments, progress=interactive())
@@ -275,10 +275,10 @@ def _record_figure(path: str) -> Any:
 
     from omnilead.data_tools.dataset import CROP_SHAPE
     from omnilead.data_tools.errors import ReadError
+    from omnilead.data_tools.hospital.files import HospitalFiles
     from omnilead.data_tools.plots import caption_of, ecg_figure
     from omnilead.data_tools.prepare import prepare_crop
     from omnilead.data_tools.sources.base import read_safely
-    from omnilead.data_tools.sources.hospital import HospitalFiles
     from omnilead.data_tools.sources.wfdb_folder import WfdbFolder
     from omnilead.data_tools.storage import folder
 

@@ -25,9 +25,9 @@ from omnilead.engine.common import RUN_CODE, Parser, interruptible, one_blas_thr
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     one_blas_thread()
-    from omnilead.engine.evaluation import embedding  # imported late, so that --help does not wait for PyTorch
+    from omnilead.engine.inference import commands  # imported late, so that --help does not wait for PyTorch
 
-    return embedding.command("omnilead bench", args, run)
+    return commands.command("omnilead bench", args, run)
 
 
 def run(args: argparse.Namespace) -> int:

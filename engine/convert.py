@@ -59,9 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     from safetensors import SafetensorError
 
-    from omnilead.engine.model.conversion import from_fairseq, to_fairseq
-    from omnilead.engine.model.inference import load
-    from omnilead.engine.model.onnx import to_onnx
+    from omnilead.engine.inference.trained_model import load
+    from omnilead.engine.interop.conversion import from_fairseq, to_fairseq
+    from omnilead.engine.interop.onnx import to_onnx
 
     try:
         if args.command == "from-fairseq":

@@ -51,10 +51,10 @@ def checked_and_run(name: str, args: argparse.Namespace, check: Callable[[argpar
         tell(f"omnilead {name}: {error}")
         return 2
     one_blas_thread()
-    from omnilead.engine.evaluation import embedding, outputs  # imported late, so that --help does not wait for PyTorch
+    from omnilead.engine.inference import commands, outputs  # imported late, so that --help does not wait for PyTorch
 
     output_of = outputs.predictions if name == "predict" else outputs.embeddings
-    return embedding.command(f"omnilead {name}", args, lambda given: embedding.run(given, output_of))
+    return commands.command(f"omnilead {name}", args, lambda given: commands.run(given, output_of))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

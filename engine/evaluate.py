@@ -37,9 +37,9 @@ COLUMNS = ("positives", "threshold", "auroc", "auprc", "f_measure", "mae", "r2",
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     args.out = args.json or args.report
-    from omnilead.engine.evaluation import embedding  # imported late, so that --help does not wait for PyTorch
+    from omnilead.engine.inference import commands  # imported late, so that --help does not wait for PyTorch
 
-    return embedding.command("omnilead evaluate", args, as_a_rank, "--json" if args.json else "--report")
+    return commands.command("omnilead evaluate", args, as_a_rank, "--json" if args.json else "--report")
 
 
 def as_a_rank(args: argparse.Namespace) -> int:
@@ -82,9 +82,9 @@ def evaluate(args: argparse.Namespace) -> int:
         raise ConfigError(f"--json {args.json} and --report {args.report} are the same file: choose two names")
     import omnilead
     from omnilead.data_tools.dataset import Dataset
-    from omnilead.engine.evaluation import evaluation_report
     from omnilead.engine.evaluation.results import EvalOptions, chosen_task, identify, score_task
     from omnilead.engine.model.kernels import chosen_device
+    from omnilead.engine.report import evaluation_report
     from omnilead.engine.training.distributed import environment, share_work
 
     world = environment()[1]
@@ -114,7 +114,7 @@ def evaluate(args: argparse.Namespace) -> int:
 def labels_of_run(model: str) -> str:
     """The label table that RUN keeps from its training; "" if there is none. The path or address that a model names is never
     opened, because the model may come from anyone."""
-    from omnilead.engine.evaluation.run_files import LABELS
+    from omnilead.engine.training.files import LABELS
 
     table = Path(model, LABELS)
     return str(table) if table.is_file() and not table.is_symlink() else ""

@@ -50,8 +50,8 @@ OWN: dict[str, Shortcut] = {
 
 def classes() -> tuple[Any, Any, Any]:
     from omnilead.engine.config import FinetuneConfig
-    from omnilead.engine.training.finetuning import FinetuneTask
-    from omnilead.engine.training.recipe import finetuning
+    from omnilead.engine.tasks.finetuning import FinetuneTask
+    from omnilead.engine.tasks.recipe import finetuning
 
     return FinetuneConfig, FinetuneTask, finetuning
 

@@ -22,7 +22,7 @@ from omnilead.engine.common import ConfigError, Parser, interruptible
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
-    from omnilead.engine.model import hub  # imported late, so that --help does not wait for PyTorch
+    from omnilead.engine.interop import hub  # imported late, so that --help does not wait for PyTorch
 
     try:
         if args.action == "push":

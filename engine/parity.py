@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, metavar="DIR", help="the authors' settings, weights, inputs and results")
     parser.add_argument("--json", type=Path, metavar="F", help="write the table as JSON too")
     args = parser.parse_args(arguments)
-    from omnilead.engine.model.parity import compare
+    from omnilead.engine.interop.parity import compare
 
     try:
         comparisons = compare(args.folder)

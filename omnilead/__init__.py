@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from omnilead.data_tools.dataset import Dataset as Dataset
     from omnilead.engine.finetune import finetune as finetune
-    from omnilead.engine.model.inference import load as load
+    from omnilead.engine.inference.trained_model import load as load
     from omnilead.engine.pretrain import pretrain as pretrain
 
 __version__ = "0.1.0"
@@ -25,7 +25,7 @@ __version__ = "0.1.0"
 MODULES = {  # where each name comes from. Imported on first use: PyTorch takes seconds
     "Dataset": "omnilead.data_tools.dataset",
     "finetune": "omnilead.engine.finetune",
-    "load": "omnilead.engine.model.inference",
+    "load": "omnilead.engine.inference.trained_model",
     "pretrain": "omnilead.engine.pretrain",
 }
 

@@ -32,7 +32,7 @@ COMMANDS = {  # name: (module with main(arguments), optionally its first argumen
     "predict": ("omnilead.engine.predict", "write the predictions of a fine-tuned model as CSV or parquet"),
     "convert": ("omnilead.engine.convert", "convert weights from and to fairseq-signals, and to ONNX"),
     "hub": ("omnilead.engine.hub", "share a model on the Hugging Face Hub, or fetch one"),
-    "reproduce": ("omnilead.engine.reproduce", "reproduce the tables of the paper"),
+    "reproduce": ("omnilead.engine.reproduce.__main__", "reproduce the tables of the paper"),
     "parity": ("omnilead.engine.parity", "compare the model with the authors' numbers"),
 }
 

@@ -18,7 +18,7 @@ from omnilead.data_tools.build import ShardOptions, shard
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.sources import open_sources
 from omnilead.data_tools.splits import RoleSources
-from omnilead.data_tools.synth import synthesise
+from omnilead.data_tools.synthetic.archive import synthesise
 
 with contextlib.suppress(ImportError):  # may be missing where only the GPU tests run
     import hypothesis

@@ -10,7 +10,7 @@ import pytest
 
 from docs import house, settings
 from omnilead.__main__ import COMMANDS, main
-from omnilead.data_tools.sources.hospital import FORMATS
+from omnilead.data_tools.hospital.files import FORMATS
 from omnilead.engine.common import LEADS, flatten
 from omnilead.engine.config import Config, FinetuneConfig
 from tests.forks import started

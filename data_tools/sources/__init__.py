@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 
 from omnilead.data_tools.dataset import META
 from omnilead.data_tools.errors import DataError, ReadError, StorageError
+from omnilead.data_tools.hospital.files import ENDINGS, FORMATS, HospitalFiles
 from omnilead.data_tools.plugins import blame, plugin
 from omnilead.data_tools.pseudonyms import key_mark, read_key
 from omnilead.data_tools.sources.base import Prepared, Source, prepared, pseudonymised
 from omnilead.data_tools.sources.code15 import Code15
-from omnilead.data_tools.sources.hospital import ENDINGS, FORMATS, HospitalFiles
 from omnilead.data_tools.sources.mimic_iv_ecg import MimicIvEcg
 from omnilead.data_tools.sources.physionet2021 import DATABASES, PhysioNet2021
 from omnilead.data_tools.sources.ptbxl import PtbXl

@@ -9,7 +9,7 @@ their parameters differently and recompute the limb leads from I and II.
 
 Shapes: B crops, S adjacent halves or views, L leads, T samples, K components. x is [B, S, L, T] float32 millivolts; p holds
 [B, S, 1 or L, 1 or K]. DALI has no B axis. numpy and torch turn one half (S = 1) into two views if p has parameters for two.
-`python -m omnilead.engine.data.picture augmentations.png --data DATASET` draws every augmentation.
+`python -m omnilead.engine.report.picture augmentations.png --data DATASET` draws every augmentation.
 """
 
 import functools

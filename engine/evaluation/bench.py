@@ -30,11 +30,11 @@ from omnilead.engine.common import ConfigError, parse_leads
 from omnilead.engine.data import counter
 from omnilead.engine.data.augmenter import none_measured
 from omnilead.engine.data.leakage import overlap, patient_ids
-from omnilead.engine.evaluation.bench_report import write
 from omnilead.engine.evaluation.embedders import Embedder, Vectors, embedded, embedders_of
 from omnilead.engine.evaluation.metrics import Array, exact_interval, identification, statistic_of, weighted_areas
 from omnilead.engine.evaluation.probe import IDENTITY, ProbeData, fit_scaled, labels_to_probe, linear, require_unlike, unlike
 from omnilead.engine.evaluation.results import EvalOptions, load_task, nullable, require, shown_input
+from omnilead.engine.report.bench_report import write
 from omnilead.engine.tasks.labels import TaskLabels, read_task
 
 IDENTIFICATION = "identification"

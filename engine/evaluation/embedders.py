@@ -27,13 +27,13 @@ from omnilead.engine.common import ALL, ConfigError, write_whole
 from omnilead.engine.data.augment import PAPER_NOISE, AmplitudeMv, AugmentConfig
 from omnilead.engine.data.augmenter import MV_PER_UV, Augmenter, measured_leads, parameters
 from omnilead.engine.data.order import Places
-from omnilead.engine.data.preprocess import Input
 from omnilead.engine.evaluation import mean_beat
-from omnilead.engine.evaluation.embedding import prepare_model
 from omnilead.engine.evaluation.metrics import Array
-from omnilead.engine.evaluation.outputs import progress_bar
-from omnilead.engine.evaluation.predict import CropBatch, dataset_batches, predict
-from omnilead.engine.model.inference import NOT_FINITE, TrainedModel, config_of
+from omnilead.engine.inference.commands import prepare_model
+from omnilead.engine.inference.outputs import progress_bar
+from omnilead.engine.inference.predict import CropBatch, dataset_batches, predict
+from omnilead.engine.inference.preprocess import Input
+from omnilead.engine.inference.trained_model import NOT_FINITE, TrainedModel, config_of
 
 MEAN_BEAT, RANDOM = "mean beat", "random weights"
 ANY = ["encoder", "options", "leads"]

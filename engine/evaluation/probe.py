@@ -29,8 +29,8 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.common import ConfigError
 from omnilead.engine.data.leakage import patient_ids
 from omnilead.engine.evaluation.metrics import METRICS, Array, identification, measure, unit_vectors
-from omnilead.engine.evaluation.outputs import matrix
 from omnilead.engine.evaluation.results import by_record, load_task
+from omnilead.engine.inference.outputs import matrix
 from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.labels import TaskLabels, guess, read_task
 

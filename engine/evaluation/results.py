@@ -27,8 +27,6 @@ from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.engine.common import ConfigError, OutputError, describe_leads, environment, find_config, read_yaml, shipped
 from omnilead.engine.data.augmenter import FS_HZ, none_measured
 from omnilead.engine.data.leakage import conflicting_splits, patient_ids
-from omnilead.engine.data.preprocess import Input
-from omnilead.engine.evaluation.inputs import DatasetSource, Per, no_leads
 from omnilead.engine.evaluation.intervals import TOO_FEW, few_patients, intervals_of_few
 from omnilead.engine.evaluation.metrics import (
     Array,
@@ -40,9 +38,11 @@ from omnilead.engine.evaluation.metrics import (
     identification,
     statistic_of,
 )
-from omnilead.engine.evaluation.outputs import RESUMABLE, Output, ParquetParts, make, matrix, vectors, whole
+from omnilead.engine.inference.inputs import DatasetSource, Per, no_leads
+from omnilead.engine.inference.outputs import RESUMABLE, Output, ParquetParts, make, matrix, vectors, whole
+from omnilead.engine.inference.preprocess import Input
+from omnilead.engine.inference.trained_model import THRESHOLD, HeadInfo, TrainedModel
 from omnilead.engine.model.config import validated
-from omnilead.engine.model.inference import THRESHOLD, HeadInfo, TrainedModel
 from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.labels import TaskLabels, read_task
 

@@ -5,7 +5,7 @@
           -> layers x [attention, + residual, norm, feed-forward, + residual, norm] -> c_RND                      (context)
 
 `pick` replaces plain operations by faster ones (engine.model.kernels). Convolution weights are stored in the layout for matrix
-products, [out, kernel * in]; engine.model.fairseq converts them to the authors' [out, in, kernel].
+products, [out, kernel * in]; engine.interop.fairseq converts them to the authors' [out, in, kernel].
 
 Source: paper, section "Pre-training"; fairseq-signals models/wav2vec2/wav2vec2.py, models/transformer.py:87 (post-norm, no
 norm after the last layer), modules/conv_feature_extraction.py:21-60 (no bias; one group norm, in block 0, with a group for each

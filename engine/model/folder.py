@@ -141,7 +141,7 @@ def model_folder(path: str | os.PathLike[str]) -> Iterator[tuple[Path, str]]:
     """A verified folder with weights, and its digest. A remote folder is downloaded first."""
     text = os.fspath(path)
     if text.startswith("hf://"):
-        from omnilead.engine.model.hub import fetched
+        from omnilead.engine.interop.hub import fetched
 
         folder = fetched(text.removeprefix("hf://"))
         yield folder, check(folder)

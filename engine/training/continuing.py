@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from omnilead.engine.common import ConfigError, describe_leads, flatten, overridden, read_mapping
 from omnilead.engine.config import Config, build, load
 from omnilead.engine.data.augmenter import FS_HZ
-from omnilead.engine.data.preprocess import Input
+from omnilead.engine.inference.preprocess import Input
+from omnilead.engine.inference.trained_model import config_of
 from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.encoders import portable
 from omnilead.engine.model.folder import CONFIG, PREPROCESSING, WEIGHTS, document_of, misfits, model_folder
-from omnilead.engine.model.inference import config_of
 
 QUICKSTART = "quickstart"  # the config if none is given
 SHARED = ("encoder", "options", "leads")  # settings that the weights of every encoder depend on

@@ -35,7 +35,7 @@ from tqdm.auto import tqdm
 from omnilead.data_tools.cli import in_notebook, say
 from omnilead.engine.common import ConfigError, flatten, write_whole
 from omnilead.engine.config import RunConfig, TrainConfig
-from omnilead.engine.evaluation.run_files import METRICS, VALID, VALIDATION
+from omnilead.engine.training.files import METRICS, VALID, VALIDATION
 
 SERVICE_IDS = "boards.json"
 MATMULS = 60  # the fastest one counts, as the machine may be busy for a moment

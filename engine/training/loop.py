@@ -27,10 +27,10 @@ from omnilead.engine.data.counter import bits
 from omnilead.engine.data.leakage import split_of
 from omnilead.engine.data.loader import Batch, Loader, State
 from omnilead.engine.data.order import Places
-from omnilead.engine.evaluation.run_files import DIAGNOSTICS, write_diagnostics
 from omnilead.engine.objectives.contrastive import sum_over_ranks
 from omnilead.engine.training import checkpoint
 from omnilead.engine.training.distributed import AnyRank, Ranks
+from omnilead.engine.training.files import DIAGNOSTICS, write_diagnostics
 from omnilead.engine.training.loggers import RunLogger, memory_gb, peak_tflops
 from omnilead.engine.training.optimizer import GuardedAdamW, lr_at
 from omnilead.engine.training.task import TrainingTask

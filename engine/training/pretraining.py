@@ -14,13 +14,13 @@ from omnilead.engine.common import ConfigError
 from omnilead.engine.config import Config, candidates, micro_batch
 from omnilead.engine.data.leakage import patient_ids
 from omnilead.engine.data.loader import Batch
-from omnilead.engine.evaluation.run_files import VALID
 from omnilead.engine.model.config import masked_share
 from omnilead.engine.model.encoders import code_of, cost_per_crop, describe_encoder, drops_out, portable, prepared
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.model.quantizer import temperature
 from omnilead.engine.training.continuing import read_weights
 from omnilead.engine.training.distributed import Ranks
+from omnilead.engine.training.files import VALID
 from omnilead.engine.training.task import TrainingTask, best_metric, best_step_text, start_text
 from omnilead.engine.training.validation import (
     Capture,

@@ -13,7 +13,7 @@ from typing import Any
 from omnilead.data_tools.cli import say
 from omnilead.engine.common import ConfigError, environment, write_whole
 from omnilead.engine.config import FinetuneConfig, RunConfig
-from omnilead.engine.evaluation.run_report import RESULT, write_report
+from omnilead.engine.report.run_report import RESULT, write_report
 from omnilead.engine.training.task import TrainingTask
 from omnilead.engine.training.train import train
 

@@ -14,9 +14,9 @@ from typing import Any
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.common import ConfigError
 from omnilead.engine.config import RunConfig
-from omnilead.engine.evaluation.run_files import METRICS, VALIDATION, StepLog
-from omnilead.engine.evaluation.run_report import REPORT
-from omnilead.engine.model import inference
+from omnilead.engine.inference import trained_model as inference
+from omnilead.engine.report.run_report import REPORT
+from omnilead.engine.training.files import METRICS, VALIDATION, StepLog
 from omnilead.engine.training.loop import TrainError
 from omnilead.engine.training.rates import train_rates
 from omnilead.engine.training.task import TrainingTask

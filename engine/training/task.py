@@ -1,6 +1,6 @@
 """A task: what is trained, how it is validated and what is exported. The training loop knows nothing else about it.
 
-class PretrainTask(TrainingTask): ...             # engine.training.pretraining; FinetuneTask in engine.training.finetuning
+class PretrainTask(TrainingTask): ...             # engine.training.pretraining; FinetuneTask in engine.tasks.finetuning
 train(config, PretrainTask)               # engine.training.train
 """
 
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.common import ConfigError
 from omnilead.engine.data.loader import Batch
-from omnilead.engine.evaluation.run_files import LOWER_IS_BETTER
 from omnilead.engine.training.distributed import Ranks
+from omnilead.engine.training.files import LOWER_IS_BETTER
 
 SAMPLES = 4  # crops shown in the report
 METRIC_NAMES = {

@@ -23,13 +23,13 @@ from omnilead.data_tools.dataset import META, DataError, Dataset
 from omnilead.engine.common import ConfigError, OutputError, describe_leads, flatten, write_whole
 from omnilead.engine.config import FinetuneConfig, RunConfig, build, check, deepspeed_json, micro_batch, zero_stage
 from omnilead.engine.data.loader import Loader
-from omnilead.engine.data.preprocess import DEFAULT_INPUT, SCALES
-from omnilead.engine.evaluation.run_report import write_report
+from omnilead.engine.inference.preprocess import DEFAULT_INPUT, SCALES
+from omnilead.engine.interop.card import model_card
 from omnilead.engine.model import folder
 from omnilead.engine.model.encoder import Encoder
 from omnilead.engine.model.encoders import CODE
+from omnilead.engine.report.run_report import write_report
 from omnilead.engine.training import checkpoint, distributed
-from omnilead.engine.training.card import model_card
 from omnilead.engine.training.checkpoint import CheckpointError, WriteError
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.loggers import RunLogger, require_installed

@@ -4,7 +4,7 @@ ValidationLoss(config, datasets, ranks).measure(engine)      # the same crops, m
 PatientProbe(config, datasets, ranks).accuracy(engine)       # share of patients identified; needs no labels
 with Capture(engine.module) as captured:
     engine(*inputs)
-captured.similarities(views=2)            # cosines, by their names in engine.evaluation.run_files
+captured.similarities(views=2)            # cosines, by their names in engine.training.files
 pairs(c_AD, patient_A)                    # cosines of pairs with the same label and of pairs with different ones
 """
 
@@ -27,9 +27,9 @@ from omnilead.engine.data.augmenter import crop_key
 from omnilead.engine.data.leakage import patient_ids
 from omnilead.engine.data.loader import Batch, Loader
 from omnilead.engine.data.order import DatasetRows, OrderError
-from omnilead.engine.data.preprocess import Input
 from omnilead.engine.evaluation.metrics import identification
-from omnilead.engine.evaluation.predict import CropBatch, predict
+from omnilead.engine.inference.predict import CropBatch, predict
+from omnilead.engine.inference.preprocess import Input
 from omnilead.engine.model.draws import Draws, row_keys
 from omnilead.engine.model.encoder import pool
 from omnilead.engine.model.pretrainer import LocalOutput

@@ -12,13 +12,14 @@ import pytest
 import yaml
 
 from benchmarks import evidence, real, report
-from omnilead.data_tools import synth
 from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.synthetic import archive as synth
 from omnilead.engine.common import CONFIGS, ConfigError, read_yaml
 from omnilead.engine.config import FinetuneConfig, check, load
-from omnilead.engine.evaluation import bench, bench_report
+from omnilead.engine.evaluation import bench
 from omnilead.engine.evaluation.embedders import Vectors
 from omnilead.engine.evaluation.probe import fit_scaled
+from omnilead.engine.report import bench_report
 from tests.conftest import save_model
 from tests.parsers import parse
 

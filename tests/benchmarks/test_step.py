@@ -14,9 +14,9 @@ from torch import nn
 from benchmarks import measure, report, step, tables
 from benchmarks.authors_step import compute_mask_indices, draw
 from benchmarks.measure import CaseError
-from omnilead.engine.model import fairseq
+from omnilead.engine.interop import fairseq
+from omnilead.engine.interop.parity import authors_adam
 from omnilead.engine.model.config import ModelConfig
-from omnilead.engine.model.parity import authors_adam
 
 torch.set_num_threads(1)
 SMALL: dict[str, Any] = {"width": 48, "layers": 2, "heads": 4, "ffn": 96, "codes": 16, "projection": 32, "code_width": 32}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from omnilead.data_tools.synth import synthesise
+from omnilead.data_tools.synthetic.archive import synthesise
 
 
 @pytest.fixture(scope="session")

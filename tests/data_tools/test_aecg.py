@@ -9,11 +9,11 @@ from hospital_cases import BORN, DAMAGE, SECRET, SHARED, Damage, check_damage, c
 from hypothesis import given, settings
 
 from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.hospital.aecg import MISSING
+from omnilead.data_tools.hospital.files import HospitalFiles
 from omnilead.data_tools.record import LEADS
 from omnilead.data_tools.sources import open_sources, prepared
-from omnilead.data_tools.sources.aecg import MISSING
 from omnilead.data_tools.sources.base import Decoded
-from omnilead.data_tools.sources.hospital import HospitalFiles
 from omnilead.data_tools.storage import folder
 from omnilead.data_tools.verify import FLAGS
 

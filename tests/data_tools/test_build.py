@@ -23,7 +23,7 @@ from omnilead.data_tools.errors import DataError, DatasetError, StorageError
 from omnilead.data_tools.plan import make_plan, permutation
 from omnilead.data_tools.record import class_row
 from omnilead.data_tools.sources import open_sources
-from omnilead.data_tools.synth import synthesise
+from omnilead.data_tools.synthetic.archive import synthesise
 from omnilead.data_tools.tar import member_header
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from omnilead.data_tools.build import FLAGS
 from omnilead.data_tools.errors import ReadError
-from omnilead.data_tools.sources import dicom
+from omnilead.data_tools.hospital import dicom
 from omnilead.data_tools.sources.base import Decoded
 
 pydicom = pytest.importorskip("pydicom")

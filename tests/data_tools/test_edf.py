@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.hospital.edf import MAX_BYTES, decode
+from omnilead.data_tools.hospital.files import HospitalFiles
 from omnilead.data_tools.record import LEADS
 from omnilead.data_tools.sources import open_sources
-from omnilead.data_tools.sources.edf import MAX_BYTES, decode
-from omnilead.data_tools.sources.hospital import HospitalFiles
 from omnilead.data_tools.storage import folder
 from omnilead.data_tools.verify import verify
 

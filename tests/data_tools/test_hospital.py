@@ -26,10 +26,10 @@ from omnilead.data_tools import storage
 from omnilead.data_tools.__main__ import main
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.errors import ReadError, StorageError
+from omnilead.data_tools.hospital.files import FORMATS, HospitalFiles
 from omnilead.data_tools.record import LEADS, VENDORS
 from omnilead.data_tools.sources import open_sources
 from omnilead.data_tools.sources.base import Decoded, read_safely
-from omnilead.data_tools.sources.hospital import FORMATS, HospitalFiles
 from omnilead.data_tools.splits import RoleSources
 from omnilead.data_tools.storage import folder
 from omnilead.data_tools.verify import verify

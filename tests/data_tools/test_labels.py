@@ -20,7 +20,7 @@ from omnilead.data_tools.__main__ import main
 from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.data_tools.labels.archives import CODE15
 from omnilead.data_tools.labels.mimic_iv_ecg import CODES, NUMBERS, REPORTS, statement_codes
-from omnilead.data_tools.synth import synthesise
+from omnilead.data_tools.synthetic.archive import synthesise
 from omnilead.engine.evaluation.results import load_task
 from omnilead.engine.tasks.labels import read_task
 
@@ -334,7 +334,9 @@ def test_the_temporary_files_of_a_killed_run_are_removed(tmp_path: Path) -> None
     synthesise(tmp_path / "src", 5, layout="ptbxl", progress=False)
     command = ["labels", "ptbxl", str(tmp_path / "src"), "--out", str(tmp_path / "out")]
     kill = "from omnilead.data_tools import storage; import os, sys; storage.publish = lambda *paths: os.kill(os.getpid(), 9)"
-    run = subprocess.run([sys.executable, "-c", f"{kill}; from omnilead.data_tools.__main__ import main; main({command})"], check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", f"{kill}; from omnilead.data_tools.__main__ import main; main({command})"], check=False
+    )
     assert run.returncode == -9
     (left,) = (tmp_path / "out").iterdir()
     running = left.with_name(f".other.parquet.{socket.gethostname()}.{os.getpid()}")

@@ -214,7 +214,7 @@ def test_an_interrupted_synth_must_be_started_again(
     def stopped(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("omnilead.data_tools.synth.synthesise", stopped)
+    monkeypatch.setattr("omnilead.data_tools.synthetic.archive.synthesise", stopped)
     error = f"interrupted: delete {tmp_path} and run it again\n"
     assert run(capsys, "synth", tmp_path) == (130, "", error)
 

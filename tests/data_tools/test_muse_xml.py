@@ -13,10 +13,10 @@ from hospital_cases import BORN, BORN_ISO, DAMAGE, SECRET, SHARED, Damage, check
 from hypothesis import given, settings
 
 from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.hospital.files import HospitalFiles
+from omnilead.data_tools.hospital.muse_xml import _COUNTS
 from omnilead.data_tools.record import LEADS
 from omnilead.data_tools.sources.base import Prepared, prepared, read_safely
-from omnilead.data_tools.sources.hospital import HospitalFiles
-from omnilead.data_tools.sources.muse_xml import _COUNTS
 from omnilead.data_tools.storage import folder
 
 STORED = ("I", "II", "V1", "V2", "V3", "V4", "V5", "V6")

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.hospital.files import changes
+from omnilead.data_tools.hospital.scp import decode
 from omnilead.data_tools.record import LEADS
-from omnilead.data_tools.sources.hospital import changes
-from omnilead.data_tools.sources.scp import decode
 
 X = dict(zip(LEADS, ecg(500), strict=True))
 X_5S = dict(zip(LEADS, ecg(2500), strict=True))

@@ -11,10 +11,10 @@ import scipy.io
 import wfdb
 from handmade import files
 
-from omnilead.data_tools import synth
 from omnilead.data_tools.errors import DataError
 from omnilead.data_tools.record import ABBREVIATIONS, CLASS_OF, HEART_AXIS_CODES, LEADS, SCP_CODES
-from omnilead.data_tools.synth_ecg import BLOCK, RHYTHM, draw_patients, simulate, twelve_leads
+from omnilead.data_tools.synthetic import archive as synth
+from omnilead.data_tools.synthetic.ecg import BLOCK, RHYTHM, draw_patients, simulate, twelve_leads
 from omnilead.engine.evaluation.mean_beat import BEAT, mean_beats, r_peaks
 
 PATIENTS, TWICE = 150, 13  # two sessions: 11 % are expected

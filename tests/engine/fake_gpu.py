@@ -21,10 +21,10 @@ from torch.utils import backend_registration
 from omnilead.engine.config import CONFIGS, load
 from omnilead.engine.data.augmenter import Augmenter, parameters
 from omnilead.engine.data.order import Places
-from omnilead.engine.model.classifier import Classifier
 from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.encoder import Encoder
 from omnilead.engine.model.pretrainer import Pretrainer
+from omnilead.engine.tasks.classifier import Classifier
 from omnilead.engine.tasks.config import TaskConfig, TaskKind
 from omnilead.engine.training.optimizer import GuardedAdamW
 

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from omnilead.engine import convert
-from omnilead.engine.model import conversion
+from omnilead.engine.interop import conversion
+from omnilead.engine.interop.fairseq import their_settings, to_theirs
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
-from omnilead.engine.model.fairseq import their_settings, to_theirs
 from omnilead.engine.model.folder import seal
 from omnilead.engine.model.pretrainer import Pretrainer
 

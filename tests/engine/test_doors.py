@@ -12,8 +12,7 @@ import pytest
 
 from omnilead.data_tools.cli import guard_streams
 from omnilead.engine import convert, embed, evaluate, parity, pretrain
-from omnilead.engine.data import picture
-from omnilead.engine.evaluation import run_report
+from omnilead.engine.report import picture, run_report
 from tests.forks import started
 
 ROOT = Path(__file__).parents[2]

@@ -21,7 +21,8 @@ import omnilead
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine import embed
 from omnilead.engine.common import LEADS
-from omnilead.engine.evaluation import embedding, outputs
+from omnilead.engine.inference import commands as embedding
+from omnilead.engine.inference import outputs
 from tests.conftest import save_model
 from tests.forks import started
 from tests.waiting import until
@@ -287,7 +288,7 @@ def test_crops_without_any_of_the_models_leads(
     starts = pq.read_table(tmp_path / "2").select(["record", "start_s"]).to_pylist()
     assert starts == [{"record": "y", "start_s": start} for start in (0.0, 20.0)]
     assert record in embedded(dataset.root.url, leads=f"I,{lead}")["record"].to_pylist()
-    monkeypatch.setattr("omnilead.engine.evaluation.inputs.none_measured", lambda dataset, leads: np.ones(len(dataset), bool))
+    monkeypatch.setattr("omnilead.engine.inference.inputs.none_measured", lambda dataset, leads: np.ones(len(dataset), bool))
     probed = ["--model", str(folder), "--data", dataset.root.url, "--probe", "--on-corrupt", "skip"]
     assert embed.main(probed) == 2 and "no valid lead" in capsys.readouterr().err
 

@@ -26,18 +26,18 @@ from omnilead.engine import evaluate
 from omnilead.engine.common import ConfigError
 from omnilead.engine.config import CONFIGS, FinetuneConfig, build, load
 from omnilead.engine.data.leakage import find_leak, split_of
-from omnilead.engine.evaluation.run_files import DIAGNOSTICS, LABELS, read_diagnostics
 from omnilead.engine.finetune import main
-from omnilead.engine.model.classifier import Classifier
 from omnilead.engine.model.encoder import Encoder, pool
 from omnilead.engine.model.init_weights import initialise
+from omnilead.engine.tasks.classifier import Classifier
 from omnilead.engine.tasks.config import TaskConfig, TaskKind
+from omnilead.engine.tasks.finetuning import FinetuneTask, identity_classes, read_start, select_leads, split_remark
 from omnilead.engine.tasks.labels import TaskLabels, read_table, read_task
+from omnilead.engine.tasks.recipe import finetuning
 from omnilead.engine.training import checkpoint
 from omnilead.engine.training.distributed import Ranks
-from omnilead.engine.training.finetuning import FinetuneTask, identity_classes, read_start, select_leads, split_remark
+from omnilead.engine.training.files import DIAGNOSTICS, LABELS, read_diagnostics
 from omnilead.engine.training.loop import Loop
-from omnilead.engine.training.recipe import finetuning
 from omnilead.engine.training.task import best_metric
 
 KINDS: dict[str, TaskKind] = {"diagnosis": "multilabel", "identification": "identity"}

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from omnilead.engine import parity
+from omnilead.engine.interop.fairseq import from_theirs, names, settings, spelling, their_settings, to_theirs
+from omnilead.engine.interop.parity import INPUTS
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
-from omnilead.engine.model.fairseq import from_theirs, names, settings, spelling, their_settings, to_theirs
-from omnilead.engine.model.parity import INPUTS
 from omnilead.engine.model.pretrainer import Pretrainer
 
 torch.set_num_threads(1)  # small tensors: threads would only wait for each other

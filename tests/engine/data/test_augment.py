@@ -29,7 +29,6 @@ from scipy.spatial.transform import Rotation
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.common import ConfigError
 from omnilead.engine.config import build
-from omnilead.engine.data import picture
 from omnilead.engine.data.augment import (
     AugmentConfig,
     Ops,
@@ -47,6 +46,7 @@ from omnilead.engine.data.augment_draws import (
     draws,
     threekg_matrix,
 )
+from omnilead.engine.report import picture
 
 
 def apply_in_dali(x: np.ndarray, p: Params, config: AugmentConfig) -> np.ndarray:
@@ -296,4 +296,4 @@ def test_the_picture(small: Dataset, tmp_path: Path, capsys: pytest.CaptureFixtu
     for wrong in ([str(tmp_path)], [small.root.url, "--crop", "20"]):
         assert picture.main([str(tmp_path / "none.png"), "--data", *wrong]) == 2
         err = capsys.readouterr().err
-        assert err.count("\n") == 1 and err.startswith("omnilead.engine.data.picture: ")
+        assert err.count("\n") == 1 and err.startswith("omnilead.engine.report.picture: ")

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from omnilead.engine.data.npz import ArrayError, load_npz, npz_names, open_npy
+from omnilead.engine.inference.npz import ArrayError, load_npz, npz_names, open_npy
 
 
 def npy(header: str, version: bytes = b"\1\0", body: bytes = bytes(480_000)) -> bytes:
@@ -54,7 +54,7 @@ def test_a_bad_header_is_a_one_line_error(name: str, tmp_path: Path) -> None:
 def test_an_archive_that_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.savez_compressed(tmp_path / "a.npz", a=np.zeros((12, 5000)))
     assert load_npz(tmp_path / "a.npz")["a"].shape == (12, 5000)
-    monkeypatch.setattr("omnilead.engine.data.npz.MAX_BYTES", 400_000)
+    monkeypatch.setattr("omnilead.engine.inference.npz.MAX_BYTES", 400_000)
     with pytest.raises(ArrayError, match="more than its 400000 bytes can hold"):
         load_npz(tmp_path / "a.npz")
 

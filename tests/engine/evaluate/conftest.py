@@ -12,9 +12,10 @@ from omnilead.data_tools.build import ShardOptions, shard
 from omnilead.data_tools.dataset import CLASSES, Dataset, fingerprint
 from omnilead.data_tools.sources import open_sources
 from omnilead.data_tools.splits import RoleSources
-from omnilead.data_tools.synth import synthesise
+from omnilead.data_tools.synthetic.archive import synthesise
 from omnilead.engine.evaluate import main
-from omnilead.engine.evaluation import inputs, metrics, results
+from omnilead.engine.evaluation import metrics, results
+from omnilead.engine.inference import inputs
 from tests.conftest import save_model
 
 Saved, Evaluated, Refused = Callable[..., Path], Callable[..., dict[str, Any]], Callable[..., None]

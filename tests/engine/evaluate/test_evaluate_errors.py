@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.evaluate import main
-from omnilead.engine.evaluation.outputs import tables
+from omnilead.engine.inference.outputs import tables
 from omnilead.engine.model.folder import seal
 from omnilead.engine.tasks.labels import TaskLabels
 from tests.engine.evaluate.conftest import DIAGNOSIS, IDENTIFICATION, Evaluated, Patch, Refused, Saved, quick_main
@@ -141,7 +141,7 @@ def test_ranks_share_the_parts_and_a_killed_evaluation_resumes(
     kept = tmp_path / "shared.json.halves.parquet.parts"
     there = {int(path.stem) for path in kept.glob("0*.parquet")}
     computed: list[int] = []
-    monkeypatch.setattr("omnilead.engine.evaluation.outputs.tables", lambda *given: computed.extend(given[3]) or tables(*given))
+    monkeypatch.setattr("omnilead.engine.inference.outputs.tables", lambda *given: computed.extend(given[3]) or tables(*given))
     assert main([*arguments, str(shared)]) == 0
     assert 1 in there and computed == [number for number in range(3) if number not in there]
     assert shared.read_bytes() == alone.read_bytes()
@@ -163,7 +163,7 @@ def test_outputs_kept_from_an_interrupted_evaluation(
         refused("interrupted: run the same command again", diagnostic, *arguments, code=130)
         refused("interrupted: run the same command again", diagnostic, "--report", tmp_path / "f.html", code=130)
     refused("f.json.halves.parquet: of another job: .*choose another", diagnostic, *arguments, "--leads", "II")
-    monkeypatch.setattr("omnilead.engine.evaluation.outputs.tables", lambda *_: pytest.fail("computed again"))
+    monkeypatch.setattr("omnilead.engine.inference.outputs.tables", lambda *_: pytest.fail("computed again"))
     evaluated(diagnostic)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f.html.halves.parquet", "f.json"]
     assert main(["--model", str(diagnostic), "--data", data.root.url, "--report", str(tmp_path / "f.html")]) == 0

@@ -15,7 +15,7 @@ import pytest
 
 from omnilead.__main__ import main
 from omnilead.data_tools.dataset import Dataset, as_csv
-from omnilead.engine.evaluation import bench, bench_report, embedders
+from omnilead.engine.evaluation import bench, embedders
 from omnilead.engine.evaluation.bench import (
     ProbedRecords,
     ProbedTask,
@@ -29,6 +29,7 @@ from omnilead.engine.evaluation.bench import (
 from omnilead.engine.evaluation.embedders import Vectors
 from omnilead.engine.evaluation.metrics import Classification, measure, weighted_areas
 from omnilead.engine.evaluation.probe import ProbeData, linear
+from omnilead.engine.report import bench_report
 from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.labels import TaskLabels
 from tests.conftest import save_model

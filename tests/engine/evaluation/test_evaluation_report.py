@@ -12,10 +12,10 @@ from pages import check
 
 from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.engine.evaluate import lines
-from omnilead.engine.evaluation import evaluation_report, score_plots
 from omnilead.engine.evaluation.metrics import calibration, challenge_score, measure, predicted
 from omnilead.engine.evaluation.results import IdentificationResult, TaskResult, by_record
-from omnilead.engine.model.inference import HeadInfo
+from omnilead.engine.inference.trained_model import HeadInfo
+from omnilead.engine.report import evaluation_report, score_plots
 
 FACTS = {"model": "runs/<b>w2v</b>", "data": "0f3a", "role": "test", "leads": "I,II,V2"}
 Result = TaskResult | IdentificationResult

@@ -14,10 +14,10 @@ import torch
 
 from omnilead.data_tools.dataset import Dataset, DatasetError
 from omnilead.engine.common import ConfigError, OutputError
-from omnilead.engine.evaluation import predict as predicting
-from omnilead.engine.evaluation.inputs import COLUMNS, EmbeddedCrops
-from omnilead.engine.evaluation.outputs import ParquetParts, embeddings, tables
-from omnilead.engine.evaluation.predict import CropBatch, dataset_batches, predict
+from omnilead.engine.inference import predict as predicting
+from omnilead.engine.inference.inputs import COLUMNS, EmbeddedCrops
+from omnilead.engine.inference.outputs import ParquetParts, embeddings, tables
+from omnilead.engine.inference.predict import CropBatch, dataset_batches, predict
 
 JOB = {"model": "a", "batch": 16}
 COUNT = 4
@@ -128,7 +128,7 @@ def test_a_batch_is_launched_before_waiting_for_the_previous_one(monkeypatch: py
         events.append(f"launch {number}")
         return lambda: (events.append(f"wait {number}"), y.numpy())[1]  # type: ignore[func-returns-value]
 
-    monkeypatch.setattr("omnilead.engine.evaluation.predict.download", download)
+    monkeypatch.setattr("omnilead.engine.inference.predict.download", download)
     model: Any = SimpleNamespace(
         device=torch.device("cpu"), encoder=SimpleNamespace(width=4), pooled=lambda x_RLT: x_RLT[:, 0, :4]
     )
@@ -158,8 +158,8 @@ def test_gpu_copies_do_not_wait_for_computation(monkeypatch: pytest.MonkeyPatch)
         events.append("compute")
         return x_RLT[:, 0, :4]
 
-    monkeypatch.setattr("omnilead.engine.evaluation.predict.Upload", Upload)
-    monkeypatch.setattr("omnilead.engine.evaluation.predict.download", lambda x: events.append("down") or x.numpy)
+    monkeypatch.setattr("omnilead.engine.inference.predict.Upload", Upload)
+    monkeypatch.setattr("omnilead.engine.inference.predict.download", lambda x: events.append("down") or x.numpy)
     batch = CropBatch(np.ones((2, 12, 5000), np.int16), np.ones(2, int), "names")
     [(given, y_RD)] = predict([batch], lambda uv_BLT, halves_B: uv_BLT.float(), forward, torch.device("cuda", 0))
     assert (y_RD.shape, given.crops) == ((2, 4), "names")

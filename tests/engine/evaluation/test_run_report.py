@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from pages import check
 
-from omnilead.engine.evaluation import plots, run_report
-from omnilead.engine.evaluation.run_files import StepLog, read_diagnostics, write_diagnostics
-from omnilead.engine.training.finetuning import FinetuneTask
+from omnilead.engine.report import plots, run_report
+from omnilead.engine.tasks.finetuning import FinetuneTask
+from omnilead.engine.training.files import StepLog, read_diagnostics, write_diagnostics
 from omnilead.engine.training.pretraining import PretrainTask
 
 LOGGED = [key for key in PretrainTask.keys if key not in ("step", "crops_seen", "epoch")]

@@ -14,7 +14,7 @@ import omnilead
 from omnilead.engine import convert, embed, evaluate
 from omnilead.engine.common import LEADS, ConfigError
 from omnilead.engine.model.folder import CONFIG, PREPROCESSING, SHA256, WEIGHTS, LoadError, file_sha256, seal
-from omnilead.engine.training.finetuning import read_start
+from omnilead.engine.tasks.finetuning import read_start
 
 Saved = Callable[..., Path]
 

@@ -11,7 +11,7 @@ import torch
 
 import omnilead
 from omnilead.engine import convert
-from omnilead.engine.model import onnx as onnx_export
+from omnilead.engine.interop import onnx as onnx_export
 
 Saved = Callable[..., Path]
 

@@ -8,10 +8,10 @@ import pytest
 
 from omnilead.engine.common import ConfigError
 from omnilead.engine.config import CONFIGS, FinetuneConfig, check, load
-from omnilead.engine.reproduction import cost
-from omnilead.engine.reproduction.paper import LEADS, TASKS, ReproductionScale, as_arguments, tables
-from omnilead.engine.reproduction.plan import DatasetInfo, JobPlan, make_plan
-from omnilead.engine.reproduction.workdir import WorkDir, write_json
+from omnilead.engine.reproduce import cost
+from omnilead.engine.reproduce.paper import LEADS, TASKS, ReproductionScale, as_arguments, tables
+from omnilead.engine.reproduce.plan import DatasetInfo, JobPlan, make_plan
+from omnilead.engine.reproduce.workdir import WorkDir, write_json
 
 ROLES = {
     "pretrain": 85_000,

@@ -15,10 +15,11 @@ import pytest
 
 from omnilead.data_tools import cluster
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine import evaluate, finetune, pretrain, reproduce
-from omnilead.engine.reproduction import jobs, plan, run
-from omnilead.engine.reproduction.plan import Job
-from omnilead.engine.reproduction.workdir import WorkDir
+from omnilead.engine import evaluate, finetune, pretrain
+from omnilead.engine.reproduce import __main__ as reproduce
+from omnilead.engine.reproduce import jobs, plan, run
+from omnilead.engine.reproduce.plan import Job
+from omnilead.engine.reproduce.workdir import WorkDir
 from tests.data_tools.test_cluster import Dask, dask  # noqa: F401
 from tests.forks import started
 from tests.waiting import until

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from test_plan import DATA, latex, plan
 
-from omnilead.engine.reproduction import results
-from omnilead.engine.reproduction.paper import ReproductionScale, tables
-from omnilead.engine.reproduction.plan import JobPlan
-from omnilead.engine.reproduction.workdir import WorkDir, write_json
+from omnilead.engine.reproduce import results
+from omnilead.engine.reproduce.paper import ReproductionScale, tables
+from omnilead.engine.reproduce.plan import JobPlan
+from omnilead.engine.reproduce.workdir import WorkDir, write_json
 
 GOLDEN = """
 | Methods |  | 12-lead | P-3-lead |

@@ -21,10 +21,10 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.engine import convert
 from omnilead.engine.model.folder import LoadError
 from omnilead.engine.pretrain import main
+from omnilead.engine.tasks.finetuning import read_start
 from omnilead.engine.training import checkpoint
 from omnilead.engine.training.checkpoint import FORBID, FORCE, MANIFEST, CheckpointError, WriteError
 from omnilead.engine.training.distributed import Ranks
-from omnilead.engine.training.finetuning import read_start
 from tests.forks import started
 
 ALONE = Ranks(0, 1, torch.device("cpu"), None)

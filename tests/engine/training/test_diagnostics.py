@@ -8,9 +8,9 @@ import torch
 from ranks import pretrain
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.evaluation.run_files import DIAGNOSTICS, read_diagnostics
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
 from omnilead.engine.model.pretrainer import Pretrainer
+from omnilead.engine.training.files import DIAGNOSTICS, read_diagnostics
 from omnilead.engine.training.validation import MAX_PAIRS, Capture, pairs, thinned
 
 SMALL = ModelConfig(conv=((16, 2),) * 4, width=32, layers=1, heads=4, ffn=48, position_kernel=16, position_groups=4, codes=8,

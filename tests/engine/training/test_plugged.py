@@ -19,8 +19,8 @@ from omnilead.engine import embed
 from omnilead.engine.common import ConfigError, merge, overridden
 from omnilead.engine.config import TrainConfig
 from omnilead.engine.data.extra import ExtraAugmentation
+from omnilead.engine.interop.onnx import to_onnx
 from omnilead.engine.model.folder import LoadError
-from omnilead.engine.model.onnx import to_onnx
 from omnilead.engine.training.continuing import read_config
 
 OWN = """

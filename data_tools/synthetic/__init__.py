@@ -1,0 +1,1 @@
+"""Synthetic ECGs in the layouts of real archives."""

@@ -1,0 +1,1 @@
+"""A trained model at work: loading it, preparing any ECG for it, and writing its embeddings and predictions."""

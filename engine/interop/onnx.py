@@ -1,0 +1,95 @@
+"""Export a trained model to ONNX: x [batch, leads, samples] -> embedding [batch, D], logits and scores [batch, K].
+
+    omnilead convert to-onnx RUN OUT.onnx
+
+The batch and the segments can have any size. x is the output of `TrainedModel.segments`. The metadata has `preprocessing`
+(leads in order, rate, scale), `config` and `head` (classes, thresholds, unit of the scores) as JSON. The file is written only
+if onnxruntime reproduces PyTorch's numbers at several sizes.
+"""
+
+import json
+import logging
+import os
+import warnings
+from copy import deepcopy
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from omnilead.engine.common import ConfigError
+from omnilead.engine.inference.trained_model import TrainedModel
+
+NEEDED = ("onnx", "onnxscript", "onnxruntime")
+SIZES = ((1, 2500), (3, 2500), (2, 5000), (5, 1237))  # (segments, samples)
+TOLERANCE = 1e-4
+
+
+class Outputs(nn.Module):
+    def __init__(self, model: TrainedModel) -> None:
+        super().__init__()
+        self.model = deepcopy(model).cpu().float().eval()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        embedding = self.model(x)
+        if self.model.head is None or self.model.head_info is None:
+            return (embedding,)
+        logits = self.model.head(embedding)
+        return embedding, logits, self.model.head_info.scores(logits)
+
+
+def to_onnx(model: TrainedModel, out: Path) -> float:
+    """Write the file. Returns the largest difference between onnxruntime and PyTorch (relative if numbers are above 1)."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"{', '.join(missing)} is not installed: pip install 'omnilead[onnx]'")
+    if out.exists():
+        raise ConfigError(f"{out}: exists: choose another name")
+    outputs, temporary = Outputs(model), out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        export(outputs, temporary)
+        worst = float(np.max([difference(outputs, temporary, *size) for size in SIZES]))  # NaN stays NaN
+        if not worst <= TOLERANCE:
+            raise ConfigError(f"{out}: onnxruntime differs from PyTorch by {worst:.2g}, more than {TOLERANCE:g}: not written")
+        temporary.replace(out)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return worst
+
+
+def export(outputs: Outputs, path: Path) -> None:
+    model = outputs.model
+    x = torch.zeros(2, len(model.input.leads), 2500)
+    names = ["embedding"] if model.head is None else ["embedding", "logits", "scores"]
+    sizes = {"x": {0: torch.export.Dim("batch"), 2: torch.export.Dim("samples", min=64)}}
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            program = torch.onnx.export(
+                outputs, (x,), input_names=["x"], output_names=names, dynamic_shapes=sizes, dynamo=True, verbose=False
+            )
+    except Exception as error:  # the exporter raises many kinds
+        raise ConfigError(f"torch.onnx cannot export this model: {type(error).__name__}: {error}".splitlines()[0]) from error
+    assert program is not None
+    documents = {"preprocessing": model.preprocessing, "config": model.config}
+    documents |= {"head": asdict(model.head_info)} if model.head_info else {}
+    program.model.metadata_props.update({name: json.dumps(document) for name, document in documents.items()})
+    program.save(path)
+
+
+def difference(outputs: Outputs, path: Path, segments: int, samples: int) -> float:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    x = np.random.default_rng(segments).normal(0, 0.3, (segments, len(outputs.model.input.leads), samples)).astype(np.float32)
+    with torch.inference_mode():
+        expected = outputs(torch.from_numpy(x))
+    pairs = zip(expected, session.run(None, {"x": x}), strict=True)
+    worst = [np.abs(mine.numpy() - other).max() / max(1.0, float(mine.abs().max())) for mine, other in pairs]
+    return float(np.max(worst))

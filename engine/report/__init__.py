@@ -1,0 +1,1 @@
+"""Everything that draws, or writes HTML and Markdown."""

@@ -1,0 +1,118 @@
+"""Reproduces tables: plans the jobs, runs the missing ones, writes the tables. See engine/reproduce.py.
+
+run(parse(["--table", "1", "--data", "DATASET", "--out", "DIR"]))      # -> exit code
+"""
+
+import argparse
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from pathlib import Path
+
+from omnilead.data_tools.cli import echo, say, tell
+from omnilead.data_tools.cluster import connected
+from omnilead.data_tools.dataset import META, Dataset
+from omnilead.engine.common import ConfigError
+from omnilead.engine.reproduce.cost import expected_seconds, flops_per_s
+from omnilead.engine.reproduce.jobs import duration, on_this_machine, run_jobs
+from omnilead.engine.reproduce.paper import ReproductionScale, Table, tables
+from omnilead.engine.reproduce.plan import PROGRAMS, DatasetInfo, Job, JobPlan, make_plan
+from omnilead.engine.reproduce.results import write_table
+from omnilead.engine.reproduce.workdir import WorkDir, read_json
+
+NEEDED_ROLES = [("pretrain", ""), *(("dx", role) for role in ("train", "valid", "test"))]
+NEEDED_ROLES += [("id", role) for role in ("train", "valid", "gallery", "probe")]
+
+
+def run(options: argparse.Namespace) -> int:
+    chosen = [tables()[number] for number in dict.fromkeys(options.table)]
+    folder = WorkDir(Path(options.out).absolute())
+    if folder.path.is_file() or (folder.path / META).exists():
+        raise ConfigError(f"--out {options.out}: is a file or a dataset: name another folder")
+    if options.collect_only:
+        scale, data = _started_with(folder)
+    else:
+        scale, data = ReproductionScale.read(options.scale), _open(options.data)
+    plan = make_plan(chosen, scale, data, folder.path, options.seeds, options.rows, options.leads, options.tasks)
+    if options.dry_run:
+        return _show(plan, folder)
+
+    def collect(job: Job | None = None) -> None:
+        for table in chosen if job is None or job.kind == "evaluate" else ():
+            write_table(folder, table, plan, options.seeds)
+
+    failed, missing, interrupted = dict[str, str](), [], False
+    if not options.collect_only:
+        folder.start(plan)
+        collect()
+        missing = folder.missing(plan)
+    if missing:
+        with _executor(options) as (executor, slots):
+            speed = executor.submit(flops_per_s, next(iter(plan.models.values()))).result()
+            say(_forecast(plan, expected_seconds(plan, folder, speed), slots()))
+            failed, interrupted = run_jobs(plan, folder, executor, slots, collect)
+    collect()
+    _end(folder, plan, chosen, failed)
+    return 130 if interrupted else 1 if failed else 0
+
+
+@contextmanager
+def _executor(options: argparse.Namespace) -> Iterator[tuple[Executor, Callable[[], int]]]:
+    """The executor of the jobs, and a function that returns how many it runs at a time."""
+    if options.cluster:
+        with connected(options.cluster) as client:
+            yield client.get_executor(pure=False), lambda: sum(client.nthreads().values())
+    else:
+        with on_this_machine(options.jobs) as executor:
+            yield executor, lambda: options.jobs
+
+
+def _open(url: str | None) -> DatasetInfo:
+    if not url:
+        raise ConfigError("--data is missing: name a dataset made by omnilead shard SRC --out DATASET")
+    dataset = Dataset.open(url)
+    path = url if "://" in url else str(Path(url).absolute())
+    data = DatasetInfo(path, dataset.fingerprint, str(dataset.meta["plan"]), dataset.meta["roles"])
+    for group, role in NEEDED_ROLES:
+        if not data.count(group, role):
+            built = f"it was built with --plan {data.split}: use --plan paper and the paper's sources"
+            raise ConfigError(f"--data {url}: no crop has the role {f'{group} {role}'.strip()}: {built}")
+    return data
+
+
+def _started_with(folder: WorkDir) -> tuple[ReproductionScale, DatasetInfo]:
+    path = folder.path / "settings" / "data.json"
+    settings = read_json(path)
+    try:
+        return ReproductionScale.read(str(settings.pop("scale"))), DatasetInfo(**settings)
+    except (KeyError, TypeError):
+        raise ConfigError(f"{path}: missing or damaged: run without --collect-only first, or use another --out") from None
+
+
+def _show(plan: JobPlan, folder: WorkDir) -> int:
+    expected = expected_seconds(plan, folder, flops_per_s(next(iter(plan.models.values()))))
+    for job in plan.ordered:
+        state = f"about {duration(expected[job.name])}" if job.name in expected else "done"
+        echo(f"# {job.name}: {state}\nomnilead {job.kind} {shlex.join(job.command[len(PROGRAMS[job.kind]) :])}")
+    echo(f"# {_forecast(plan, expected, 1)}")
+    return 0
+
+
+def _forecast(plan: JobPlan, expected: dict[str, float], workers: int) -> str:
+    each = ", ".join(f"{sum(job.kind == kind for job in plan.ordered)} {kind}" for kind in PROGRAMS)
+    total = sum(expected.values())
+    many = f" on one worker, {duration(total / workers)} on {workers}" if workers > 1 else ""
+    disk = sum(plan.jobs[name].disk for name in expected) / 1e9
+    return f"{len(plan.jobs)} jobs ({each}), {len(expected)} to run: about {duration(total)}{many}; {disk:.1f} GB of results"
+
+
+def _end(folder: WorkDir, plan: JobPlan, chosen: Sequence[Table], failed: dict[str, str]) -> None:
+    for name, why in failed.items():
+        tell(f"omnilead reproduce: {name} failed: {why}")
+    paths = [folder.path / f"table-{table.number}.md" for table in chosen]
+    for path in paths:
+        echo("\n".join(line for line in path.read_text().splitlines() if line.startswith(("#", "|", "Each cell"))) + "\n")
+    done = len(plan.jobs) - len(folder.missing(plan))
+    again = "" if done == len(plan.jobs) else "; run the same command again to continue"
+    echo(f"{', '.join(map(str, paths))}: {done} of {len(plan.jobs)} jobs done{again}")
